@@ -1,0 +1,6 @@
+"""April: active partial rollouts for RL of language models.
+
+A durable message broker between generation workers and a distributed learner.
+"""
+
+__version__ = "0.1.0"

@@ -1,0 +1,92 @@
+"""What a generation engine is to a worker: requests in, chunks of tokens out.
+
+An engine is driven from one thread. A request lives from `submit` until a chunk with a finish reason, or
+until `cancel`. Every generated token leaves the engine exactly once, in order:
+
+    engine.load_weights(Version(0, 0), tensors)
+    engine.submit(request)
+    while not done:
+        for chunk in engine.step():       # one decode step of every running sequence
+            ...                           # chunk.start == tokens of this request handed over before
+    rest = engine.cancel(request.id)      # None when the request has ended already
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from april.version import Version
+
+if TYPE_CHECKING:
+    import torch
+
+
+class EngineError(RuntimeError):
+    """A request or a set of weights that the engine refuses; the text says why and how to mend it."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One sample to generate or to go on generating."""
+
+    id: int
+    """unique among the engine's live requests"""
+    tokens: np.ndarray
+    """int32 [P + R]: the prompt and what earlier segments have produced"""
+    max_new_tokens: int
+    """what is left of the response budget (tokens)"""
+    seed: int = 0
+    """of the sample; with the same weights it gives the same tokens, whatever else is running"""
+    temperature: float = 1.0
+    """0 is greedy"""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps every token"""
+    stop_token_ids: frozenset[int] = field(default_factory=frozenset)
+    """a stop token ends the response and is its last token"""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """New tokens of one request, all sampled under one version."""
+
+    id: int
+    tokens: np.ndarray
+    """int32 [T]"""
+    logprobs: np.ndarray
+    """float32 [T]: log-softmax(logits / temperature) of each token; temperature 1 when greedy"""
+    version: Version
+    finish_reason: str | None = None
+    """"stop" | "length" on the last chunk of a request (which may be empty), otherwise None"""
+
+
+class Engine(Protocol):
+    version: Version | None
+    """of the weights that the next token is sampled from; None before the first `load_weights`"""
+    slots: int
+    """sequences decoded together"""
+    generated_tokens: int
+    """tokens sampled since the engine was made, whether handed over or not"""
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. Raises EngineError for one that can never run."""
+
+    def step(self) -> list[Chunk]:
+        """Advance every running sequence by one token; return the chunks that are due."""
+
+    def cancel(self, request_id: int) -> list[Chunk]:
+        """End a request and return its tokens not handed over yet, oldest first; none if it is not live."""
+
+    def load_weights(self, version: Version, tensors: "Mapping[str, torch.Tensor]") -> None:
+        """Swap all weights between two decode steps; running sequences go on under `version`.
+
+        Their context is computed anew, so that every later log-probability is that of `version` alone.
+        """
+
+    @property
+    def live(self) -> int:
+        """Requests that are running or queued."""
+
+    def close(self) -> None: ...
