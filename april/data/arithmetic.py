@@ -1,0 +1,116 @@
+"""The quickstart's task: multiply by repeated addition, modulo 100, so that long answers are honest work.
+
+A prompt `KK*D+us=` asks for (addend + K * D) mod 100, the addend written units first. A demonstration
+takes one D off K and adds it to the addend at a time; eight characters a step make the response length
+follow K, which is lognormal:
+
+    05*3+60=  ->  04*3+90=03*3+21=02*3+51=01*3+81=00*3+12=#12        (6 + 15 = 21)
+
+Held-out prompts are told apart by a hash of their text, so no run ever meets them in training.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from random import Random
+from typing import NamedTuple
+
+ALPHABET = "0123456789=?#+*:,ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+MAX_TIMES = 60
+TIMES_MU, TIMES_SIGMA = 1.5, 0.85
+"""K ~ round(lognormal): median 4, 90 % below 13, 99 % below 31."""
+HELD_OUT_SHARE = 0.1
+SPLITS = ("train", "heldout")
+
+
+class Task(NamedTuple):
+    times: int
+    """K, 1 to 60"""
+    digit: int
+    """D, 1 to 9"""
+    addend: int
+    """0 to 99"""
+
+    @property
+    def prompt(self) -> str:
+        return expression(*self)
+
+    @property
+    def answer(self) -> str:
+        """What belongs after the `#`: two digits, units first."""
+        return units_first((self.addend + self.times * self.digit) % 100)
+
+
+@dataclass(frozen=True)
+class Noise:
+    """How a demonstration goes wrong; the mix of these modes is what RL later selects from."""
+
+    p_short: float = 0.0
+    """no steps at all, only a wrong guess"""
+    p_err: float = 0.0
+    """a step: the sum is off by 1 or 10 and goes on from there"""
+    p_stop: float = 0.0
+    """a step: the answer is given too early"""
+    p_skip: float = 0.0
+    """a step: one K is left out"""
+
+
+CLEAN = Noise()
+
+
+def draw_times(random: Random) -> int:
+    while True:
+        times = round(random.lognormvariate(TIMES_MU, TIMES_SIGMA))
+        if 1 <= times <= MAX_TIMES:
+            return times
+
+
+def draw_task(random: Random, split: str = "train", times: int | None = None) -> Task:
+    """A task of the split, of the K given or of one drawn."""
+    times = times or draw_times(random)
+    while True:
+        task = Task(times, random.randrange(1, 10), random.randrange(100))
+        if split_of(task.prompt) == split:
+            return task
+
+
+def tasks_of(times: int, split: str) -> list[Task]:
+    """Every task of one K in the split, in a fixed order."""
+    every = (Task(times, digit, addend) for digit in range(1, 10) for addend in range(100))
+    return [task for task in every if split_of(task.prompt) == split]
+
+
+def split_of(prompt: str) -> str:
+    position = int.from_bytes(hashlib.sha256(prompt.encode()).digest()[:8], "big") / 2**64
+    return "heldout" if position < HELD_OUT_SHARE else "train"
+
+
+def demonstration(task: Task, noise: Noise = CLEAN, random: Random | None = None) -> str:
+    """A response to the task, end of text not included. Clean without noise."""
+    times, digit, value = task
+    if noise == CLEAN:
+        random = Random(0)
+    if random.random() < noise.p_short:
+        return "#" + wrong_guess(task, random)
+    steps = []
+    while times > 0 and random.random() >= noise.p_stop:
+        times -= 1
+        if times > 0 and random.random() < noise.p_skip:
+            times -= 1
+        value = (value + digit) % 100
+        if random.random() < noise.p_err:
+            value = (value + random.choice((-10, -1, 1, 10))) % 100
+        steps.append(expression(times, digit, value))
+    return "".join(steps) + "#" + units_first(value)
+
+
+def wrong_guess(task: Task, random: Random) -> str:
+    guess = units_first(random.randrange(100))
+    return guess if guess != task.answer else wrong_guess(task, random)
+
+
+def expression(times: int, digit: int, value: int) -> str:
+    return f"{times:02d}*{digit}+{units_first(value)}="
+
+
+def units_first(value: int) -> str:
+    return f"{value:02d}"[::-1]

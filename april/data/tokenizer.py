@@ -1,0 +1,55 @@
+"""The tokeniser of a policy folder: prompts to ids once, ids to text for the verifiers. Needs no torch."""
+
+from pathlib import Path
+
+import numpy as np
+import orjson
+
+from april.config import ConfigError
+
+
+class Tokenizer:
+    def __init__(self, path: str | Path):
+        """Read the tokeniser of a local Hugging Face folder. Raises ConfigError if there is none."""
+        from transformers import AutoTokenizer
+
+        try:
+            self.inner = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"key 'model.path' = {str(path)!r} has no tokeniser that transformers can read ({first_line(error)}); "
+                "give a Hugging Face folder with its tokeniser's files"
+            ) from None
+        self.path = Path(path)
+        self.eos_token_ids = frozenset(generation_eos_ids(self.path) | tokenizer_eos_ids(self.inner))
+
+    def encode_prompt(self, prompt: str | list[dict]) -> np.ndarray:
+        """int32 [P]: text as it is, without added special tokens; chat messages through the chat template."""
+        if isinstance(prompt, str):
+            return np.asarray(self.inner.encode(prompt, add_special_tokens=False), np.int32)
+        if not self.inner.chat_template:
+            raise ConfigError(f"tokeniser of {str(self.path)!r} has no chat template; give prompts as text or add one")
+        ids = self.inner.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=False)
+        return np.asarray(ids, np.int32)
+
+    def decode(self, ids) -> str:
+        """Text of the ids, special tokens left out, spaces as the model wrote them."""
+        return self.inner.decode(
+            [int(i) for i in ids], skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+
+
+def tokenizer_eos_ids(inner) -> set[int]:
+    return set() if inner.eos_token_id is None else {inner.eos_token_id}
+
+
+def generation_eos_ids(path: Path) -> set[int]:
+    file = path / "generation_config.json"
+    if not file.is_file():
+        return set()
+    ids = orjson.loads(file.read_bytes()).get("eos_token_id")
+    return set() if ids is None else {ids} if isinstance(ids, int) else set(ids)
+
+
+def first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
