@@ -42,7 +42,9 @@ def parse_row(line: bytes, where: str, prompt_key: str, label_key: str) -> Row:
     try:
         row = orjson.loads(line)
     except orjson.JSONDecodeError as error:
-        raise ConfigError(f"{where}: {excerpt(line)} is not JSON ({error}); write one JSON object on each line") from None
+        raise ConfigError(
+            f"{where}: {excerpt(line)} is not JSON ({error}); write one JSON object on each line"
+        ) from None
     if not isinstance(row, dict):
         raise ConfigError(f"{where}: {excerpt(row)} is not a JSON object; write an object with prompt and label")
     return Row(
@@ -55,7 +57,9 @@ def parse_row(line: bytes, where: str, prompt_key: str, label_key: str) -> Row:
 def required(row: dict, key: str, setting: str, where: str) -> Any:
     if key not in row:
         keys = ", ".join(map(repr, row)) or "none"
-        raise ConfigError(f"{where}: key {key!r} is missing (keys there: {keys}); add it or name another with --{setting}")
+        raise ConfigError(
+            f"{where}: key {key!r} is missing (keys there: {keys}); add it or name another with --{setting}"
+        )
     return row[key]
 
 
@@ -85,7 +89,9 @@ def checked_label(label: Any, key: str, where: str) -> str:
 def checked_reward(reward: Any, where: str) -> str | None:
     if reward is None or (isinstance(reward, str) and reward):
         return reward
-    raise ConfigError(f"{where}: key 'reward' = {excerpt(reward)} names no verifier; give its name or leave the key out")
+    raise ConfigError(
+        f"{where}: key 'reward' = {excerpt(reward)} names no verifier; give its name or leave the key out"
+    )
 
 
 def excerpt(value: Any) -> str:

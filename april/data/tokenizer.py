@@ -34,9 +34,7 @@ class Tokenizer:
 
     def decode(self, ids) -> str:
         """Text of the ids, special tokens left out, spaces as the model wrote them."""
-        return self.inner.decode(
-            [int(i) for i in ids], skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
+        return self.inner.decode([int(i) for i in ids], skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 def tokenizer_eos_ids(inner) -> set[int]:

@@ -1,4 +1,4 @@
-"""Makes the quickstart policy: builds it, warm-starts it, saves it as a Hugging Face folder, once per recipe and seed."""
+"""Makes the quickstart policy, once per recipe and seed: builds it, warm-starts it, saves a Hugging Face folder."""
 
 import shutil
 import tempfile

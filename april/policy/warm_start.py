@@ -17,6 +17,7 @@ from april.policy.model import EOS, PAD, VOCABULARY
 
 PAD_ID, EOS_ID = VOCABULARY[PAD], VOCABULARY[EOS]
 EASY_TIMES = (2, 3, 4)
+HABITS = Noise(p_short=0.30, p_err=0.025, p_stop=0.02, p_skip=0.015)
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Recipe:
     """on every K"""
     noisy_steps: int = 300
     """on every K, with the noise below"""
-    noise: Noise = Noise(p_short=0.30, p_err=0.025, p_stop=0.02, p_skip=0.015)
+    noise: Noise = HABITS
     lr: float = 3e-3
     warmup_steps: int = 30
     final_lr_share: float = 0.1

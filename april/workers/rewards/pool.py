@@ -1,0 +1,175 @@
+"""Verifiers at work in processes of their own, so that none can hang, crash or block the worker that asks.
+
+    pool = RewardPool(processes=2, timeout_s=10.0)
+    pool.submit(key, "final_answer", response, label, "stop")
+    ...
+    for score in pool.poll():              # never waits
+        score.key, score.reward, score.error
+
+Every submitted item comes back exactly once, with a reward or with an error. A process that exceeds the
+time limit is killed, one that has died is replaced; only the item it was at is charged with it.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+
+import msgspec
+
+from april.workers.rewards.messages import LENGTH_BYTES, Item, Score, frame
+
+IN_FLIGHT_ITEMS = 4
+"""Handed to a process at a time: one at work, the others so that it need not wait for the next poll."""
+START_LIMIT_S = 60.0
+ORPHAN_MARGIN_S = 5.0
+"""A process ends itself this long after the time limit, in case its pool is no longer there to do it."""
+
+score_decoder = msgspec.msgpack.Decoder(Score)
+
+
+class RewardPool:
+    def __init__(self, processes: int, timeout_s: float):
+        self.timeout_s = timeout_s
+        self.queue: deque[Item] = deque()
+        self.processes = [VerifierProcess(timeout_s) for _ in range(processes)]
+
+    @property
+    def pending(self) -> int:
+        """Items submitted and not yet returned by `poll`."""
+        return len(self.queue) + sum(len(process.in_flight) for process in self.processes)
+
+    def submit(self, key: int, verifier: str, response: str, label: str, finish_reason: str) -> None:
+        self.queue.append(Item(key, verifier, response, label, finish_reason))
+        self.dispatch()
+
+    def poll(self) -> list[Score]:
+        """Scores that have arrived since the last call."""
+        if not self.pending:
+            return []
+        scores = []
+        for index, process in enumerate(self.processes):
+            scores += process.receive()
+            if failure := process.failure():
+                scores += self.replace(index, failure)
+            process.flush()
+        self.dispatch()
+        return scores
+
+    def dispatch(self) -> None:
+        """Hand queued items to the processes that have the fewest."""
+        while self.queue:
+            index = min(range(len(self.processes)), key=lambda i: len(self.processes[i].in_flight))
+            if len(self.processes[index].in_flight) >= IN_FLIGHT_ITEMS:
+                return
+            if not self.processes[index].in_flight and self.processes[index].has_exited():
+                self.replace(index, "")
+            self.processes[index].send(self.queue.popleft())
+
+    def replace(self, index: int, failure: str) -> list[Score]:
+        """A new process in the place of a failed one: its first item is charged, the others wait again."""
+        failed = self.processes[index]
+        failed.kill()
+        charged = [Score(item.key, None, f"verifier {item.verifier!r}: {failure}") for item in failed.head()]
+        self.queue.extendleft(reversed(list(failed.in_flight)[1:]))
+        self.processes[index] = VerifierProcess(self.timeout_s)
+        return charged
+
+    def close(self) -> None:
+        """Ends all processes; what is pending is lost."""
+        for process in self.processes:
+            process.kill()
+
+
+class VerifierProcess:
+    """One operating-system process and the items it has been given, answered in order."""
+
+    def __init__(self, timeout_s: float):
+        self.timeout_s = timeout_s
+        self.inner = subprocess.Popen(
+            [sys.executable, "-m", "april.workers.rewards.process", str(timeout_s + ORPHAN_MARGIN_S)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            start_new_session=True,
+        )
+        os.set_blocking(self.inner.stdin.fileno(), False)
+        os.set_blocking(self.inner.stdout.fileno(), False)
+        self.in_flight: deque[Item] = deque()
+        self.unsent, self.unread = bytearray(), bytearray()
+        self.ready = self.ended = False
+        self.busy_since_s = time.monotonic()
+        """start, or when the first item in flight became the first, as far as the pool can know"""
+
+    def send(self, item: Item) -> None:
+        if not self.in_flight and self.ready:
+            self.busy_since_s = time.monotonic()
+        self.in_flight.append(item)
+        self.unsent += frame(item)
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what the pipe takes."""
+        try:
+            while self.unsent:
+                del self.unsent[: os.write(self.inner.stdin.fileno(), self.unsent)]
+        except BlockingIOError:
+            pass
+        except BrokenPipeError:
+            self.unsent.clear()
+
+    def receive(self) -> list[Score]:
+        """Scores that lie in the pipe."""
+        try:
+            while data := os.read(self.inner.stdout.fileno(), 65536):
+                self.unread += data
+            self.ended = True
+        except BlockingIOError:
+            pass
+        return list(self.parse())
+
+    def parse(self):
+        while len(self.unread) >= LENGTH_BYTES:
+            end = LENGTH_BYTES + int.from_bytes(self.unread[:LENGTH_BYTES], "little")
+            if len(self.unread) < end:
+                return
+            body = bytes(self.unread[LENGTH_BYTES:end])
+            del self.unread[:end]
+            self.busy_since_s = time.monotonic()
+            if body:
+                self.in_flight.popleft()
+                yield score_decoder.decode(body)
+            else:
+                self.ready = True
+
+    def failure(self) -> str | None:
+        """Why this process cannot go on, if so."""
+        if self.ended and self.has_exited():
+            return f"its process ended ({ending(self.inner.returncode)})"
+        limit_s = self.timeout_s if self.ready else START_LIMIT_S
+        if self.in_flight and time.monotonic() - self.busy_since_s > limit_s:
+            return f"{'no answer' if self.ready else 'no start'} within {limit_s:g} s"
+        return None
+
+    def head(self) -> list[Item]:
+        return list(self.in_flight)[:1]
+
+    def has_exited(self) -> bool:
+        return self.inner.poll() is not None
+
+    def kill(self) -> None:
+        """Ends the process and all it has started."""
+        if self.inner.returncode is None:
+            os.killpg(self.inner.pid, signal.SIGKILL)
+            self.inner.wait()
+        self.inner.stdin.close()
+        self.inner.stdout.close()
+
+
+def ending(returncode: int) -> str:
+    if returncode == -signal.SIGALRM:
+        return "its time limit was exceeded"
+    return f"killed by {signal.Signals(-returncode).name}" if returncode < 0 else f"exit code {returncode}"

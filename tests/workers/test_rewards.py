@@ -1,0 +1,241 @@
+"""Verifiers and the pool of processes that runs them."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from april.config import ConfigError
+from april.workers.rewards.pool import RewardPool
+from april.workers.rewards.verifiers import check_verifier, exact, final_answer
+
+PATIENCE_S = 60.0
+
+
+@pytest.fixture
+def bad_verifiers(tmp_path, monkeypatch):
+    """A module of the user's own, importable here and in the verifier processes."""
+    (tmp_path / "bad_verifiers.py").write_text(
+        "import os, sys, time\n"
+        "def loop(response, label, finish_reason):\n"
+        "    while True: pass\n"
+        "def crash(response, label, finish_reason): os._exit(3)\n"
+        "def leave(response, label, finish_reason): sys.exit(0)\n"
+        "def segfault(response, label, finish_reason): os.kill(os.getpid(), 11)\n"
+        "def fail(response, label, finish_reason): raise RuntimeError('no such unit')\n"
+        "def infinite(response, label, finish_reason): return float('inf')\n"
+        "def nan(response, label, finish_reason): return float('nan')\n"
+        "def text(response, label, finish_reason): return '1.0'\n"
+        "def nothing(response, label, finish_reason): pass\n"
+        "def boolean(response, label, finish_reason): return response == label\n"
+        "def chatty(response, label, finish_reason):\n"
+        "    print('x' * 100_000); return 0.5\n"
+        "def size(response, label, finish_reason): return len(response)\n"
+        "def pid(response, label, finish_reason): return os.getpid()\n"
+        "def modules(response, label, finish_reason): return float(response in sys.modules)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.fixture
+def make_pool(bad_verifiers):
+    pools = []
+
+    def make(processes=1, timeout_s=30.0):
+        pools.append(RewardPool(processes, timeout_s))
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        pool.close()
+
+
+def collect(pool, count):
+    """The scores of `count` items, by key; an item that comes back twice fails."""
+    scores, deadline_s = {}, time.monotonic() + PATIENCE_S
+    while len(scores) < count:
+        for score in pool.poll():
+            assert score.key not in scores
+            scores[score.key] = score
+        assert time.monotonic() < deadline_s, f"{count - len(scores)} items never came back"
+        time.sleep(0.001)
+    assert pool.pending == 0
+    assert pool.poll() == []
+    return scores
+
+
+@pytest.mark.parametrize(
+    ("response", "label", "finish_reason", "reward"),
+    [
+        ("04*3+90=#12", "12", "stop", 1.0),
+        ("#12", "12", "stop", 1.0),
+        ("#12", "12", "length", 0.0),
+        ("#13", "12", "stop", 0.0),
+        ("#12 ", "12", "stop", 0.0),
+        ("#13#12", "12", "stop", 0.0),
+        ("12", "12", "stop", 0.0),
+        ("", "", "stop", 0.0),
+        ("#", "", "stop", 1.0),
+    ],
+)
+def test_final_answer_is_the_text_after_the_first_mark_of_a_response_that_ended(response, label, finish_reason, reward):
+    assert final_answer(response, label, finish_reason) == reward
+
+
+def test_exact_compares_the_whole_response():
+    assert exact("yes", "yes", "stop") == 1.0
+    assert exact("yes", "yes", "length") == exact("yes.", "yes", "stop") == 0.0
+
+
+def test_an_unknown_verifier_is_refused_with_the_known_ones():
+    with pytest.raises(ConfigError, match=r"'reward.name' = 'final_anser'.*'final_answer', 'exact'"):
+        check_verifier("final_anser")
+    with pytest.raises(ConfigError, match="'os:no_such_function'"):
+        check_verifier("os:no_such_function")
+    with pytest.raises(ConfigError, match="'no_such_module:f'"):
+        check_verifier("no_such_module:f")
+
+
+def test_known_verifiers_pass_the_check(bad_verifiers):
+    check_verifier("final_answer")
+    check_verifier("bad_verifiers:loop")
+
+
+def test_every_item_comes_back_once_with_its_own_reward(make_pool):
+    pool = make_pool(processes=2)
+    for key in range(300):
+        pool.submit(key, "final_answer", f"#{key % 7}", "3", "stop")
+    assert pool.pending == 300
+    scores = collect(pool, 300)
+    assert all(scores[key].reward == float(key % 7 == 3) and scores[key].error is None for key in range(300))
+
+
+def test_an_endless_verifier_is_killed_and_only_its_item_has_an_error(make_pool):
+    pool = make_pool(timeout_s=1.0)
+    pool.submit(0, "exact", "a", "a", "stop")
+    pool.submit(1, "bad_verifiers:loop", "a", "a", "stop")
+    pool.submit(2, "exact", "a", "a", "stop")
+    pool.submit(3, "exact", "a", "b", "stop")
+    looping = pool.processes[0].inner
+    scores = collect(pool, 4)
+    assert scores[1].reward is None
+    assert "bad_verifiers:loop" in scores[1].error and "1 s" in scores[1].error
+    assert (scores[0].reward, scores[2].reward, scores[3].reward) == (1.0, 1.0, 0.0)
+    assert looping.returncode == -9
+
+
+@pytest.mark.parametrize(
+    ("verifier", "reason"),
+    [("crash", "exit code 3"), ("leave", "exit code 0"), ("segfault", "SIGSEGV")],
+)
+def test_a_process_that_dies_costs_its_item_alone(make_pool, verifier, reason):
+    pool = make_pool()
+    names = ["exact", f"bad_verifiers:{verifier}", "exact", "exact", f"bad_verifiers:{verifier}", "exact"]
+    for key, name in enumerate(names):
+        pool.submit(key, name, "a", "a", "stop")
+    scores = collect(pool, len(names))
+    assert [scores[key].reward for key in range(len(names))] == [1.0, None, 1.0, 1.0, None, 1.0]
+    assert reason in scores[1].error and reason in scores[4].error
+
+
+@pytest.mark.parametrize(
+    ("verifier", "reason"),
+    [
+        ("bad_verifiers:fail", "RuntimeError: no such unit"),
+        ("bad_verifiers:infinite", "not finite"),
+        ("bad_verifiers:nan", "not finite"),
+        ("bad_verifiers:text", "not a number"),
+        ("bad_verifiers:nothing", "not a number"),
+        ("unheard_of", "unheard_of"),
+    ],
+)
+def test_what_is_no_finite_number_is_an_error_and_never_a_reward(make_pool, verifier, reason):
+    pool = make_pool()
+    pool.submit(0, verifier, "a", "a", "stop")
+    pool.submit(1, "exact", "a", "a", "stop")
+    scores = collect(pool, 2)
+    assert scores[0].reward is None and reason in scores[0].error
+    assert scores[1].reward == 1.0
+
+
+def test_a_boolean_is_a_reward(make_pool):
+    pool = make_pool()
+    pool.submit(0, "bad_verifiers:boolean", "a", "a", "stop")
+    assert collect(pool, 1)[0].reward == 1.0
+
+
+def test_a_verifier_that_prints_does_not_disturb_the_scores(make_pool, capfd):
+    pool = make_pool()
+    pool.submit(0, "bad_verifiers:chatty", "a", "a", "stop")
+    pool.submit(1, "exact", "a", "a", "stop")
+    scores = collect(pool, 2)
+    assert (scores[0].reward, scores[1].reward) == (0.5, 1.0)
+
+
+def test_responses_larger_than_a_pipe_arrive_whole(make_pool):
+    pool = make_pool()
+    for key in range(10):
+        pool.submit(key, "bad_verifiers:size", "ü" * 1_000_000, "", "stop")
+    assert all(score.reward == 1_000_000 for score in collect(pool, 10).values())
+
+
+def test_a_process_killed_while_idle_is_replaced_before_the_next_item(make_pool):
+    pool = make_pool()
+    pool.submit(0, "bad_verifiers:pid", "", "", "stop")
+    os.kill(int(collect(pool, 1)[0].reward), 9)
+    pool.processes[0].inner.wait()
+    pool.submit(1, "exact", "a", "a", "stop")
+    assert collect(pool, 1)[1].reward == 1.0
+
+
+def test_verifier_processes_load_neither_torch_nor_transformers(make_pool):
+    pool = make_pool()
+    for key, module in enumerate(["torch", "transformers", "pydantic", "msgspec"]):
+        pool.submit(key, "bad_verifiers:modules", module, "", "stop")
+    scores = collect(pool, 4)
+    assert [scores[key].reward for key in range(4)] == [0.0, 0.0, 0.0, 1.0]
+
+
+def test_close_ends_every_process(make_pool):
+    pool = make_pool(processes=3)
+    pool.submit(0, "bad_verifiers:loop", "a", "a", "stop")
+    pool.close()
+    assert all(process.inner.returncode is not None for process in pool.processes)
+
+
+@pytest.mark.parametrize("verifier", ["exact", "bad_verifiers:loop"])
+def test_verifier_processes_do_not_outlive_a_killed_parent(bad_verifiers, verifier):
+    parent = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import april.workers.rewards.pool as p, time\n"
+            "p.ORPHAN_MARGIN_S = 0.5\n"
+            "pool = p.RewardPool(1, 0.5)\n"
+            f"pool.submit(0, {verifier!r}, 'a', 'a', 'stop')\n"
+            "while not pool.processes[0].ready: pool.processes[0].receive()\n"
+            "print(pool.processes[0].inner.pid, flush=True)\n"
+            "time.sleep(600)",
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    verifier_process = Path(f"/proc/{int(parent.stdout.readline())}")
+    parent.kill()
+    parent.wait()
+    deadline_s = time.monotonic() + PATIENCE_S
+    while is_running(verifier_process):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def is_running(process: Path) -> bool:
+    """A zombie that nobody has reaped yet has ended, too."""
+    try:
+        return (process / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
