@@ -1,0 +1,95 @@
+"""Next tokens from logits, as a pure function of (seed, position, distribution).
+
+Each token is drawn by inverse CDF from one uniform number that is a hash of the sample's seed and the
+position, so a sample is the same whatever runs beside it and wherever it was interrupted.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def mix(x: np.ndarray) -> np.ndarray:
+    """The SplitMix64 finaliser (Steele, Lea, Flood 2014): uint64 to uint64, every bit depends on every bit."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def stream_of(seed: int) -> np.uint64:
+    """The start of a seed's stream; near seeds start far apart."""
+    return mix(np.array([seed & 0xFFFFFFFFFFFFFFFF], np.uint64) + GOLDEN)[0]
+
+
+def uniforms(streams: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """float64 [n] in [0, 1): the numbers at `positions` (int64 [n]) of SplitMix64 `streams` (uint64 [n])."""
+    return (mix(streams + positions.astype(np.uint64) * GOLDEN) >> np.uint64(11)) * 2.0**-53
+
+
+@dataclass(frozen=True)
+class SamplingPlan:
+    """How each of n rows is sampled; a field is None where no row needs it."""
+
+    temperature: Tensor | None
+    """float32 [n, 1], 1 where greedy"""
+    greedy: Tensor | None
+    """bool [n]"""
+    cut_rows: Tensor | None
+    """int64 [m]: rows with top-k or top-p"""
+    top_k: Tensor | None
+    """int64 [m, 1]"""
+    top_p: Tensor | None
+    """float64 [m, 1]"""
+
+    @staticmethod
+    def of(temperature: np.ndarray, top_k: np.ndarray, top_p: np.ndarray, vocabulary: int, device: torch.device):
+        """From float64, int64, float64 [n]; temperature 0 is greedy, top_k 0 and top_p 1 keep every token."""
+
+        def tensor(values: np.ndarray) -> Tensor:
+            return torch.from_numpy(values).to(device)
+
+        greedy = temperature == 0
+        effective = np.where(greedy, 1.0, temperature)
+        cut = np.flatnonzero(((top_k > 0) & (top_k < vocabulary) | (top_p < 1)) & ~greedy)
+        kept = np.where(top_k > 0, top_k, vocabulary)
+        return SamplingPlan(
+            temperature=tensor(effective.astype(np.float32)[:, None]) if (effective != 1).any() else None,
+            greedy=tensor(greedy) if greedy.any() else None,
+            cut_rows=tensor(cut) if len(cut) else None,
+            top_k=tensor(kept[cut, None]) if len(cut) else None,
+            top_p=tensor(top_p[cut, None]) if len(cut) else None,
+        )
+
+
+def sample(logits: Tensor, uniform: Tensor, plan: SamplingPlan) -> tuple[Tensor, Tensor]:
+    """Tokens int64 [n] and their behaviour log-probabilities float32 [n], over the full vocabulary.
+
+    `logits` is float32 [n, vocabulary], `uniform` float64 [n] in [0, 1).
+    """
+    if plan.temperature is not None:
+        logits = logits / plan.temperature
+    logprobs = torch.log_softmax(logits, dim=-1)
+    weights = logprobs.exp()
+    if plan.cut_rows is not None:
+        weights[plan.cut_rows] = cut(weights[plan.cut_rows], plan.top_k, plan.top_p)
+    # In float64 uniform * total < total, so the first sum above it belongs to a token of positive weight.
+    sums = weights.cumsum(dim=-1, dtype=torch.float64)
+    tokens = torch.searchsorted(sums, uniform.unsqueeze(1) * sums[:, -1:], right=True)
+    tokens = tokens.clamp_(max=logits.shape[-1] - 1)
+    if plan.greedy is not None:
+        tokens = torch.where(plan.greedy.unsqueeze(1), logits.argmax(dim=-1, keepdim=True), tokens)
+    return tokens.squeeze(1), logprobs.gather(1, tokens).squeeze(1)
+
+
+def cut(weights: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Zero what top-k, then top-p of what is left, leaves out: the fewest likeliest tokens that reach top_p."""
+    ordered, order = weights.sort(dim=-1, descending=True, stable=True)
+    ranks = torch.arange(weights.shape[-1], device=weights.device)
+    ordered = ordered.double().masked_fill(ranks >= top_k, 0)
+    before = ordered.cumsum(dim=-1) - ordered
+    kept = (before < top_p * ordered.sum(dim=-1, keepdim=True)) & (ranks < top_k)
+    return weights * torch.zeros_like(kept).scatter(1, order, kept)

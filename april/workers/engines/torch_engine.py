@@ -1,0 +1,298 @@
+"""The embedded engine: continuous batching of a small decoder in plain PyTorch, on any device.
+
+A request holds a slot from its first token to its last; a freed slot is refilled in the next step. What a slot
+has sampled but not handed over is always of the current version.
+"""
+
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from april.version import Version
+from april.workers.engines.base import Chunk, EngineError, Request
+from april.workers.engines.decoder import Decoder, make_rotations, read_shape
+from april.workers.engines.kv_cache import KVCache
+from april.workers.engines.sampling import SamplingPlan, sample, stream_of, uniforms
+
+
+class SlotTable:
+    """What the engine knows of each slot, one array a fact; contents of a free slot mean nothing."""
+
+    def __init__(self, slots: int, max_context: int):
+        self.max_context = max_context
+        self.request_id = [0] * slots
+        self.length = np.zeros(slots, np.int64)
+        """tokens of the context, the last of which is not in the cache yet"""
+        self.limit = np.zeros(slots, np.int64)
+        """length at which the budget is used up"""
+        self.handed = np.zeros(slots, np.int64)
+        """tokens that the caller has"""
+        self.handed_at_s = np.zeros(slots)
+        self.stream = np.zeros(slots, np.uint64)
+        self.temperature = np.zeros(slots)
+        self.top_k = np.zeros(slots, np.int64)
+        self.top_p = np.zeros(slots)
+        self.stop_ids = np.full((slots, 1), -1, np.int64)
+        """padded with -1"""
+        self.tokens = np.zeros((slots, min(256, max_context)), np.int32)
+        self.logprobs = np.zeros(self.tokens.shape, np.float32)
+        """both grow to the longest context so far"""
+
+    def fill(self, slot: int, request: Request) -> None:
+        length = len(request.tokens)
+        self.request_id[slot] = request.id
+        self.reserve(length + 1)
+        self.tokens[slot, :length] = request.tokens
+        self.length[slot] = self.handed[slot] = length
+        self.limit[slot] = length + request.max_new_tokens
+        self.handed_at_s[slot] = time.monotonic()
+        self.stream[slot] = stream_of(request.seed)
+        self.temperature[slot] = request.temperature
+        self.top_k[slot] = request.top_k
+        self.top_p[slot] = request.top_p
+        stops = sorted(request.stop_token_ids)
+        if len(stops) > self.stop_ids.shape[1]:
+            missing = len(stops) - self.stop_ids.shape[1]
+            self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, missing)), constant_values=-1)
+        self.stop_ids[slot] = -1
+        self.stop_ids[slot, : len(stops)] = stops
+
+    def reserve(self, length: int) -> None:
+        width = self.tokens.shape[1]
+        if length > width:
+            grown = min(self.max_context, max(length, 2 * width)) - width
+            self.tokens = np.pad(self.tokens, ((0, 0), (0, grown)))
+            self.logprobs = np.pad(self.logprobs, ((0, 0), (0, grown)))
+
+
+class TorchEngine:
+    """Implements `Engine`. Structure from the folder's config.json, weights only from `load_weights`."""
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        slots: int = 64,
+        max_context: int | None = None,
+        device: str = "cpu",
+        chunk_tokens: int = 512,
+        chunk_s: float = 2.0,
+        prefill_tokens: int = 4096,
+    ):
+        """`max_context` (tokens of prompt and response; none: what the model allows), `chunk_tokens` and
+        `chunk_s`: a chunk is due after so many tokens or seconds; `prefill_tokens`: padded tokens in one
+        prefill, and context tokens admitted in one step."""
+        self.shape = read_shape(model_path, torch.float32 if torch.device(device).type == "cpu" else None)
+        self.max_context = max_context or self.shape.max_positions
+        if self.max_context > self.shape.max_positions:
+            raise EngineError(
+                f"max_context = {max_context} exceeds the model's {self.shape.max_positions} positions; lower it"
+            )
+        self.device = torch.device(device)
+        self.slots, self.version, self.generated_tokens = slots, None, 0
+        self.chunk_tokens, self.chunk_s, self.prefill_tokens = chunk_tokens, chunk_s, prefill_tokens
+        self._decoder: Decoder | None = None
+        self._rotations = make_rotations(self.shape, self.max_context, self.device)
+        self._cache = KVCache(self.shape, slots, self.max_context, self.device)
+        self._table = SlotTable(slots, self.max_context)
+        self._queue: dict[int, Request] = {}
+        self._slot_of: dict[int, int] = {}
+        self._free = list(reversed(range(slots)))
+        self._unfilled: list[int] = []
+        """running slots whose context is not in the cache"""
+        self._cut_off: list[Chunk] = []
+        """chunks ended by a change of weights, to be handed over next"""
+        self._batch: tuple[np.ndarray, SamplingPlan] | None = None
+        """slots in the order of the cache, and how they are sampled; None when the running set has changed"""
+
+    @property
+    def live(self) -> int:
+        return len(self._queue) + len(self._slot_of)
+
+    def submit(self, request: Request) -> None:
+        self._check(request)
+        self._queue[request.id] = request
+
+    def _check(self, request: Request) -> None:
+        name, tokens = f"request {request.id}", np.asarray(request.tokens)
+        if request.id in self._queue or request.id in self._slot_of:
+            raise EngineError(f"{name} is live already; cancel it or use another id")
+        if tokens.ndim != 1 or len(tokens) == 0 or tokens.dtype.kind not in "iu":
+            raise EngineError(f"{name} has no tokens; give a one-dimensional integer array with at least one")
+        if tokens.min() < 0 or tokens.max() >= self.shape.vocabulary:
+            raise EngineError(
+                f"{name} has token ids from {tokens.min()} to {tokens.max()}; "
+                f"the model's vocabulary is 0 to {self.shape.vocabulary - 1}"
+            )
+        if request.max_new_tokens < 1:
+            raise EngineError(f"{name} has max_new_tokens = {request.max_new_tokens}; at least 1 is needed")
+        if len(tokens) + request.max_new_tokens > self.max_context:
+            raise EngineError(
+                f"{name} needs {len(tokens)} + {request.max_new_tokens} tokens but max_context = {self.max_context}; "
+                "shorten it or raise max_context"
+            )
+        if not (0 <= request.temperature < float("inf") and 0 < request.top_p <= 1 and request.top_k >= 0):
+            raise EngineError(
+                f"{name} has temperature = {request.temperature}, top_p = {request.top_p}, top_k = {request.top_k}; "
+                "temperature and top_k are at least 0, top_p above 0 and at most 1"
+            )
+
+    def load_weights(self, version: Version, tensors: Mapping[str, Tensor]) -> None:
+        with torch.inference_mode():
+            decoder = Decoder(self.shape, tensors, self._rotations)
+        now_s = time.monotonic()
+        for slot in self._slot_of.values():
+            self._cut_off += self._hand_over(slot, now_s)
+        self._decoder, self.version = decoder, version
+        self._cache.clear()
+        self._unfilled = list(self._slot_of.values())
+        self._batch = None
+
+    @torch.inference_mode()
+    def step(self) -> list[Chunk]:
+        if self._decoder is None and self.live:
+            raise EngineError("there are no weights yet; call load_weights before step")
+        chunks, self._cut_off = self._cut_off, []
+        self._admit()
+        if self._unfilled:
+            self._prefill()
+        if self._slot_of:
+            self._decode()
+            chunks += self._collect()
+        return chunks
+
+    def cancel(self, request_id: int) -> list[Chunk]:
+        if self._queue.pop(request_id, None) is not None or request_id not in self._slot_of:
+            return []
+        slot = self._slot_of[request_id]
+        chunks = [chunk for chunk in self._cut_off if chunk.id == request_id]
+        self._cut_off = [chunk for chunk in self._cut_off if chunk.id != request_id]
+        chunks += self._hand_over(slot, time.monotonic())
+        self._free_slot(slot)
+        return chunks
+
+    def close(self) -> None:
+        self._queue.clear()
+        self._slot_of.clear()
+        self._cut_off.clear()
+        self._decoder = self._cache = self._batch = None
+
+    def _admit(self) -> None:
+        """Queued requests, first come first, into free slots, as many as one step's prefill may hold."""
+        room_tokens = self.prefill_tokens
+        while self._queue and self._free:
+            request = next(iter(self._queue.values()))
+            if self._unfilled and len(request.tokens) > room_tokens:
+                return
+            room_tokens -= len(request.tokens)
+            slot = self._free.pop()
+            self._slot_of[request.id] = slot
+            self._table.fill(slot, self._queue.pop(request.id))
+            self._unfilled.append(slot)
+
+    def _prefill(self) -> None:
+        """Bring the contexts of unfilled slots into the cache, but for the last token, which is decoded."""
+        for slot in self._unfilled:
+            self._cache.place(slot, int(self._table.length[slot]) - 1)
+        for slots in self._prefill_batches():
+            longest = int(self._table.length[slots].max()) - 1
+            tokens = torch.from_numpy(self._table.tokens[slots, :longest].astype(np.int64)).to(self.device)
+            for layer, keys_values in enumerate(self._decoder.prefill(tokens)):
+                self._cache.store(slots, layer, keys_values)
+        self._unfilled = []
+        self._batch = None
+
+    def _prefill_batches(self) -> Iterator[np.ndarray]:
+        """Unfilled slots in batches of like length, each at most `prefill_tokens` with its padding."""
+        batch = []
+        for slot in sorted(self._unfilled, key=lambda slot: self._table.length[slot]):
+            stored = int(self._table.length[slot]) - 1
+            if stored == 0:
+                continue
+            if batch and (len(batch) + 1) * stored > self.prefill_tokens:
+                yield np.array(batch)
+                batch = []
+            batch.append(slot)
+        if batch:
+            yield np.array(batch)
+
+    def _decode(self) -> None:
+        """Sample one token of every running sequence."""
+        table = self._table
+        slots, plan = self._batch = self._batch or self._new_batch()
+        outgrown = self._cache.outgrown(slots, table.length[slots] - 1)
+        if len(outgrown):
+            for slot in outgrown:
+                self._cache.promote(int(slot), table.length - 1)
+            slots, plan = self._batch = self._new_batch()
+        lengths = table.length[slots]
+        positions = torch.from_numpy(lengths - 1).to(self.device)
+        spans = self._cache.occupied()
+        for span in spans:
+            rows = slice(span.start, span.stop)
+            span.begin_step(positions[rows], int(lengths[rows].max()) - 1)
+        last = torch.from_numpy(table.tokens[slots, lengths - 1].astype(np.int64)).to(self.device)
+        uniform = torch.from_numpy(uniforms(table.stream[slots], lengths)).to(self.device)
+        logits = self._decoder.decode(last, positions, spans)
+        tokens, logprobs = (result.cpu().numpy() for result in sample(logits, uniform, plan))
+        if not np.isfinite(logprobs).all():
+            raise EngineError(f"weights {self.version} give logits that are not finite; load others")
+        table.reserve(int(lengths.max()) + 1)
+        table.tokens[slots, lengths] = tokens
+        table.logprobs[slots, lengths] = logprobs
+        table.length[slots] = lengths + 1
+        self.generated_tokens += len(slots)
+
+    def _new_batch(self) -> tuple[np.ndarray, SamplingPlan]:
+        slots, table = self._cache.order(), self._table
+        plan = SamplingPlan.of(
+            table.temperature[slots], table.top_k[slots], table.top_p[slots], self.shape.vocabulary, self.device
+        )
+        return slots, plan
+
+    def _collect(self) -> list[Chunk]:
+        """Chunks that are due after a decode step; sequences that ended leave their slots."""
+        table, slots, now_s = self._table, self._batch[0], time.monotonic()
+        lengths = table.length[slots]
+        stopped = (table.stop_ids[slots] == table.tokens[slots, lengths - 1, None]).any(axis=1)
+        full = lengths >= table.limit[slots]
+        due = (lengths - table.handed[slots] >= self.chunk_tokens) | (now_s - table.handed_at_s[slots] >= self.chunk_s)
+        chunks = []
+        for row in np.flatnonzero(stopped | full | due):
+            slot = int(slots[row])
+            ended = "stop" if stopped[row] else "length" if full[row] else None
+            chunks += self._hand_over(slot, now_s, ended)
+            if ended:
+                self._free_slot(slot)
+        return chunks
+
+    def _hand_over(self, slot: int, now_s: float, finish_reason: str | None = None) -> list[Chunk]:
+        """What the caller does not have of a slot; no chunk where that is nothing."""
+        table = self._table
+        new = slice(int(table.handed[slot]), int(table.length[slot]))
+        table.handed[slot], table.handed_at_s[slot] = new.stop, now_s
+        if new.start == new.stop:
+            return []
+        tokens, logprobs = table.tokens[slot, new].copy(), table.logprobs[slot, new].copy()
+        return [Chunk(table.request_id[slot], tokens, logprobs, self.version, finish_reason)]
+
+    def _free_slot(self, slot: int) -> None:
+        del self._slot_of[self._table.request_id[slot]]
+        if slot in self._unfilled:
+            self._unfilled.remove(slot)
+        else:
+            self._cache.release(slot, self._table.length - 1)
+        self._free.append(slot)
+        self._batch = None
+
+
+def load_folder_weights(folder: str | Path) -> dict[str, Tensor]:
+    """All tensors of a Hugging Face folder's safetensors files, one or many."""
+    files = sorted(Path(folder).glob("*.safetensors"))
+    if not files:
+        raise EngineError(f"{folder} holds no .safetensors file; save the model with save_pretrained")
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
