@@ -1,0 +1,118 @@
+"""Causal attention inside each of several sequences laid end to end in one row, without padding or masks.
+
+Registered with transformers as `packed`. It refuses what it would silently compute wrongly: padded batches,
+a key-value cache, sliding windows, soft caps, sinks and dropout.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+NAME = "packed"
+
+
+class PackedAttentionError(ValueError):
+    """An input that packed attention would compute wrongly; the text says which and what to do instead."""
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    seq_lens: list[int] | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    **features,
+) -> tuple[Tensor, None]:
+    """query [1, H, T, D], key and value [1, H_kv, T, D] -> ([1, T, H, D], None); `seq_lens` add up to T.
+
+    On CPU one scaled-dot-product call a sequence; elsewhere one variable-length flash call, which needs
+    16-bit floats, `cu_seq_lens_q` (int32 [sequences + 1]) and `max_length_q`. `PackedAttentionError` otherwise.
+    """
+    refuse_unsupported(query, key, attention_mask, dropout, seq_lens, features)
+    if query.device.type == "cpu":
+        output = each_sequence(query, key, value, seq_lens, scaling)
+    else:
+        output = variable_length(query, key, value, cu_seq_lens_q, max_length_q, scaling)
+    return output, None
+
+
+def each_sequence(query: Tensor, key: Tensor, value: Tensor, seq_lens: list[int], scaling: float | None) -> Tensor:
+    parts = zip(*(tensor.split(seq_lens, dim=2) for tensor in (query, key, value)), strict=True)
+    shared_kv_heads = query.shape[1] != key.shape[1]
+    outputs = [
+        F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=shared_kv_heads)
+        for q, k, v in parts
+    ]
+    return torch.cat(outputs, dim=2).transpose(1, 2)
+
+
+def variable_length(
+    query: Tensor, key: Tensor, value: Tensor, cu_seq_lens: Tensor | None, longest: int | None, scaling: float | None
+) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn  # imported here: CPU builds may lack it
+
+    if cu_seq_lens is None or longest is None:
+        raise PackedAttentionError("cu_seq_lens_q and max_length_q are missing; pass both next to seq_lens")
+    if query.dtype not in (torch.bfloat16, torch.float16):
+        raise PackedAttentionError(f"queries are {query.dtype}; flash attention needs bfloat16 or float16")
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    output = varlen_attn(
+        q,
+        k,
+        v,
+        cu_seq_lens,
+        cu_seq_lens,
+        longest,
+        longest,
+        scale=scaling,
+        window_size=(-1, 0),  # every earlier token, no later one
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    return output[None]
+
+
+def refuse_unsupported(
+    query: Tensor,
+    key: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float,
+    seq_lens: list[int] | None,
+    features: dict,
+) -> None:
+    if attention_mask is not None:
+        raise PackedAttentionError("an attention mask was passed; packed input has no padding, pass None")
+    if query.shape[0] != 1:
+        raise PackedAttentionError(f"{query.shape[0]} rows were passed; lay all sequences end to end in one row")
+    if not seq_lens:
+        raise PackedAttentionError("seq_lens is missing; pass the length of every sequence in the row")
+    if sum(seq_lens) != query.shape[2] or key.shape[2] != query.shape[2]:
+        raise PackedAttentionError(
+            f"seq_lens add up to {sum(seq_lens)} for {query.shape[2]} queries and {key.shape[2]} keys; all three "
+            "must agree, without a key-value cache"
+        )
+    if dropout:
+        raise PackedAttentionError(f"attention dropout is {dropout}; set it to 0 in the model's config.json")
+    for name in ("sliding_window", "softcap", "s_aux", "position_bias"):
+        if features.get(name) is not None:
+            raise PackedAttentionError(f"the model uses {name}, which packed attention does not compute")
+
+
+def no_mask(*, q_length: int, kv_length: int, attention_mask: Tensor | None = None, **unused) -> None:
+    """The mask that transformers builds for `packed`: none, and padding or a cache are refused here."""
+    if attention_mask is not None:
+        raise PackedAttentionError("an attention mask was passed; packed input has no padding, pass None")
+    if q_length != kv_length:
+        raise PackedAttentionError("a key-value cache is in use; pass use_cache=False")
+
+
+def register() -> str:
+    """Make `packed` known to transformers; returns the name to pass as `attn_implementation`."""
+    AttentionInterface.register(NAME, packed_attention)
+    AttentionMaskInterface.register(NAME, no_mask)
+    return NAME

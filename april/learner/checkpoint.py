@@ -1,0 +1,137 @@
+"""Resumable checkpoints of the sharded learner, and the policy as an ordinary Hugging Face folder.
+
+A checkpoint is written under a temporary name and renamed when it is complete and on disk, so a folder
+`step_000010` is always whole. All ranks must see the same file system.
+"""
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+import orjson
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.optim import Optimizer
+from transformers import AutoConfig
+
+from april.learner.model import Policy, full_state
+
+COMPLETE_NAME = re.compile(r"step_(\d{6,})")
+PROGRESS_FILE = "progress.json"
+WEIGHT_FILES = re.compile(r".*\.(safetensors|bin|pt|pth|gguf|index\.json)")
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def steps(directory: Path) -> list[int]:
+    """Steps of the complete checkpoints in `directory`, the oldest first."""
+    if not directory.is_dir():
+        return []
+    names = (COMPLETE_NAME.fullmatch(path.name) for path in directory.iterdir() if (path / PROGRESS_FILE).is_file())
+    return sorted(int(name[1]) for name in names if name)
+
+
+def latest(directory: Path) -> int | None:
+    """Step of the newest complete checkpoint, None without one."""
+    return max(steps(directory), default=None)
+
+
+def shared_latest(directory: Path) -> int | None:
+    """`latest` as rank 0 sees it, on every rank. Collective."""
+    step = torch.tensor(-1)
+    if dist.get_rank() == 0 and (found := latest(directory)) is not None:
+        step.fill_(found)
+    dist.broadcast(step, src=0)
+    return None if step.item() < 0 else int(step.item())
+
+
+def folder(directory: Path, step: int) -> Path:
+    return directory / f"step_{step:06d}"
+
+
+def save(directory: Path, step: int, policy: Policy, optimizer: Optimizer, optimizer_steps: int) -> None:
+    """Write weights, AdamW moments and progress; on return the checkpoint is durable. Collective."""
+    final = folder(directory, step)
+    partial = final.with_name(f"{final.name}.partial")
+    if dist.get_rank() == 0:
+        directory.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(partial, ignore_errors=True)
+    dist.barrier()
+    dcp.save(sharded_state(policy, optimizer), checkpoint_id=partial)
+    if dist.get_rank() == 0:
+        progress = {"step": step, "optimizer_steps": optimizer_steps, "ranks": dist.get_world_size()}
+        (partial / PROGRESS_FILE).write_bytes(orjson.dumps(progress))
+        replace_folder(partial, final)
+    dist.barrier()
+
+
+def restore(directory: Path, step: int, policy: Policy, optimizer: Optimizer) -> int:
+    """Load the checkpoint of `step` in place, on any number of ranks; its optimizer steps. Collective."""
+    source = folder(directory, step)
+    optimizer_steps = orjson.loads((source / PROGRESS_FILE).read_bytes())["optimizer_steps"]
+    optimizer.state.clear()
+    if optimizer_steps:
+        for parameter in policy.parameters():
+            moments = {moment: torch.zeros_like(parameter, requires_grad=False) for moment in MOMENTS}
+            count = torch.tensor(float(optimizer_steps), device=parameter.device)
+            optimizer.state[parameter] = {"step": count, **moments}
+    dcp.load(sharded_state(policy, optimizer), checkpoint_id=source)
+    return optimizer_steps
+
+
+def sharded_state(policy: Policy, optimizer: Optimizer) -> dict[str, Tensor]:
+    """Every tensor of a checkpoint by name. Moments exist once the optimizer has made a step."""
+    state = {}
+    for name, parameter in policy.lm.named_parameters():
+        state[f"model.{name}"] = parameter.detach()
+        for moment in MOMENTS if parameter in optimizer.state else ():
+            state[f"{moment}.{name}"] = optimizer.state[parameter][moment]
+    return state
+
+
+def prune(directory: Path, keep: int) -> None:
+    """Remove all but the newest `keep` checkpoints, and what crashes have left half-written."""
+    if dist.get_rank() != 0:
+        return
+    for step in steps(directory)[:-keep]:
+        shutil.rmtree(folder(directory, step))
+    for leftover in directory.glob("*.partial"):
+        shutil.rmtree(leftover)
+
+
+def export(policy: Policy, source_folder: Path, out_dir: Path) -> None:
+    """Write `out_dir`: the weights in the source's own type, with its configuration and tokenizer files. Collective.
+
+    An existing `out_dir` is replaced when the new one is complete.
+    """
+    state = full_state(policy, AutoConfig.from_pretrained(source_folder).dtype)
+    if dist.get_rank() == 0:
+        partial = out_dir.with_name(f"{out_dir.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        policy.lm.save_pretrained(partial, state_dict=state, save_original_format=False)
+        for path in Path(source_folder).iterdir():
+            if path.is_file() and not WEIGHT_FILES.fullmatch(path.name):
+                shutil.copy(path, partial / path.name)
+        replace_folder(partial, out_dir)
+    dist.barrier()
+
+
+def replace_folder(complete: Path, final: Path) -> None:
+    """Put `complete` on disk and then under its final name, in the place of what is there."""
+    for path in [*complete.rglob("*"), complete]:
+        sync(path)
+    replaced = final.with_name(f"{final.name}.replaced.partial")
+    shutil.rmtree(replaced, ignore_errors=True)
+    if final.exists():
+        final.rename(replaced)
+    complete.rename(final)
+    sync(final.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)

@@ -1,0 +1,194 @@
+"""The policy that is trained: a Hugging Face causal LM that scores packed responses, sharded with FSDP2."""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
+
+from april.learner import attention
+from april.learner.packing import MicroBatch
+
+LOGITS_PER_CHUNK = 2**24
+"""logits held at a time by the head (64 MiB in fp32); larger heads work through their tokens in chunks"""
+BUCKET_BYTES = 16 * 2**20
+"""gathered to rank 0 at a time; the fastest size measured on gloo"""
+UNSUPPORTED_HEADS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+"""configuration keys of models that change logits after the head, which `score_tokens` does not do"""
+
+
+class ModelError(ValueError):
+    """A model that the learner cannot train; the text says why."""
+
+
+class ScoreTokens(torch.autograd.Function):
+    """See `score_tokens`. Keeps three floats a token; the backward pass computes the logits again."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, temperature, rows_per_chunk):
+        logprobs, entropies, normalisers = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(3))
+        for rows in torch.arange(len(hidden), device=hidden.device).split(rows_per_chunk):
+            logits = (hidden[rows] @ weight.T).float() / temperature
+            normaliser = logits.logsumexp(-1)
+            normalisers[rows] = normaliser
+            logprobs[rows] = logits.gather(-1, targets[rows, None])[:, 0] - normaliser
+            entropies[rows] = normaliser - ((logits - normaliser[:, None]).exp() * logits).sum(-1)
+        ctx.save_for_backward(hidden, weight, targets, normalisers)
+        ctx.temperature, ctx.rows_per_chunk = temperature, rows_per_chunk
+        ctx.mark_non_differentiable(entropies)
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(ctx, logprob_gradients, _):
+        hidden, weight, targets, normalisers = ctx.saved_tensors
+        hidden_gradient = torch.empty_like(hidden)
+        weight_gradient = torch.zeros_like(weight, dtype=torch.float32)
+        for rows in torch.arange(len(hidden), device=hidden.device).split(ctx.rows_per_chunk):
+            logits = (hidden[rows] @ weight.T).float() / ctx.temperature
+            gradient = logits.sub_(normalisers[rows, None]).exp_().neg_()
+            gradient.scatter_add_(1, targets[rows, None], torch.ones_like(targets[rows, None], dtype=torch.float32))
+            gradient.mul_(logprob_gradients[rows, None] / ctx.temperature)
+            gradient = gradient.to(hidden.dtype)
+            hidden_gradient[rows] = gradient @ weight
+            weight_gradient += gradient.T @ hidden[rows]
+        return hidden_gradient, weight_gradient.to(weight.dtype), None, None, None
+
+
+def score_tokens(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probability of each target and entropy (nats) under softmax(hidden weight^T / temperature).
+
+    hidden [K, D], weight [V, D], targets int64 [K] -> float32 [K], [K]. Only the log-probability carries a
+    gradient. At most `LOGITS_PER_CHUNK` logits exist at a time.
+    """
+    return ScoreTokens.apply(hidden, weight, targets, temperature, max(1, LOGITS_PER_CHUNK // len(weight)))
+
+
+class Policy(nn.Module):
+    """The language model `lm`, and a forward pass that scores the response tokens of a packed micro-batch.
+
+    Body and head run inside this one forward, so that one FSDP group around it owns embedding, final norm and
+    head. Using the head's weight outside of it would lose its gradient from the reduction.
+    """
+
+    def __init__(self, lm: nn.Module, temperature: float):
+        super().__init__()
+        self.lm = lm
+        self.temperature = temperature
+
+    def forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        """(log-probability, entropy) of each target of `micro`, float32 [K], as sampled at `temperature`."""
+        longest = max(micro.seq_lens)
+        hidden = self.lm.base_model(
+            input_ids=micro.ids,
+            position_ids=micro.positions,
+            attention_mask=None,
+            use_cache=False,
+            seq_lens=micro.seq_lens,
+            cu_seq_lens_q=micro.cu_seq_lens,
+            cu_seq_lens_k=micro.cu_seq_lens,
+            max_length_q=longest,
+            max_length_k=longest,
+        ).last_hidden_state
+        head = self.lm.get_output_embeddings()
+        return score_tokens(hidden[0, micro.target_rows], head.weight, micro.targets, self.temperature)
+
+
+def load(folder: Path, temperature: float) -> Policy:
+    """Read a Hugging Face folder into fp32 on the CPU. `ModelError` if its head or its layers are unknown."""
+    lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention.register())
+    changed = [key for key in UNSUPPORTED_HEADS if getattr(lm.config, key, None) is not None]
+    if changed:
+        raise ModelError(f"{folder}: the model's {changed[0]} changes its logits in a way the learner does not compute")
+    if getattr(lm.get_output_embeddings(), "bias", None) is not None:
+        raise ModelError(f"{folder}: the model's head has a bias, which the learner does not compute")
+    if not hasattr(lm.base_model, "layers"):
+        raise ModelError(f"{folder}: {type(lm.base_model).__name__} has no list `layers` to shard")
+    return Policy(lm, temperature).train()
+
+
+def shard(policy: Policy, device: torch.device) -> Policy:
+    """Move to `device` and shard over all ranks in place: each layer, then the rest as one group. Collective.
+
+    Gradients are summed over ranks. On CPU all is fp32; on accelerators the weights stay fp32, and are used in
+    bfloat16 with gradients reduced in fp32.
+    """
+    policy.to(device)
+    options = {"mesh": init_device_mesh(device.type, (dist.get_world_size(),))}
+    if device.type != "cpu":
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in policy.lm.base_model.layers:
+        fully_shard(layer, **options)
+    fully_shard(policy, **options)
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
+    return policy
+
+
+def full_state(policy: Policy, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """All weights, unsharded, on the CPU of rank 0 under their Hugging Face names; {} on other ranks. Collective.
+
+    Parameters are converted to `dtype` before they travel (None: as they are). A head that is tied to the
+    embedding is left out.
+    """
+    lm = policy.lm
+    state = {}
+    for bucket in buckets(lm.named_parameters(), dtype):
+        state.update(gather_bucket(bucket, dtype))
+    if dist.get_rank() != 0:
+        return {}
+    state.update((name, value.cpu().clone()) for name, value in persistent_buffers(lm))
+    return dict(revert_weight_conversion(lm, state))
+
+
+def persistent_buffers(lm: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    kept = lm.state_dict().keys()
+    return ((name, buffer) for name, buffer in lm.named_buffers() if name in kept)
+
+
+def buckets(
+    parameters: Iterable[tuple[str, DTensor]], dtype: torch.dtype | None
+) -> Iterator[list[tuple[str, DTensor]]]:
+    """Runs of parameters of one type that travel together, `BUCKET_BYTES` or a single parameter."""
+    bucket, size = [], 0
+    for name, parameter in parameters:
+        parameter_bytes = parameter.numel() * (dtype or parameter.dtype).itemsize
+        mixed = bucket and dtype is None and parameter.dtype != bucket[0][1].dtype
+        if bucket and (mixed or size + parameter_bytes > BUCKET_BYTES):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, parameter))
+        size += parameter_bytes
+    if bucket:
+        yield bucket
+
+
+def gather_bucket(bucket: list[tuple[str, DTensor]], dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """Unsharded parameters on rank 0, {} elsewhere. FSDP2 gives rank r the r-th `ceil(n / R)` of n rows."""
+    ranks, leader = dist.get_world_size(), dist.get_rank() == 0
+    local = torch.cat([parameter.to_local().detach().flatten() for _, parameter in bucket]).to(dtype)
+    rows_per_rank = [-(-parameter.shape[0] // ranks) for _, parameter in bucket]
+    row_sizes = [parameter.numel() // parameter.shape[0] for _, parameter in bucket]
+    largest = sum(rows * size for rows, size in zip(rows_per_rank, row_sizes, strict=True))
+    sent = nn.functional.pad(local, (0, largest - len(local)))
+    received = [torch.empty_like(sent) for _ in range(ranks)] if leader else None
+    dist.gather(sent, received, dst=0)
+    if not leader:
+        return {}
+    shards = [shard.cpu() for shard in received]
+    used, full = [0] * ranks, {}
+    for (name, parameter), rows, size in zip(bucket, rows_per_rank, row_sizes, strict=True):
+        parts = []
+        for rank, data in enumerate(shards):
+            length = max(0, min(rows, parameter.shape[0] - rank * rows)) * size
+            parts.append(data[used[rank] : used[rank] + length])
+            used[rank] += length
+        full[name] = torch.cat(parts).view(parameter.shape)
+    return full
