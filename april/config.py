@@ -252,7 +252,8 @@ def sentence(error: dict) -> str:
     if error["type"] == "missing":
         return f"key {key!r} is missing; set it in the file or with --{key} VALUE"
     expected = error["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
-    return f"key {key!r} = {error['input']!r} is refused: it should be {expected}; mend it in the file or with --{key} VALUE"
+    refused = f"key {key!r} = {error['input']!r} is refused"
+    return f"{refused}: it should be {expected}; mend it in the file or with --{key} VALUE"
 
 
 def check(config: Config) -> None:
@@ -261,7 +262,8 @@ def check(config: Config) -> None:
     n, groups, per_round = schedule.n_samples_per_prompt, schedule.rollout_batch_size, schedule.groups_per_round
     if n < 2:
         raise ConfigError(
-            f"key 'schedule.n_samples_per_prompt' = {n} gives group-relative advantages nothing to compare; use 2 or more"
+            f"key 'schedule.n_samples_per_prompt' = {n} gives group-relative advantages nothing to compare; "
+            "use 2 or more"
         )
     if schedule.kind == "sync" and per_round > groups:
         raise ConfigError(
@@ -285,7 +287,9 @@ def check(config: Config) -> None:
             f"key 'schedule.min_group_size' = {schedule.min_group_size} exceeds n = {n}; use a value from 1 to {n}"
         )
     if config.sampling.top_p != 1.0 or config.sampling.top_k != 0:
-        key, value = ("top_p", config.sampling.top_p) if config.sampling.top_p != 1.0 else ("top_k", config.sampling.top_k)
+        key, value = (
+            ("top_p", config.sampling.top_p) if config.sampling.top_p != 1.0 else ("top_k", config.sampling.top_k)
+        )
         raise ConfigError(
             f"key 'sampling.{key}' = {value} cuts the distribution that behaviour log-probabilities describe, so "
             "training on it would be biased; use top_p = 1.0 and top_k = 0"
@@ -303,5 +307,6 @@ def check(config: Config) -> None:
     for key, path in [("data.path", config.data.path), ("data.eval_path", config.data.eval_path)]:
         if path is not None and not path.is_file():
             raise ConfigError(
-                f"key {key!r} = {str(path)!r} does not exist; give a JSONL file, or make the quickstart's with `april make-data`"
+                f"key {key!r} = {str(path)!r} does not exist; give a JSONL file, or make the quickstart's "
+                "with `april make-data`"
             )

@@ -59,7 +59,7 @@ class Chunk:
     """float32 [T]: log-softmax(logits / temperature) of each token; temperature 1 when greedy"""
     version: Version
     finish_reason: str | None = None
-    """"stop" | "length" on the last chunk of a request (which may be empty), otherwise None"""
+    """"stop" | "length" on the last chunk of a request, otherwise None; no chunk is empty"""
 
 
 class Engine(Protocol):

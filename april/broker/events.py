@@ -1,0 +1,128 @@
+"""The facts that the broker writes down. Applying them in order to an empty ledger rebuilds it."""
+
+import msgspec
+
+from april.version import Version
+
+
+class Event(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """One journalled fact; the class name is its tag on disk."""
+
+
+class RunStarted(Event):
+    """The first record: what a restart must find unchanged."""
+
+    run: str
+    dataset: str
+    seed: int
+    batch_groups: int
+    group_size: int
+
+
+class BrokerStarted(Event):
+    """Epochs count the starts of the broker and are the upper half of every lease token."""
+
+    epoch: int
+
+
+class GroupOpened(Event):
+    """Drawing a prompt and creating its group are one fact; (epoch, row) is the prompt cursor.
+
+    For evaluation, `epoch` is the policy step that is evaluated.
+    """
+
+    group: int
+    evaluation: bool
+    epoch: int
+    row: int
+    size: int
+    floor: int
+    prompt: bytes = b""
+    """int32 little-endian token ids"""
+
+
+class Leased(Event):
+    token: int
+    group: int
+    index: int
+    worker: str
+    step: int
+    scoring: bool
+
+
+class ChunkAccepted(Event):
+    token: int
+    start: int
+    count: int
+    version: Version
+    finish_reason: str
+    """"" unless these are the last tokens"""
+    ids: bytes = b""
+    """int32 little-endian"""
+    logprobs: bytes = b""
+    """float32 little-endian"""
+
+
+class SampleScored(Event):
+    token: int
+    reward: float
+
+
+class LeaseEnded(Event):
+    """cause: abort | leave | lost | expired | generation_failed | scoring_failed"""
+
+    token: int
+    cause: str
+    error: str = ""
+
+
+class GroupDiscarded(Event):
+    group: int
+    reason: str
+
+
+class RoundStarted(Event):
+    round: int
+
+
+class RoundEnded(Event):
+    round: int
+    watermark: int
+
+
+class BatchDelivered(Event):
+    step: int
+    groups: list[int]
+
+
+class BatchConsumed(Event):
+    step: int
+
+
+class CheckpointDurable(Event):
+    step: int
+
+
+class LearnerStarted(Event):
+    """The learner goes on from checkpoint `step` under a new branch; later batches are delivered again."""
+
+    branch: int
+    step: int
+
+
+AnyEvent = (
+    RunStarted
+    | BrokerStarted
+    | GroupOpened
+    | Leased
+    | ChunkAccepted
+    | SampleScored
+    | LeaseEnded
+    | GroupDiscarded
+    | RoundStarted
+    | RoundEnded
+    | BatchDelivered
+    | BatchConsumed
+    | CheckpointDurable
+    | LearnerStarted
+)

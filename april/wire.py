@@ -1,0 +1,393 @@
+"""The messages between broker, workers and learner, and how they travel over ZeroMQ.
+
+A message is a multipart of: a fixed 24-byte header, a MessagePack body holding one typed struct and the
+description of the arrays, then one raw little-endian frame per array. Nothing is pickled; whatever does not
+decode raises `WireError` and nothing else.
+"""
+
+import struct
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from april.version import Version
+
+MAGIC = b"AP"
+PROTOCOL = 1
+HEADER = struct.Struct("<2sBxHxxQQ")
+"""magic, protocol, number of arrays, session, sequence number: 24 bytes"""
+
+DTYPES = {"i4": np.dtype("<i4"), "f4": np.dtype("<f4"), "u1": np.dtype("u1")}
+MAX_BODY_BYTES = 1 << 20
+MAX_ARRAYS = 65_535
+MAX_ARRAY_BYTES = 1 << 30
+
+
+class WireError(ValueError):
+    """Frames that are no message of this protocol."""
+
+
+class Message(msgspec.Struct, tag=True, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """A fact or a request; the class name is its tag on the wire."""
+
+
+# --- sessions -------------------------------------------------------------------------------------------
+
+
+class Hello(Message):
+    """First message of a peer, on its data connection. `leases` are tokens it still works on."""
+
+    role: str
+    name: str
+    uid: str
+    leases: list[int] = []
+
+
+class Welcome(Message):
+    session: int
+    run: str
+    epoch: int
+    round: int
+    watermark: int
+    lost: list[int]
+    renew_s: float
+    weights_address: str
+
+
+class Bind(Message):
+    """First message on the control connection; its header carries the session."""
+
+
+class Heartbeat(Message):
+    """A live peer, at least every second. A non-empty `leases` renews them."""
+
+    leases: list[int] = []
+    emitted_tokens: int = 0
+    unacknowledged_tokens: int = 0
+
+
+class Renewed(Message):
+    lost: list[int]
+
+
+class Goodbye(Message):
+    pass
+
+
+class Refused(Message):
+    """The answer to a message that cannot be accepted; final for that message."""
+
+    reason: str
+    token: int = 0
+
+
+class Stop(Message):
+    """The run is over, or the peer is not wanted: finish and leave."""
+
+    reason: str
+
+
+# --- workers --------------------------------------------------------------------------------------------
+
+
+class Holding(Message):
+    """The weights a worker samples from, and how many samples it takes at once."""
+
+    version: Version
+    capacity: int
+    loaded_in_s: float = 0.0
+
+
+class Grant(Message):
+    """A lease. Arrays: prompt and response so far, int32 [P + R]."""
+
+    token: int
+    group: int
+    index: int
+    scoring: bool
+    evaluation: bool
+    prompt_tokens: int
+    max_new_tokens: int
+    seed: int
+    temperature: float
+    top_p: float
+    top_k: int
+    label: str
+    reward: str
+    finish_reason: str
+
+
+class Chunk(Message):
+    """New tokens of a leased sample; a finish reason (stop | length) says that they are its last.
+    Arrays: ids int32 [T], behaviour logprobs float32 [T]."""
+
+    token: int
+    start: int
+    version: Version
+    finish_reason: str = ""
+
+
+class ChunkAck(Message):
+    """All tokens below `length` are on disk."""
+
+    token: int
+    length: int
+
+
+class ResendFrom(Message):
+    token: int
+    start: int
+
+
+class Scored(Message):
+    token: int
+    reward: float
+
+
+class GiveBack(Message):
+    """The worker stops working on a sample; cause: abort | leave | generation_failed | scoring_failed."""
+
+    token: int
+    length: int
+    cause: str
+    error: str = ""
+
+
+class Done(Message):
+    """Scored or GiveBack of this token is on disk."""
+
+    token: int
+
+
+class Abort(Message):
+    """Hand back every grant up to and including the watermark, also those that arrive later."""
+
+    round: int
+    watermark: int
+
+
+class Cancel(Message):
+    """These leases are void; drop them without an answer."""
+
+    tokens: list[int]
+
+
+class Lane(Message):
+    """What a worker did, for the record: generate or weights, from start to end (unix seconds)."""
+
+    kind: str
+    start: float
+    end: float
+
+
+# --- learner --------------------------------------------------------------------------------------------
+
+
+class LearnerStart(Message):
+    """The learner holds checkpoint `step`; deliveries after it are wanted again."""
+
+    step: int
+    weights_address: str
+
+
+class LearnerStarted(Message):
+    branch: int
+    frontier: int
+
+
+class WeightsAt(Message):
+    address: str
+
+
+class Fetch(Message):
+    step: int
+
+
+class SampleHead(msgspec.Struct, array_like=True, frozen=True):
+    index: int
+    prompt_tokens: int
+    response_tokens: int
+    reward: float
+    finish_reason: str
+    segments: list[tuple[int, int, Version]]
+
+
+class GroupHead(msgspec.Struct, array_like=True, frozen=True):
+    group: int
+    samples: list[SampleHead]
+
+
+class Batch(Message):
+    """The groups of one step. Arrays, two per group: ids int32 of all samples (prompt + response each, joined),
+    behaviour logprobs float32 of all responses, joined."""
+
+    step: int
+    groups: list[GroupHead]
+
+
+class Finished(Message):
+    """There is no batch any more."""
+
+    reason: str
+
+
+class Consumed(Message):
+    step: int
+    metrics: dict[str, float]
+
+
+class Durable(Message):
+    step: int
+
+
+class Accepted(Message):
+    pass
+
+
+# --- monitors -------------------------------------------------------------------------------------------
+
+
+class StatusRequest(Message):
+    pass
+
+
+class Status(Message):
+    """Arrays: one uint8 frame of JSON."""
+
+
+class StopRun(Message):
+    reason: str
+
+
+# --- weight lanes (learner rank 0 <-> worker) ---------------------------------------------------------------
+
+
+class LaneJoin(Message):
+    """A worker without a lane asks for one."""
+
+    uid: str
+    name: str
+    device: str
+
+
+class LaneInvite(Message):
+    lane: str
+    host: str
+    port: int
+    timeout_s: float
+
+
+class LaneReady(Message):
+    lane: str
+
+
+class TensorHead(msgspec.Struct, array_like=True, frozen=True):
+    name: str
+    dtype: str
+    shape: list[int]
+
+
+class LaneManifest(Message):
+    """What is sent next over the lane: the tensors one behind the other in `total_bytes`, in buckets."""
+
+    lane: str
+    version: Version
+    tensors: list[TensorHead]
+    total_bytes: int
+    bucket_bytes: int
+    checksum: int
+
+
+class LanePosted(Message):
+    lane: str
+    version: Version
+
+
+class LaneLoaded(Message):
+    lane: str
+    version: Version
+
+
+class LaneFailed(Message):
+    lane: str
+    error: str
+
+
+MESSAGES = [kind for kind in Message.__subclasses__()]
+AnyMessage = MESSAGES[0]
+for _kind in MESSAGES[1:]:
+    AnyMessage = AnyMessage | _kind
+
+
+class ArrayHead(msgspec.Struct, array_like=True, frozen=True):
+    dtype: str
+    shape: list[int]
+    checksum: int
+
+
+class Body(msgspec.Struct, array_like=True, frozen=True):
+    message: AnyMessage
+    arrays: list[ArrayHead]
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Body)
+_codes = {dtype: code for code, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Received:
+    """A decoded message; `arrays` are read-only views of the frames."""
+
+    message: Any
+    arrays: list[np.ndarray]
+    session: int
+    sequence: int
+
+
+def encode(message: Message, arrays: list[np.ndarray] = (), session: int = 0, sequence: int = 0) -> list:
+    """Frames to send. Arrays are int32, float32 or uint8 and are sent without a copy."""
+    frames, heads = [], []
+    for array in arrays:
+        data = np.ascontiguousarray(array)
+        view = memoryview(data.reshape(-1).view("u1"))
+        heads.append(ArrayHead(_codes[data.dtype], list(data.shape), zlib.crc32(view)))
+        frames.append(view)
+    header = HEADER.pack(MAGIC, PROTOCOL, len(frames), session, sequence)
+    return [header, _encoder.encode(Body(message, heads)), *frames]
+
+
+def decode(frames: list) -> Received:
+    """The inverse of `encode`; `frames` are bytes-like. Raises WireError."""
+    if len(frames) < 2 or len(frames[0]) != HEADER.size:
+        raise WireError("not a message: wrong number of frames or header size")
+    magic, protocol, count, session, sequence = HEADER.unpack(frames[0])
+    if magic != MAGIC or protocol != PROTOCOL:
+        raise WireError(f"not a message of protocol {PROTOCOL}")
+    if len(frames) != 2 + count or len(frames[1]) > MAX_BODY_BYTES * max(1, count):
+        raise WireError("frames do not agree with the header")
+    try:
+        body = _decoder.decode(frames[1])
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise WireError(f"body does not decode: {error}") from None
+    if len(body.arrays) != count:
+        raise WireError("arrays do not agree with the body")
+    arrays = [decode_array(head, frame) for head, frame in zip(body.arrays, frames[2:], strict=True)]
+    return Received(body.message, arrays, session, sequence)
+
+
+def decode_array(head: ArrayHead, frame) -> np.ndarray:
+    dtype = DTYPES.get(head.dtype)
+    if dtype is None or any(extent < 0 for extent in head.shape):
+        raise WireError(f"array of unknown kind {head.dtype!r} {head.shape}")
+    count = 1
+    for extent in head.shape:
+        count *= extent
+    if count * dtype.itemsize != len(frame) or len(frame) > MAX_ARRAY_BYTES:
+        raise WireError("array size does not agree with its shape")
+    if zlib.crc32(frame) != head.checksum:
+        raise WireError("array checksum does not agree")
+    return np.frombuffer(frame, dtype=dtype).reshape(head.shape)

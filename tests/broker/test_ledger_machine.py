@@ -1,0 +1,279 @@
+"""The ledger closes and the staleness bound holds, whatever happens in whatever order."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from april.broker.ledger import Ledger, Rules, Verdict
+from april.broker.samples import GroupState, SampleState
+from april.broker.schedule import RoundRules, RoundSchedule
+from april.version import Version
+
+RESPONSE_BUDGET = 12
+
+
+class NumberedPrompts:
+    """`rows` prompts, `epochs` times."""
+
+    def __init__(self, rows: int, epochs: int):
+        self.rows, self.epochs = rows, epochs
+
+    def draw(self, cursor):
+        epoch, row = cursor
+        if row >= self.rows:
+            epoch, row = epoch + 1, 0
+        return None if epoch >= self.epochs else (epoch, row, b"")
+
+
+class Pipeline(RuleBasedStateMachine):
+    """A broker's ledger and schedule between workers that come, go and lag, and a learner that may restart."""
+
+    @initialize(
+        batch_groups=st.integers(1, 4),
+        group_size=st.integers(2, 3),
+        max_staleness=st.integers(0, 3),
+        over_sampling=st.floats(0.3, 4),
+        partial_rollout=st.booleans(),
+        overlap=st.booleans(),
+        rows=st.integers(1, 12),
+        epochs=st.integers(1, 4),
+        min_group_size=st.sampled_from([None, 1]),
+        train_last_batch=st.booleans(),
+    )
+    def start(self, batch_groups, group_size, max_staleness, over_sampling, partial_rollout, overlap, rows, epochs,
+              min_group_size, train_last_batch):
+        lead = max_staleness + (0 if overlap else 1)
+        overlap = overlap and lead > 0
+        lead = max(lead, 1)
+        round_groups = min(lead * batch_groups, max(1, round(over_sampling * batch_groups)))
+        self.rules = Rules(batch_groups, group_size, max_staleness, max_attempts=3, min_group_size=min_group_size,
+                           max_response_tokens=RESPONSE_BUDGET)
+        self.log = []
+        self.ledger = Ledger(self.rules, record=self.journal)
+        self.schedule = RoundSchedule(
+            RoundRules(batch_groups, round_groups, 1000, partial_rollout, overlap, train_last_batch),
+            NumberedPrompts(rows, epochs),
+        )
+        self.ledger.start_learner(0)
+        self.versions = {"w0": Version(0, 0), "w1": Version(0, 0)}
+        self.emitted = 0
+        self.drawn = Counter()
+        self.advance()
+
+    def journal(self, event):
+        self.log.append(event)
+        return len(self.log)
+
+    def advance(self):
+        while self.schedule.advance(self.ledger):
+            if self.schedule.finished(self.ledger):
+                return
+
+    def a_lease(self, data, generating):
+        tokens = [t for t, lease in self.ledger.leases.items() if lease.generating is generating]
+        return self.ledger.leases[data.draw(st.sampled_from(sorted(tokens)))] if tokens else None
+
+    # --- workers ---
+
+    @rule(worker=st.sampled_from(["w0", "w1"]), count=st.integers(1, 6))
+    def lease(self, worker, count):
+        for _ in range(count):
+            step = self.versions[worker].step
+            sample = (
+                self.ledger.queue.take_scoring()
+                or self.schedule.urgent_sample(self.ledger, step)
+                or self.schedule.next_sample(self.ledger, step)
+            )
+            if sample is None:
+                return
+            self.ledger.lease(sample, worker, step, expires_at=0.0)
+
+    @rule(data=st.data(), count=st.integers(1, RESPONSE_BUDGET), ends=st.booleans())
+    def generate(self, data, count, ends):
+        if lease := self.a_lease(data, generating=True):
+            sample, version = lease.sample, self.versions[lease.worker]
+            count = min(count, RESPONSE_BUDGET - sample.length)
+            finish = "stop" if ends or sample.length + count == RESPONSE_BUDGET else ""
+            verdict = self.ledger.add_chunk(lease.token, sample.length, count, version, finish)
+            assert verdict is Verdict.OK
+            self.emitted += count
+            self.advance()
+
+    @rule(data=st.data(), offset=st.integers(-3, 3).filter(bool))
+    def chunk_out_of_place(self, data, offset):
+        if lease := self.a_lease(data, generating=True):
+            start = lease.sample.length + offset
+            verdict = self.ledger.add_chunk(lease.token, start, 1, self.versions[lease.worker])
+            assert verdict is (Verdict.DUPLICATE if offset < 0 else Verdict.GAP)
+
+    @rule(data=st.data())
+    def chunk_of_an_older_version_or_holder(self, data):
+        if lease := self.a_lease(data, generating=True):
+            length = lease.sample.length
+            assert self.ledger.add_chunk(lease.token, length, 1, Version(0, lease.step - 1)) is Verdict.FENCED
+            assert self.ledger.add_chunk(lease.token + 100_000, length, 1, Version(9, 999)) is Verdict.FENCED
+
+    @rule(data=st.data(), reward=st.sampled_from([0.0, 1.0]))
+    def score(self, data, reward):
+        if lease := self.a_lease(data, generating=False):
+            assert self.ledger.score(lease.token, reward) is Verdict.OK
+            assert self.ledger.score(lease.token, reward) is Verdict.FENCED
+            self.advance()
+
+    @rule(data=st.data(), generating=st.booleans(), cause=st.sampled_from(["lost", "expired", "generation_failed"]))
+    def lose(self, data, generating, cause):
+        if lease := self.a_lease(data, generating):
+            self.ledger.end_lease(lease.token, cause)
+            self.advance()
+
+    @rule(worker=st.sampled_from(["w0", "w1"]))
+    def hand_back_what_was_aborted(self, worker):
+        for lease in list(self.ledger.leases.values()):
+            if lease.worker == worker and lease.generating and lease.token <= self.ledger.watermark:
+                self.ledger.end_lease(lease.token, "abort")
+        self.advance()
+
+    @rule(worker=st.sampled_from(["w0", "w1"]))
+    def load_weights(self, worker):
+        if self.ledger.consumed >= self.ledger.frontier:
+            self.versions[worker] = Version(self.ledger.branch, self.ledger.consumed)
+
+    # --- learner ---
+
+    @precondition(lambda self: self.ledger.consumed < self.ledger.next_step)
+    @rule()
+    def consume(self):
+        step = self.ledger.consumed
+        assert self.ledger.consume(step) is Verdict.OK
+        assert self.ledger.consume(step) is Verdict.DUPLICATE
+        for group in self.ledger.deliveries[step]:
+            for sample in group.samples:
+                for _, _, version in sample.segments:
+                    assert 0 <= step - version.step <= self.rules.max_staleness
+        self.advance()
+
+    @rule()
+    def checkpoint(self):
+        self.ledger.checkpoint(self.ledger.consumed)
+
+    @rule()
+    def restart_learner_from_checkpoint(self):
+        before = {step: [g.id for g in groups] for step, groups in self.ledger.deliveries.items()}
+        self.ledger.start_learner(self.ledger.durable)
+        assert before == {step: [g.id for g in groups] for step, groups in self.ledger.deliveries.items()}
+
+    # --- broker ---
+
+    @rule()
+    def restart_broker(self):
+        """What the journal rebuilds is what was there."""
+        again = Ledger(self.rules, record=self.journal)
+        for reference, event in enumerate(self.log, start=1):
+            again.apply(event, reference)
+        assert again.account() == self.ledger.account()
+        assert sorted(again.leases) == sorted(self.ledger.leases)
+        assert (again.next_step, again.consumed, again.frontier, again.cursor, again.round, again.round_open) == (
+            self.ledger.next_step, self.ledger.consumed, self.ledger.frontier, self.ledger.cursor, self.ledger.round,
+            self.ledger.round_open,
+        )
+        assert again.cohorts.summary() == self.ledger.cohorts.summary()
+        self.ledger = again
+        self.schedule.exhausted = False
+
+    # --- what never breaks ---
+
+    @invariant()
+    def the_ledger_closes(self):
+        if not hasattr(self, "ledger"):
+            return
+        assert self.ledger.closed
+        assert self.ledger.tokens["generated"] == self.emitted
+        training = [group for group in self.ledger.groups.values() if not group.evaluation]
+        for state in (GroupState.OPEN, GroupState.READY, GroupState.DELIVERED):
+            members = [group for group in training if group.state is state]
+            assert self.ledger.tokens[state] == sum(s.length for group in members for s in group.samples)
+            assert self.ledger.counts[state] == len(members)
+
+    @invariant()
+    def the_bound_holds(self):
+        if not hasattr(self, "ledger"):
+            return
+        assert self.ledger.bound.holds(self.ledger.next_step)
+        next_step, rules = self.ledger.next_step, self.rules
+        deadlines = [
+            group.opened_at + rules.max_staleness
+            for group in self.ledger.groups.values()
+            if group.state in (GroupState.OPEN, GroupState.READY)
+        ]
+        for last in range(next_step - 1, next_step + rules.max_staleness + 2):
+            due = sum(deadline <= last for deadline in deadlines)
+            assert due <= (last - next_step + 1) * rules.batch_groups
+
+    @invariant()
+    def segments_tile_the_response_and_versions_never_decrease(self):
+        if not hasattr(self, "ledger"):
+            return
+        for group in self.ledger.groups.values():
+            for sample in group.samples:
+                end = 0
+                for start, stop, version in sample.segments:
+                    assert start == end < stop
+                    assert version.step >= group.opened_at
+                    end = stop
+                assert end == sample.length
+                steps = [version.step for _, _, version in sample.segments]
+                assert steps == sorted(steps)
+                assert sample.state is not SampleState.PARTIAL or sample.length > 0
+
+    @invariant()
+    def no_prompt_is_drawn_twice_or_skipped(self):
+        if not hasattr(self, "ledger"):
+            return
+        drawn = [(e.epoch, e.row) for e in self.log if type(e).__name__ == "GroupOpened"]
+        rows = self.schedule.prompts.rows
+        assert drawn == [(i // rows, i % rows) for i in range(len(drawn))]
+
+
+TestPipeline = Pipeline.TestCase
+TestPipeline.settings = settings(
+    max_examples=150, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+)
+
+
+@pytest.mark.parametrize("kind", ["sync", "april", "steps", "overlap", "no_partial"])
+def test_a_run_without_faults_comes_to_its_end(kind):
+    """Every schedule delivers all batches when workers and learner simply do their work."""
+    batch, round_groups = 4, {"april": 8, "steps": 3, "overlap": 8, "no_partial": 8}.get(kind, 4)
+    rules = RoundRules(batch, round_groups, 10, kind != "no_partial", kind == "overlap")
+    ledger = Ledger(Rules(batch, 2, 5))
+    schedule = RoundSchedule(rules, NumberedPrompts(1000, 1))
+    ledger.start_learner(0)
+    busy = {}
+    while ledger.consumed < 10:
+        ended = schedule.advance(ledger)
+        if ended:
+            for token in list(busy):
+                ledger.end_lease(token, "abort")
+            busy.clear()
+        version = Version(0, ledger.consumed)
+        while len(busy) < 6 and (sample := schedule.next_sample(ledger, version.step)):
+            lease = ledger.lease(sample, "w", version.step, 0.0)
+            busy[lease.token] = 1 + (sample.group.id * 7 + sample.index * 3) % 11 * 3
+        for token in list(busy):
+            sample = ledger.leases[token].sample
+            done = sample.length + 1 >= busy[token]
+            assert ledger.add_chunk(token, sample.length, 1, version, "stop" if done else "") is Verdict.OK
+            if done:
+                ledger.score(token, 1.0)
+                del busy[token]
+        if ledger.consumed < ledger.next_step:
+            ledger.consume(ledger.consumed)
+    assert ledger.closed
+    assert sum(len(groups) for groups in ledger.deliveries.values()) == 10 * batch
+    discarded = ledger.discarded["aborted"]
+    assert (discarded > 0) == (kind == "no_partial")
+    if kind in ("sync", "steps"):
+        assert ledger.counts[GroupState.OPEN] == 0
