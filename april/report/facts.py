@@ -1,0 +1,208 @@
+"""The figures that the table and the HTML report state about a run, and how numbers are written."""
+
+from dataclasses import dataclass
+
+from april.report.run_folder import Run, dig
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Where every generated token is; it closes if `generated` equals the sum of the places."""
+
+    generated: int
+    trained: int
+    delivered: int
+    ready: int
+    open: int
+    discarded: dict[str, int]
+    emitted_unacked: int
+    refused: int
+    evaluation: int
+    said_closed: bool
+    """What the broker itself found when it wrote the summary."""
+
+    @property
+    def places(self) -> list[tuple[str, int]]:
+        """The right side of the ledger's equation: (name, tokens)."""
+        held = [
+            ("trained", self.trained),
+            ("delivered", self.delivered),
+            ("ready", self.ready),
+            ("open", self.open),
+        ]
+        return held + [(f"discarded ({reason})", tokens) for reason, tokens in self.discarded.items()]
+
+    @property
+    def outside(self) -> list[tuple[str, int]]:
+        """Tokens that are counted beside the ledger."""
+        return [
+            ("emitted, never acknowledged", self.emitted_unacked),
+            ("refused as fenced", self.refused),
+            ("evaluation", self.evaluation),
+        ]
+
+    @property
+    def accounted(self) -> int:
+        return sum(tokens for _, tokens in self.places)
+
+    @property
+    def closed(self) -> bool:
+        return self.said_closed and self.generated == self.accounted
+
+    @property
+    def equation(self) -> str:
+        """G = T + V + R + O + each discard, in numbers."""
+        sign = "=" if self.generated == self.accounted else "≠"
+        return f"{count(self.generated)} generated {sign} " + " + ".join(
+            f"{count(tokens)} {name}" for name, tokens in self.places
+        )
+
+
+def ledger_of(run: Run) -> Ledger | None:
+    """From the summary, or from the last step where the summary has none; None before the first of either."""
+    tokens = run.summary.get("tokens") or (dig(run.steps[-1], "tokens_ledger") if run.steps else None)
+    if not tokens:
+        return None
+    names = ["generated", "trained", "delivered", "ready", "open", "emitted_unacked", "refused", "evaluation"]
+    return Ledger(
+        **{name: tokens.get(name) or 0 for name in names},
+        discarded={reason: n or 0 for reason, n in (tokens.get("discarded") or {}).items()},
+        said_closed=run.summary.get("ledger_closed") is not False,
+    )
+
+
+def facts(run: Run) -> list[tuple[str, str]]:
+    """(name, value) of all that is known about the run beside its ledger, in reading order."""
+    found = [
+        ("steps", steps(run)),
+        ("reward, first → last 3", reward(run)),
+        ("held-out accuracy, first → last", accuracy(run)),
+        ("rollout speed", rate(rollout_tokens_per_s(run))),
+        ("token staleness", staleness(run)),
+        ("response length, created", lengths(run, "created")),
+        ("response length, trained", lengths(run, "trained")),
+        ("length ratio, trained / created", length_ratio(run)),
+        ("time", times(run)),
+        ("largest buffer", buffer_peak(run)),
+        ("restarts", restarts(run)),
+    ]
+    return [(name, value) for name, value in found if value]
+
+
+def steps(run: Run) -> str:
+    done, wanted = steps_done(run), max_steps(run)
+    return f"{done} of {wanted}" if wanted else str(done)
+
+
+def steps_done(run: Run) -> int:
+    done = run.summary.get("steps")
+    return len(run.steps) if done is None else done
+
+
+def max_steps(run: Run) -> int | None:
+    return run.summary.get("max_steps") or dig(run.config, "schedule", "max_steps")
+
+
+def reward(run: Run) -> str:
+    return first_to_last(dig(run.summary, "reward", "first"), dig(run.summary, "reward", "last3"))
+
+
+def first_to_last(first: float | None, last: float | None) -> str:
+    return "" if first is None and last is None else f"{number(first)} → {number(last)}"
+
+
+def accuracy(run: Run) -> str:
+    points = run.evaluation
+    if not points:
+        return ""
+    first, last = points[0], points[-1]
+    prompts = f", {last['prompts']} prompts" if last.get("prompts") else ""
+    if len(points) == 1:
+        return f"{number(first['accuracy'])} (step {first.get('step')}{prompts})"
+    steps_named = f"steps {first.get('step')} → {last.get('step')}"
+    return f"{first_to_last(first['accuracy'], last['accuracy'])} ({steps_named}{prompts})"
+
+
+def rollout_tokens_per_s(run: Run) -> float | None:
+    return run.summary.get("rollout_tokens_per_s")
+
+
+def staleness(run: Run) -> str:
+    found = run.summary.get("staleness") or {}
+    if found.get("mean") is None:
+        return ""
+    by_age = found.get("tokens_by_age") or {}
+    total = sum(by_age.values())
+    fresh = f", {by_age.get('0', 0) / total:.0%} of tokens fresh" if total else ""
+    return f"mean {number(found['mean'], 2)}, max {found.get('max')} steps{fresh}"
+
+
+def lengths(run: Run, which: str) -> str:
+    found = dig(run.summary, "lengths", which) or {}
+    named = [
+        f"{name} {number(found[name], 1)}" for name in ("mean", "p50", "p95", "p99") if found.get(name) is not None
+    ]
+    return ", ".join(named) + " tokens" if named else ""
+
+
+def length_ratio(run: Run) -> str:
+    ratio, cohorts = dig(run.summary, "lengths", "ratio"), dig(run.summary, "lengths", "settled_cohorts")
+    if ratio is None:
+        return ""
+    return number(ratio) + (f" over {cohorts} settled cohorts" if cohorts is not None else "")
+
+
+def times(run: Run) -> str:
+    wall_s = run.summary.get("wall_s")
+    rollout_s = sum(step.get("rollout_s") or 0 for step in run.steps)
+    learner_s = sum(dig(step, "learner", "step_s") or 0 for step in run.steps)
+    parts = [(wall_s, "in all"), (rollout_s, "generating"), (learner_s, "training")]
+    return ", ".join(f"{duration(seconds)} {name}" for seconds, name in parts if seconds)
+
+
+def buffer_peak(run: Run) -> str:
+    tokens, size = dig(run.summary, "buffer_peak", "tokens"), dig(run.summary, "buffer_peak", "bytes")
+    if not tokens:
+        return ""
+    return f"{count(tokens)} tokens" + (f", {size / 2**20:.1f} MiB" if size else "")
+
+
+def restarts(run: Run) -> str:
+    """A count, or counts by process."""
+    found = run.summary.get("restarts")
+    if isinstance(found, dict):
+        return ", ".join(f"{name} {times}" for name, times in found.items() if times)
+    return str(found) if found else ""
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    return "–" if value is None else f"{value:.{digits}f}"
+
+
+def count(value: int | None) -> str:
+    return "–" if value is None else f"{value:,}"
+
+
+def short_count(value: float) -> str:
+    """16780 -> 16.8k."""
+    for size, unit in [(1e9, "G"), (1e6, "M"), (1e3, "k")]:
+        if value >= size:
+            return f"{value / size:.1f}{unit}"
+    return f"{value:.0f}"
+
+
+def rate(tokens_per_s: float | None) -> str:
+    return "" if tokens_per_s is None else f"{short_count(tokens_per_s)} tokens/s"
+
+
+def duration(seconds: float) -> str:
+    """41.3 -> 41s, 181 -> 3m 01s, 7500 -> 2h 05m."""
+    if seconds < 10:
+        return f"{seconds:.1f}s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    minutes, rest_s = divmod(whole, 60)
+    if minutes < 60:
+        return f"{minutes}m {rest_s:02d}s"
+    return f"{minutes // 60}h {minutes % 60:02d}m"

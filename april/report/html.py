@@ -1,0 +1,202 @@
+"""report.html: the pictures, figures and ledger of a run on one page that loads nothing from anywhere."""
+
+from collections.abc import Callable
+from html import escape
+from pathlib import Path
+
+from april.report import pictures
+from april.report.drawing import DARK, LIGHT
+from april.report.facts import (
+    Ledger,
+    accuracy,
+    count,
+    duration,
+    facts,
+    ledger_of,
+    number,
+    reward,
+    rollout_tokens_per_s,
+    short_count,
+    steps,
+)
+from april.report.run_folder import Run, dig, read_run
+
+SECTIONS: list[tuple[str, str, Callable[[Run], str | None]]] = [
+    (
+        "Reward",
+        "Each point is the mean reward of one trained batch; diamonds are the accuracy on held-out prompts. "
+        "Both should rise, and rise together.",
+        pictures.reward_picture,
+    ),
+    (
+        "Rollout speed",
+        "Acknowledged tokens divided by the time in which generation was under way. "
+        "A fall without longer responses points at waiting or lost workers.",
+        pictures.throughput_picture,
+    ),
+    (
+        "Staleness",
+        "Height is the number of tokens trained in a step; the colour is how many policy steps old they were. "
+        "Darker means older in a light page, brighter means older in a dark one.",
+        pictures.staleness_picture,
+    ),
+    (
+        "Response lengths",
+        "Filled: all samples of settled cohorts as they were created; outlined: the samples that were trained. "
+        "Where the outline leaves the filled shape, training sees other lengths than the policy produces.",
+        pictures.lengths_picture,
+    ),
+    (
+        "Worker lanes",
+        "One row a worker; gaps between bars are waiting. Over the enlarged part stands the number of each step "
+        "where it was recorded; aborts are marked there only.",
+        pictures.lanes_picture,
+    ),
+]
+
+PLACES = {
+    "trained": "in batches that the learner has consumed",
+    "delivered": "handed to the learner, not yet consumed",
+    "ready": "in complete groups that wait for a batch",
+    "open": "in groups that are still being generated",
+}
+
+CSS = """
+:root { color-scheme: light dark; --page: #ffffff; --card: #f5f7f9; LIGHT }
+@media (prefers-color-scheme: dark) { :root { --page: #12161b; --card: #1a2027; DARK } }
+* { box-sizing: border-box }
+body { margin: 0; background: var(--page); color: var(--ink); font: 16px/1.5 system-ui, -apple-system, "Segoe UI",
+  Roboto, "Helvetica Neue", Arial, sans-serif }
+main { max-width: 1000px; margin: 0 auto; padding: 2.2rem 1.2rem 4rem }
+h1 { font-size: 1.7rem; margin: 0 }
+h2 { font-size: 1.15rem; margin: 2.6rem 0 .2rem }
+.state { color: var(--muted); margin: .2rem 0 1.4rem }
+.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(165px, 1fr)); gap: .7rem }
+.card { background: var(--card); border-radius: 8px; padding: .7rem .8rem }
+.card b { display: block; font-size: 1.15rem; font-weight: 600; white-space: nowrap;
+  font-variant-numeric: tabular-nums }
+.card span { color: var(--muted); font-size: .82rem }
+figure { margin: 0; overflow-x: auto }
+figure svg { display: block; width: 100%; min-width: 640px; height: auto; stroke-linejoin: round }
+figcaption, .note { color: var(--muted); font-size: .9rem; margin: .1rem 0 0; max-width: 95ch }
+table { border-collapse: collapse; margin-top: .7rem; font-size: .93rem; width: 100% }
+th, td { text-align: left; padding: .32rem .8rem .32rem 0; border-bottom: 1px solid var(--grid); vertical-align: top }
+th { color: var(--muted); font-weight: 500 }
+td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap }
+td.muted { color: var(--muted) }
+tr.sum td:not(.muted) { font-weight: 600 }
+.good { color: var(--green) } .bad { color: var(--red) }
+details { margin-top: 2.6rem } summary { cursor: pointer; font-weight: 600 }
+pre { background: var(--card); border-radius: 8px; padding: 1rem; overflow-x: auto;
+  font-size: .84rem; line-height: 1.45 }
+"""
+
+
+def write_report(run_dir: str | Path) -> Path:
+    """Write report.html into the run folder and return its path; needs matplotlib."""
+    run = read_run(run_dir)
+    path = run.path / "report.html"
+    path.write_text(page(run))
+    return path
+
+
+def page(run: Run) -> str:
+    sections = "\n".join(section(run, *entry) for entry in SECTIONS)
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{escape(run.name)} – April</title>
+<style>{CSS.replace("LIGHT", css_variables(LIGHT)).replace("DARK", css_variables(DARK))}</style>
+</head>
+<body>
+<main>
+<h1>{escape(run.name)}</h1>
+<p class="state">{escape(headline(run))}</p>
+{cards(run)}
+{sections}
+<h2>Token ledger</h2>
+{ledger_table(ledger_of(run))}
+<h2>Summary</h2>
+{facts_table(run)}
+<details><summary>Resolved configuration</summary><pre>{escape(run.config_text)}</pre></details>
+</main>
+</body>
+</html>
+"""
+
+
+def css_variables(colors: dict[str, str]) -> str:
+    return " ".join(f"--{name}: {color};" for name, color in colors.items())
+
+
+def headline(run: Run) -> str:
+    kind = dig(run.config, "schedule", "kind")
+    wall_s = run.summary.get("wall_s")
+    parts = [
+        run.state,
+        f"{steps(run)} steps",
+        f"schedule {kind}" if kind else "",
+        duration(wall_s) if wall_s else "",
+    ]
+    return " · ".join(part for part in parts if part)
+
+
+def cards(run: Run) -> str:
+    """The figures that a reader looks for first."""
+    speed, ledger = rollout_tokens_per_s(run), ledger_of(run)
+    age, oldest = dig(run.summary, "staleness", "mean"), dig(run.summary, "staleness", "max")
+    shown = [
+        (reward(run), "reward, first → last 3"),
+        (accuracy(run).partition(" (")[0], "held-out accuracy"),
+        (short_count(speed) if speed is not None else "", "rollout tokens/s"),
+        (f"{number(age, 2)} / {oldest}" if age is not None else "", "staleness, mean / max (steps)"),
+        (
+            f"{ledger.trained / ledger.generated:.1%}" if ledger and ledger.generated else "",
+            "of generated tokens trained",
+        ),
+    ]
+    boxes = [
+        f'<div class="card"><b>{escape(value)}</b><span>{escape(name)}</span></div>' for value, name in shown if value
+    ]
+    return f'<div class="cards">{"".join(boxes)}</div>' if boxes else ""
+
+
+def section(run: Run, title: str, reading: str, picture: Callable[[Run], str | None]) -> str:
+    svg = picture(run)
+    workers = len({lane["worker"] for lane in run.lanes})
+    if picture is pictures.lanes_picture and workers > pictures.MAX_DRAWN_WORKERS:
+        reading += f" The first {pictures.MAX_DRAWN_WORKERS} of {workers} workers are drawn."
+    if svg is None:
+        return f'<h2>{title}</h2>\n<p class="note">Nothing recorded yet.</p>'
+    return f"<h2>{title}</h2>\n<figure>{svg}<figcaption>{escape(reading)}</figcaption></figure>"
+
+
+def ledger_table(ledger: Ledger | None) -> str:
+    if ledger is None:
+        return '<p class="note">No token has been generated yet.</p>'
+    word = '<b class="good">closed</b>' if ledger.closed else '<b class="bad">not closed</b>'
+    rows = [table_row("generated", ledger.generated, "100.0%", "acknowledged policy tokens", "sum")]
+    for name, tokens in ledger.places:
+        share = f"{tokens / ledger.generated:.1%}" if ledger.generated else ""
+        rows.append(table_row(name, tokens, share, PLACES.get(name, "in groups that were given up, with the reason")))
+    share = f"{ledger.accounted / ledger.generated:.1%}" if ledger.generated else ""
+    rows.append(table_row("sum of the places", ledger.accounted, share, "equals generated if the ledger closes", "sum"))
+    rows += [table_row(name, tokens, "", "counted beside the ledger") for name, tokens in ledger.outside]
+    return (
+        f'<p class="note">The ledger is {word}: {escape(ledger.equation)}.</p>\n<table><tr><th>tokens</th>'
+        f'<th class="n">count</th><th class="n">share</th><th>where they are</th></tr>{"".join(rows)}</table>'
+    )
+
+
+def table_row(name: str, tokens: int, share: str, meaning: str, kind: str = "") -> str:
+    return (
+        f'<tr class="{kind}"><td>{escape(name)}</td><td class="n">{count(tokens)}</td><td class="n">{share}</td>'
+        f'<td class="muted">{escape(meaning)}</td></tr>'
+    )
+
+
+def facts_table(run: Run) -> str:
+    rows = [f'<tr><td class="muted">{escape(name)}</td><td>{escape(value)}</td></tr>' for name, value in facts(run)]
+    return f"<table>{''.join(rows)}</table>"

@@ -1,0 +1,139 @@
+"""What `april run` shows while it works: a panel on a terminal, one plain line a step anywhere else."""
+
+import math
+from collections import deque
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from april.report.facts import duration, number, short_count
+from april.report.run_folder import dig
+
+SPARKS = "▁▂▃▄▅▆▇█"
+REFRESH_HZ = 4
+
+
+class LiveView:
+    """A context manager; `update` shows a status, `step` a trained step, `note` one line of text.
+
+    On a terminal `update` redraws the panel and notes scroll by above it; elsewhere steps and notes are
+    lines and `update` only remembers what the next step's line says of partials and time left.
+    """
+
+    def __init__(self, console: Console | None = None):
+        self.console = console or Console()
+        self.on_terminal = self.console.is_terminal and not self.console.is_dumb_terminal
+        self.status: dict = {}
+        self.last_step: dict = {}
+        self.rewards: deque[float] = deque(maxlen=40)
+        self.live = Live(get_renderable=self.panel, console=self.console, refresh_per_second=REFRESH_HZ)
+
+    def __enter__(self) -> "LiveView":
+        if self.on_terminal:
+            self.live.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.live.stop()
+
+    def update(self, status: dict) -> None:
+        self.status = status
+
+    def step(self, metrics: dict) -> None:
+        self.last_step = metrics
+        if metrics.get("reward") is not None:
+            self.rewards.append(metrics["reward"])
+        if not self.on_terminal:
+            self.print_line(step_line(metrics, self.status))
+
+    def note(self, text: str) -> None:
+        if self.on_terminal:
+            self.console.print(Text(text))
+        else:
+            self.print_line(text)
+
+    def print_line(self, text: str) -> None:
+        """At once and uncut, however wide the place it goes to."""
+        print(text, file=self.console.file, flush=True)
+
+    def panel(self) -> RenderableType:
+        status = self.status
+        title = f"april  {status['run']}" if status.get("run") else "april"
+        body = Group(overview(status, self.last_step, list(self.rewards)), workers_table(status.get("workers") or []))
+        return Panel(body, title=Text(title, style="bold"), title_align="left", border_style="dim", padding=(0, 1))
+
+
+def step_line(metrics: dict, status: dict) -> str:
+    """`step 3/24  reward 0.612  16.8k tok/s  staleness 0.4/1  partials 90  ETA 41s`, without what is unknown."""
+    age = metrics.get("staleness") or {}
+    partials = dig(metrics, "round", "partials_waiting")
+    if partials is None:
+        partials = status.get("partials_waiting")
+    parts = [
+        f"step {of(metrics.get('step'), status.get('max_steps'))}",
+        f"reward {number(metrics['reward'])}" if metrics.get("reward") is not None else "",
+        speed(metrics.get("rollout_tokens_per_s")),
+        f"staleness {number(age['mean'], 1)}/{age.get('max')}" if age.get("mean") is not None else "",
+        f"partials {partials}" if partials is not None else "",
+        f"ETA {duration(status['eta_s'])}" if status.get("eta_s") is not None else "",
+    ]
+    return "  ".join(part for part in parts if part)
+
+
+def overview(status: dict, last_step: dict, rewards: list[float]) -> Table:
+    """The run in four rows: where it is, how good, how fast, how full."""
+    reward = status.get("reward") if status.get("reward") is not None else last_step.get("reward")
+    rate = status.get("rollout_tokens_per_s") or last_step.get("rollout_tokens_per_s")
+    age = status.get("staleness") or last_step.get("staleness") or {}
+    stale = f"{number(age['mean'], 1)} mean  {age.get('max')} max" if age.get("mean") is not None else "–"
+    left = f"  ETA {duration(status['eta_s'])}" if status.get("eta_s") is not None else ""
+    done, needed = status.get("groups_complete") or 0, status.get("groups_needed") or 0
+    groups = Table.grid(padding=(0, 1))
+    groups.add_row(ProgressBar(total=max(needed, 1), completed=done, width=24), f"{done} of {needed}")
+
+    table = Table.grid(padding=(0, 2))
+    for style in ("dim", "", "dim", ""):
+        table.add_column(style=style, no_wrap=True)
+    table.add_row("step", of(status.get("step"), status.get("max_steps")), "phase", status.get("phase") or "starting")
+    table.add_row("reward", f"{number(reward)}  {sparkline(rewards)}", "rollout", speed(rate) or "–")
+    table.add_row("groups", groups, "partials", f"{status.get('partials_waiting', 0)} waiting")
+    table.add_row("time", duration(status.get("elapsed_s") or 0) + left, "staleness", stale)
+    return table
+
+
+def workers_table(workers: list[dict]) -> Table:
+    """One line a worker: the version it holds, its busy slots, its speed."""
+    table = Table.grid(padding=(0, 2))
+    for justify in ("left", "left", "left", "right", "right"):
+        table.add_column(justify=justify, no_wrap=True)
+    for worker in workers:
+        slots, leased = worker.get("slots") or 0, worker.get("leased") or 0
+        table.add_row(
+            Text(str(worker.get("name"))),
+            Text(f"version {worker.get('version', '–')}", style="dim"),
+            ProgressBar(total=max(slots, 1), completed=min(leased, slots), width=16),
+            f"{leased}/{slots} slots",
+            speed(worker.get("tokens_per_s")) or "–",
+        )
+    return table
+
+
+def of(step: int | None, max_steps: int | None) -> str:
+    return f"{step or 0}/{max_steps}" if max_steps else str(step or 0)
+
+
+def speed(tokens_per_s: float | None) -> str:
+    return "" if tokens_per_s is None else f"{short_count(tokens_per_s)} tok/s"
+
+
+def sparkline(values: list[float]) -> str:
+    """One block a value, the lowest and the highest of them at the ends of the scale."""
+    known = [value for value in values if math.isfinite(value)]
+    if not known:
+        return ""
+    low, spread = min(known), max(known) - min(known)
+    return "".join(SPARKS[round((value - low) / spread * 7) if spread else 3] for value in known)

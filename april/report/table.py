@@ -1,0 +1,45 @@
+"""The run's table in the terminal: what it reached, how fast, how stale, and whether its ledger closes."""
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from april.report.facts import Ledger, count, facts, ledger_of
+from april.report.run_folder import Run
+
+STATE_STYLE = {"finished": "bold green", "failed": "bold red"}
+
+
+def render_status(run: Run) -> RenderableType:
+    """The table that `april status` prints and that ends a run."""
+    state_style = STATE_STYLE.get(run.state, "bold yellow")
+    title = Text.assemble(("run ", "dim"), (run.name, "bold"), "  ", (run.state, state_style))
+    rows = Table.grid(padding=(0, 2))
+    rows.add_column(style="dim")
+    rows.add_column()
+    for name, value in facts(run):
+        rows.add_row(name, Text(value))
+    ledger = ledger_of(run)
+    if ledger is None:
+        return Group(title, rows, Text("no token has been generated yet", style="dim"))
+    rows.add_row("ledger", verdict(ledger))
+    return Group(title, rows, places(ledger))
+
+
+def verdict(ledger: Ledger) -> Text:
+    word, style = ("closed", "bold green") if ledger.closed else ("NOT CLOSED", "bold red")
+    return Text.assemble((word, style), f"  {ledger.equation}")
+
+
+def places(ledger: Ledger) -> Table:
+    """Every place a generated token can be, in tokens and as a share of the generated ones."""
+    table = Table(box=None, padding=(0, 2), show_edge=False, header_style="dim")
+    table.add_column("tokens")
+    table.add_column("count", justify="right")
+    table.add_column("share", justify="right")
+    table.add_row("generated", count(ledger.generated), "", style="bold")
+    for name, tokens in ledger.places:
+        table.add_row(f"  {name}", count(tokens), f"{tokens / ledger.generated:.1%}" if ledger.generated else "")
+    for name, tokens in ledger.outside:
+        table.add_row(name, count(tokens), "", style="dim")
+    return table
