@@ -165,6 +165,7 @@ class TorchEngine:
             chunks += self._collect()
         return chunks
 
+    @torch.inference_mode()
     def cancel(self, request_id: int) -> list[Chunk]:
         if self._queue.pop(request_id, None) is not None or request_id not in self._slot_of:
             return []
