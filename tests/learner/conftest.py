@@ -1,0 +1,23 @@
+import pytest
+import torch
+import torch.distributed as dist
+from learner_setup import make_policy
+
+
+@pytest.fixture(scope="session")
+def policy_folder(tmp_path_factory):
+    return make_policy(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture(scope="session")
+def untied_folder(tmp_path_factory):
+    return make_policy(tmp_path_factory.mktemp("untied"), tied=False)
+
+
+@pytest.fixture
+def one_rank():
+    """A process group of this process alone."""
+    torch.set_num_threads(1)
+    dist.init_process_group("cpu:gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

@@ -1,0 +1,117 @@
+"""Tiny policies, batches and configurations for the learner's tests, and how its ranks are launched."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import orjson
+import torch
+from reference import ReferenceLearner, Settings
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from april.config import Config
+from april.learner.batch import Batch, TrainSample, encode
+from april.version import Version
+
+VOCAB = 23
+
+
+def make_policy(folder: Path, tied: bool = True) -> Path:
+    """A random Qwen3 of two layers, with weights large enough for gradients that matter."""
+    torch.manual_seed(3)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=20,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size=33,
+        tie_word_embeddings=tied,
+        initializer_range=0.3,
+        max_position_embeddings=256,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def make_config(policy: Path, run_folder: Path, temperature: float = 0.7, **learner) -> Config:
+    return Config.model_validate(
+        {
+            "model": {"path": policy},
+            "data": {"path": "unused.jsonl"},
+            "run": {"dir": run_folder.parent, "name": run_folder.name},
+            "sampling": {"temperature": temperature},
+            "learner": {"lr": 1e-3, "device": "cpu", "collective_timeout_s": 60, **learner},
+        }
+    )
+
+
+def make_sample(rng, prompt_tokens: int, response_tokens: int, reward: float) -> TrainSample:
+    tokens = rng.integers(0, VOCAB, prompt_tokens + response_tokens).astype(np.int32)
+    logprobs = rng.normal(-3, 0.5, response_tokens).astype(np.float32)
+    return TrainSample(tokens, prompt_tokens, logprobs, reward, ((0, response_tokens, Version(0, 0)),))
+
+
+def near_policy(batch: Batch, policy: Path, rng, temperature: float = 0.7) -> Batch:
+    """The same batch with behaviour log-probabilities a little off the policy's own, so that some ratios clip."""
+    scorer = ReferenceLearner(policy, settings(make_config(policy, Path("unused"), temperature)))
+
+    def rescored(sample):
+        with torch.no_grad():
+            exact = scorer.sample_logprobs(sample).numpy()
+        noisy = (exact + rng.normal(0, 0.3, len(exact))).astype(np.float32)
+        return TrainSample(sample.tokens, sample.prompt_tokens, noisy, sample.reward, sample.segments)
+
+    return Batch(batch.step, [[rescored(sample) for sample in group] for group in batch.groups])
+
+
+def uneven_batch(step: int, policy: Path) -> Batch:
+    """Groups of 4, 3 and 2 samples, one without spread; responses from 1 to 90 tokens, prompts from 1 to 9."""
+    rng = np.random.default_rng(step)
+    shapes = [
+        [(3, 1, 1.0), (3, 12, 0.0), (3, 30, 0.5), (3, 7, 0.0)],
+        [(9, 90, 1.0), (9, 2, 0.0), (9, 5, 0.25)],
+        [(1, 6, 0.5), (1, 40, 0.5), (1, 3, 0.5)],
+        [(5, 17, 0.0), (5, 1, 1.0)],
+    ]
+    groups = [[make_sample(rng, *shape) for shape in group] for group in shapes]
+    return near_policy(Batch(step, groups), policy, rng)
+
+
+def flat_batch(step: int) -> Batch:
+    """No group has any spread of rewards."""
+    rng = np.random.default_rng(step)
+    return Batch(step, [[make_sample(rng, 2, 5, reward) for _ in range(3)] for reward in (0.0, 1.0)])
+
+
+def settings(config: Config) -> Settings:
+    section = config.learner
+    names = ("lr", "betas", "weight_decay", "clip_low", "clip_high", "grad_clip")
+    return Settings(**{name: getattr(section, name) for name in names}, temperature=config.sampling.temperature)
+
+
+def job(config: Config, batches: list[Batch], **actions) -> dict:
+    """Train on `batches` in order; actions: `save_after` (steps), `restore` (bool)."""
+    return {"config": config.model_dump(mode="json"), "batches": [encode(b).hex() for b in batches], **actions}
+
+
+def run_ranks(ranks: int, jobs: list[dict], folder: Path) -> list[dict]:
+    """Run the jobs one after the other under torchrun; what rank 0 saw of each."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "jobs.json").write_bytes(orjson.dumps(jobs))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    script = Path(__file__).with_name("run_jobs.py")
+    finished = subprocess.run(
+        [*command, str(script), str(folder)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr[-4000:]
+    return torch.load(folder / "results.pt")

@@ -1,0 +1,57 @@
+"""Run under torchrun by the learner's tests: trains each job of a folder's jobs.json, writes results.pt."""
+
+import sys
+from pathlib import Path
+
+import orjson
+import torch
+import torch.distributed as dist
+
+from april.config import Config
+from april.learner import process_group
+from april.learner.batch import decode, share_batch
+from april.learner.trainer import Trainer
+
+
+def run(job: dict, device: torch.device) -> dict:
+    trainer = Trainer(Config.model_validate(job["config"]), device)
+    restored = trainer.restore() if job.get("restore") else None
+    metrics, gradients = [], []
+    for data in job["batches"]:
+        batch = decode(bytes.fromhex(data)) if dist.get_rank() == 0 else None
+        metrics.append(trainer.step(share_batch(batch)))
+        gradients.append(
+            {
+                name: parameter.grad.full_tensor().clone()
+                for name, parameter in trainer.policy.lm.named_parameters()
+                if parameter.grad is not None
+            }
+        )
+        if trainer.step_count in job.get("save_after", []):
+            trainer.save()
+    moments = [
+        {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in state.items()}
+        for state in trainer.optimizer.state.values()
+    ]
+    return {
+        "restored": restored,
+        "metrics": metrics,
+        "gradients": gradients,
+        "weights": trainer.weights(),
+        "moments": moments,
+        "optimizer_steps": trainer.optimizer_steps,
+    }
+
+
+def main(folder: Path) -> None:
+    jobs = orjson.loads((folder / "jobs.json").read_bytes())
+    device = process_group.join(Config.model_validate(jobs[0]["config"]).learner)
+    results = [run(job, device) for job in jobs]
+    if dist.get_rank() == 0:
+        torch.save(results, folder / "results.pt")
+    assert dist.get_rank() == 0 or not any(result["weights"] for result in results)
+    process_group.leave()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,111 @@
+"""A step on 1 and 2 ranks equals the single-process reference, however the samples are packed."""
+
+import pytest
+import torch
+from learner_setup import flat_batch, job, make_config, make_sample, near_policy, run_ranks, settings, uneven_batch
+from reference import ReferenceLearner
+
+from april.learner.batch import Batch
+
+BUDGETS = (8, 64, 150, 100_000)
+"""8 is below most samples, 64 below the longest, 100,000 holds all in one pass"""
+
+
+def same(ours, theirs, tolerance=1e-5):
+    assert ours.keys() == theirs.keys()
+    scale = max(value.abs().max().item() for value in theirs.values())
+    for name, value in theirs.items():
+        torch.testing.assert_close(ours[name], value, rtol=tolerance, atol=tolerance * scale, msg=lambda m: f"{name}: {m}")  # noqa: B023
+
+
+def three_samples(policy):
+    """As many as leave one of two ranks without work in the last pass."""
+    import numpy as np
+
+    rng = np.random.default_rng(9)
+    group = [make_sample(rng, 4, tokens, reward) for tokens, reward in [(5, 1.0), (11, 0.0), (1, 0.0)]]
+    return near_policy(Batch(0, [group]), policy, rng)
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def outcome(request, policy_folder, untied_folder, tmp_path_factory):
+    """{case: (what the ranks computed, config, batches, policy)}"""
+    folder = tmp_path_factory.mktemp(f"ranks{request.param}")
+    batch = uneven_batch(0, policy_folder)
+    unclipped = {"grad_clip": 1e9}
+
+    def config(name, policy=policy_folder, **learner):
+        return make_config(policy, folder / name, **learner)
+
+    cases = {
+        f"budget {budget}": (config(f"b{budget}", microbatch_tokens=budget, **unclipped), [batch], policy_folder)
+        for budget in BUDGETS
+    }
+    cases["again"] = cases["budget 64"]
+    cases["untied"] = (config("u", untied_folder, microbatch_tokens=64, **unclipped), [batch], untied_folder)
+    few = [three_samples(policy_folder)]
+    cases["idle rank"] = (config("i", microbatch_tokens=1, **unclipped), few, policy_folder)
+    several = [batch, flat_batch(1), uneven_batch(2, policy_folder)]
+    cases["three steps"] = (config("t", microbatch_tokens=64, grad_clip=0.05, weight_decay=0.1), several, policy_folder)
+    cases["all flat"] = (config("f", weight_decay=0.1), [flat_batch(0)], policy_folder)
+    cases["warm-up"] = (config("w", warmup_steps=4), [flat_batch(0), batch, batch], policy_folder)
+    results = run_ranks(request.param, [job(c, batches) for c, batches, _ in cases.values()], folder)
+    return {name: (result, *case) for (name, case), result in zip(cases.items(), results, strict=True)}
+
+
+@pytest.mark.parametrize("case", [*(f"budget {budget}" for budget in BUDGETS), "untied", "idle rank"])
+def test_loss_gradients_and_metrics_equal_the_reference(outcome, case):
+    result, config, (batch,), policy = outcome[case]
+    expected = ReferenceLearner(policy, settings(config)).step(batch.groups)
+    metrics = result["metrics"][0]
+    assert metrics["loss"] == pytest.approx(expected.loss, rel=1e-5, abs=1e-6)
+    assert metrics["grad_norm"] == pytest.approx(expected.grad_norm, rel=1e-5)
+    same(result["gradients"][0], expected.gradients)
+    assert {name: metrics[name] for name in expected.means} == pytest.approx(expected.means, rel=1e-4, abs=1e-6)
+    assert 0 < metrics["clip_fraction"] < 1
+
+
+def test_updated_weights_equal_the_reference_after_several_steps(outcome):
+    result, config, batches, policy = outcome["three steps"]
+    reference = ReferenceLearner(policy, settings(config))
+    norms = [reference.step(batch.groups).grad_norm for batch in batches]
+    assert [m["grad_norm"] for m in result["metrics"]] == pytest.approx(norms, rel=1e-3)
+    assert norms[0] > config.learner.grad_clip
+    for name, parameter in reference.lm.named_parameters():
+        off = (result["weights"][name] - parameter.detach()).abs()
+        assert off.mean() < 1e-3 * config.learner.lr, name
+        assert off.max() < 0.1 * config.learner.lr, name
+
+
+def test_a_batch_without_reward_spread_changes_nothing_and_counts_as_a_step(outcome):
+    result, config, _, policy = outcome["all flat"]
+    before = ReferenceLearner(policy, settings(config)).lm.state_dict()
+    assert all(torch.equal(value, before[name]) for name, value in result["weights"].items())
+    metrics = result["metrics"][0]
+    assert (metrics["update_skipped"], metrics["zero_spread_groups"], metrics["trained_tokens"]) == (1, 2, 0)
+    assert (metrics["loss"], metrics["grad_norm"], metrics["tokens"]) == (0, 0, 30)
+    assert result["optimizer_steps"] == 0
+
+
+def test_warm_up_is_linear_in_optimizer_steps(outcome):
+    result, config, _, _ = outcome["warm-up"]
+    lr = config.learner.lr
+    assert [m["lr"] for m in result["metrics"]] == pytest.approx([lr / 4, lr / 4, lr / 2])
+
+
+def test_the_same_step_twice_is_bitwise_equal(outcome):
+    first, again = outcome["budget 64"][0], outcome["again"][0]
+    assert all(torch.equal(value, again["weights"][name]) for name, value in first["weights"].items())
+    untimed = [{k: v for k, v in r["metrics"][0].items() if not k.endswith("_s")} for r in (first, again)]
+    assert untimed[0] == untimed[1]
+
+
+def test_a_tied_head_is_left_out_of_the_weights_and_an_untied_one_is_not(outcome):
+    assert "lm_head.weight" not in outcome["budget 64"][0]["weights"]
+    assert "lm_head.weight" in outcome["untied"][0]["weights"]
+
+
+def test_every_rank_runs_as_many_passes_and_idle_ones_change_nothing(outcome, request):
+    result, *_ = outcome["idle rank"]
+    assert result["metrics"][0]["micro_batches"] == (2 if "2" in request.node.name else 3)
+    assert result["metrics"][0]["trained_tokens"] == 17
