@@ -140,7 +140,9 @@ def staleness(run: Run) -> str:
 def lengths(run: Run, which: str) -> str:
     found = dig(run.summary, "lengths", which) or {}
     named = [
-        f"{name} {number(found[name], 1)}" for name in ("mean", "p50", "p95", "p99") if found.get(name) is not None
+        f"{name} {number(found[name], 1).removesuffix('.0')}"
+        for name in ("mean", "p50", "p95", "p99")
+        if found.get(name) is not None
     ]
     return ", ".join(named) + " tokens" if named else ""
 

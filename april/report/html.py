@@ -24,7 +24,7 @@ from april.report.run_folder import Run, dig, read_run
 SECTIONS: list[tuple[str, str, Callable[[Run], str | None]]] = [
     (
         "Reward",
-        "Each point is the mean reward of one trained batch; diamonds are the accuracy on held-out prompts. "
+        "The line is the mean reward of each trained batch; diamonds are the accuracy on held-out prompts. "
         "Both should rise, and rise together.",
         pictures.reward_picture,
     ),
@@ -48,8 +48,8 @@ SECTIONS: list[tuple[str, str, Callable[[Run], str | None]]] = [
     ),
     (
         "Worker lanes",
-        "One row a worker; gaps between bars are waiting. Over the enlarged part stands the number of each step "
-        "where it was recorded; aborts are marked there only.",
+        "One row a worker; gaps are waiting. Numbers over dotted lines are the steps recorded there. A longer run is "
+        "shown whole above and its end below; a very long one is filled there as high as the share of time spent.",
         pictures.lanes_picture,
     ),
 ]

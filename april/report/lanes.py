@@ -3,6 +3,8 @@
 import re
 from dataclasses import dataclass, field
 
+import numpy as np
+
 Span = tuple[float, float]
 
 
@@ -17,31 +19,37 @@ class Lane:
     """abort, joined, lost."""
 
 
-def make_lanes(entries: list[dict], start_s: float, end_s: float, resolution: int) -> list[Lane]:
-    """Lanes of `[start_s, end_s]` by worker; what is nearer than a `resolution`-th of the window is one thing."""
-    smallest_s = (end_s - start_s) / resolution
+def make_lanes(entries: list[dict], begin_s: float, end_s: float, resolution: float) -> list[Lane]:
+    """Lanes of `[begin_s, end_s]` by worker; what is nearer than a `resolution`-th of the window is one thing."""
+    smallest_s = (end_s - begin_s) / resolution
     lanes: dict[str, Lane] = {}
     for entry in entries:
         lane = lanes.setdefault(entry["worker"], Lane(entry["worker"]))
-        begin, end = entry["start"], entry["end"] if entry.get("end") is not None else entry["start"]
-        if end < start_s or begin > end_s:
+        kind, start, end = entry.get("kind"), entry["start"], entry["end"]
+        if end < begin_s or start > end_s:
             continue
-        kind = entry.get("kind")
         if kind in ("generate", "weights"):
-            lane.spans.setdefault(kind, []).append((max(begin, start_s), min(end, end_s)))
+            lane.spans.setdefault(kind, []).append((max(start, begin_s), min(end, end_s)))
         elif kind in ("abort", "joined", "lost"):
-            lane.instants.setdefault(kind, []).append(begin)
+            lane.instants.setdefault(kind, []).append(start)
     for lane in lanes.values():
         lane.spans = {kind: merge_spans(spans, smallest_s) for kind, spans in lane.spans.items()}
         lane.instants = {kind: thin(times, smallest_s) for kind, times in lane.instants.items()}
     return sorted(lanes.values(), key=lambda lane: natural(lane.worker))
 
 
+def busy_share(spans: list[Span], edges_s: np.ndarray) -> np.ndarray:
+    """The share of each interval between edges that lies in the spans (disjoint, in order)."""
+    knots_s = [edges_s[0], *(at_s for span in spans for at_s in span), edges_s[-1]]
+    busy_s = np.cumsum([0, 0, *(part for k in range(len(spans)) for part in (spans[k][1] - spans[k][0], 0))])
+    return np.diff(np.interp(edges_s, knots_s, busy_s)) / np.diff(edges_s)
+
+
 def merge_spans(spans: list[Span], gap_s: float) -> list[Span]:
-    """Disjoint spans in order; those with less than `gap_s` between them become one."""
+    """Disjoint spans in order; those with less than `gap_s` between them, or that overlap, become one."""
     merged: list[Span] = []
     for start, end in sorted(spans):
-        if merged and start - merged[-1][1] < gap_s:
+        if merged and (start <= merged[-1][1] or start - merged[-1][1] < gap_s):
             merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
         else:
             merged.append((start, end))

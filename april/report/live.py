@@ -15,6 +15,7 @@ from april.report.run_folder import dig
 
 SPARKS = "▁▂▃▄▅▆▇█"
 REFRESH_HZ = 4
+BAR_STYLE = {"complete_style": "cyan", "finished_style": "green"}
 
 
 class LiveView:
@@ -93,14 +94,14 @@ def overview(status: dict, last_step: dict, rewards: list[float]) -> Table:
     left = f"  ETA {duration(status['eta_s'])}" if status.get("eta_s") is not None else ""
     done, needed = status.get("groups_complete") or 0, status.get("groups_needed") or 0
     groups = Table.grid(padding=(0, 1))
-    groups.add_row(ProgressBar(total=max(needed, 1), completed=done, width=24), f"{done} of {needed}")
+    groups.add_row(ProgressBar(total=max(needed, 1), completed=done, width=24, **BAR_STYLE), f"{done} of {needed}")
 
     table = Table.grid(padding=(0, 2))
     for style in ("dim", "", "dim", ""):
         table.add_column(style=style, no_wrap=True)
     table.add_row("step", of(status.get("step"), status.get("max_steps")), "phase", status.get("phase") or "starting")
     table.add_row("reward", f"{number(reward)}  {sparkline(rewards)}", "rollout", speed(rate) or "–")
-    table.add_row("groups", groups, "partials", f"{status.get('partials_waiting', 0)} waiting")
+    table.add_row("groups", groups, "partials", f"{status.get('partials_waiting') or 0} waiting")
     table.add_row("time", duration(status.get("elapsed_s") or 0) + left, "staleness", stale)
     return table
 
@@ -115,7 +116,7 @@ def workers_table(workers: list[dict]) -> Table:
         table.add_row(
             Text(str(worker.get("name"))),
             Text(f"version {worker.get('version', '–')}", style="dim"),
-            ProgressBar(total=max(slots, 1), completed=min(leased, slots), width=16),
+            ProgressBar(total=max(slots, 1), completed=min(leased, slots), width=16, **BAR_STYLE),
             f"{leased}/{slots} slots",
             speed(worker.get("tokens_per_s")) or "–",
         )

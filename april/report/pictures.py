@@ -12,6 +12,7 @@ from april.report.drawing import (
     AGES,
     BLUE,
     GREEN,
+    GRID,
     MUTED,
     ORANGE,
     RED,
@@ -21,16 +22,21 @@ from april.report.drawing import (
     themed,
     to_svg,
 )
-from april.report.lanes import Lane, make_lanes
+from april.report.lanes import Lane, busy_share, make_lanes
 from april.report.run_folder import Run, dig
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MAX_DRAWN_WORKERS = 24
+MAX_DRAWN_BARS = 200
+MANY_STEPS = 60
+"""Above this a series is drawn faintly, with its moving mean."""
 ZOOM_STEPS = 10
-STRIP_RESOLUTION = 600
-ZOOM_RESOLUTION = 2000
+SPAN_RESOLUTION = 1000
+"""Spans and marks nearer than this part of the drawn time are drawn as one."""
+SHARE_INTERVALS = 120
+BARS = [("generate", "generating", BLUE, 0.26), ("weights", "weight update", ORANGE, 0.38)]
 
 
 @themed
@@ -40,27 +46,8 @@ def reward_picture(run: Run) -> str | None:
     if not np.isfinite(rewards).any() and not run.evaluation:
         return None
     figure, (axes,) = new_figure(2.9)
-    many = len(steps) > 60
     if len(steps):
-        axes.plot(
-            steps,
-            rewards,
-            color=BLUE,
-            lw=0.8 if many else 1.6,
-            alpha=0.45 if many else 1.0,
-            marker=None if many else "o",
-            ms=3.2,
-            label=None if many else "training reward (mean of the batch)",
-        )
-    if many:
-        window = max(5, len(steps) // 25)
-        axes.plot(
-            steps,
-            moving_mean(rewards, window),
-            color=BLUE,
-            lw=2,
-            label=f"training reward (mean of {window} steps)",
-        )
+        draw_series(axes, steps, rewards, BLUE, "training reward")
     if run.evaluation:
         axes.plot(
             [point.get("step") or 0 for point in run.evaluation],
@@ -84,12 +71,11 @@ def throughput_picture(run: Run) -> str | None:
     if not np.isfinite(rates).any():
         return None
     figure, (axes,) = new_figure(2.5)
-    few = len(steps) <= 60
-    axes.plot(steps, rates, color=GREEN, lw=1.6 if few else 1.0, marker="o" if few else None, ms=3.2)
+    draw_series(axes, steps, rates, GREEN, "step")
     mean = run.summary.get("rollout_tokens_per_s")
     if mean:
         axes.axhline(mean, color=MUTED, lw=1, ls=(0, (4, 3)), label=f"whole run: {mean:,.0f} tokens/s")
-        legend(axes)
+    legend(axes)
     axes.set(xlabel="step", ylabel="tokens/s")
     axes.set_ylim(0, float(np.nanmax(rates)) * 1.12 or 1)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
@@ -107,15 +93,18 @@ def staleness_picture(run: Run) -> str | None:
     if not tokens.any():
         return None
     figure, (axes,) = new_figure(2.7)
+    stride = math.ceil(len(run.steps) / MAX_DRAWN_BARS)
+    firsts = np.arange(0, len(run.steps), stride)
+    tokens = np.add.reduceat(tokens, firsts, axis=1) / np.diff([*firsts, len(run.steps)])
     steps = step_numbers(run)
-    edges = np.append(steps - 0.5, steps[-1] + 0.5)
-    below = np.zeros(len(steps))
+    edges = np.append(steps[firsts] - 0.5, steps[-1] + 0.5)
+    below = np.zeros(len(firsts))
     for age in range(len(AGES)):
         if tokens[age].any():
             label = f"age {age}" if age < oldest else f"age {oldest} or more"
             axes.stairs(below + tokens[age], edges, baseline=below, fill=True, color=AGES[age], label=label)
             below = below + tokens[age]
-    axes.set(xlabel="step", ylabel="trained tokens")
+    axes.set(xlabel="step", ylabel="trained tokens" if stride == 1 else f"trained tokens (mean of {stride} steps)")
     axes.set_ylim(0, below.max() * 1.08)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     whole_steps(axes)
@@ -183,7 +172,7 @@ def lanes_picture(run: Run) -> str | None:
         return None
     origin_s = min(lane["start"] for lane in run.lanes)
     entries = [
-        lane | {"start": lane["start"] - origin_s, "end": (lane.get("end") or lane["start"]) - origin_s}
+        lane | {"start": lane["start"] - origin_s, "end": max(lane["start"], lane.get("end") or 0) - origin_s}
         for lane in run.lanes
     ]
     steps = [(step["step"], step["time"] - origin_s) for step in run.steps if step.get("time") is not None]
@@ -194,12 +183,21 @@ def lanes_picture(run: Run) -> str | None:
     row_in = 0.34 if rows <= 8 else 0.24
     figure, panels = new_figure(len(windows) * (row_in * rows + 0.8) + 0.3, len(windows))
     for axes, (begin_s, end_s) in zip(panels, windows, strict=True):
-        enlarged = axes is panels[-1]
-        lanes = make_lanes(entries, begin_s, end_s, ZOOM_RESOLUTION if enlarged else STRIP_RESOLUTION)
-        draw_lanes(axes, lanes[:MAX_DRAWN_WORKERS], enlarged)
-        axes.set_xlim(begin_s - 0.01 * (end_s - begin_s), end_s + 0.005 * (end_s - begin_s))
+        enlarged, one_by_one = axes is panels[-1], axes is panels[-1] or len(steps) <= MANY_STEPS
+        lanes = make_lanes(entries, begin_s, end_s, SPAN_RESOLUTION if one_by_one else math.inf)[:MAX_DRAWN_WORKERS]
+        if one_by_one:
+            draw_spans(axes, lanes)
+        else:
+            draw_shares(axes, lanes, np.linspace(begin_s, end_s, SHARE_INTERVALS + 1))
         if enlarged:
+            draw_instants(axes, lanes, "abort", VIOLET, "|", 12)
             mark_steps(axes, [(step, at_s) for step, at_s in steps if begin_s <= at_s <= end_s])
+        draw_instants(axes, lanes, "joined", GREEN, "^", 6.5)
+        draw_instants(axes, lanes, "lost", RED, "X", 7)
+        axes.set_xlim(begin_s - 0.01 * (end_s - begin_s), end_s + 0.005 * (end_s - begin_s))
+        axes.set_yticks(range(len(lanes)), [lane.worker for lane in lanes])
+        axes.set_ylim(len(lanes) - 0.4, -0.6)
+        axes.grid(axis="y", visible=False)
     if len(windows) > 1:
         panels[0].set_title("whole run", loc="left", pad=8)
         panels[1].set_title(f"last {ZOOM_STEPS} steps", loc="left", pad=18)
@@ -218,22 +216,29 @@ def lanes_picture(run: Run) -> str | None:
     return to_svg(figure, "what every worker did over time")
 
 
-def draw_lanes(axes: "Axes", lanes: list[Lane], with_aborts: bool) -> None:
-    """Bars for spans, symbols for instants; one path for each kind keeps thousands of them small."""
-    rows = range(len(lanes))
-    bars = [("generate", "generating", BLUE, 0.26), ("weights", "weight update", ORANGE, 0.4)]
-    for kind, label, color, half_height in bars:
-        boxes = [(*span, row) for row in rows for span in lanes[row].spans.get(kind, [])]
+def draw_spans(axes: "Axes", lanes: list[Lane]) -> None:
+    for kind, label, color, half_height in BARS:
+        boxes = [(*span, row) for row, lane in enumerate(lanes) for span in lane.spans.get(kind, [])]
         draw_boxes(axes, boxes, color, half_height, label)
-    for kind, color, marker, size in [("abort", VIOLET, "|", 12), ("joined", GREEN, "^", 6.5), ("lost", RED, "X", 7)]:
-        points = [(at_s, row) for row in rows for at_s in lanes[row].instants.get(kind, [])]
-        if points and (kind != "abort" or with_aborts):
-            look = {"marker": marker, "ms": size, "mew": 1.8 if kind == "abort" else 0, "color": color}
-            axes.plot(*zip(*points, strict=True), ls="", clip_on=False, label=kind, **look)
-    axes.set_yticks(rows, [lane.worker for lane in lanes])
-    axes.set_ylim(len(lanes) - 0.4, -0.6)
-    axes.grid(axis="y", visible=False)
-    axes.tick_params(axis="y", length=0)
+
+
+def draw_shares(axes: "Axes", lanes: list[Lane], edges_s: np.ndarray) -> None:
+    """In every row the share of each interval that is generation, and on it the share that is weight updates."""
+    draw_boxes(axes, [(edges_s[0], edges_s[-1], row) for row in range(len(lanes))], GRID, 0.38, "")
+    for row, lane in enumerate(lanes):
+        level = np.full(len(edges_s) - 1, row + 0.38)
+        for kind, _, color, _ in BARS:
+            above = level - 0.76 * busy_share(lane.spans.get(kind, []), edges_s)
+            axes.stairs(above, edges_s, baseline=level, fill=True, color=color, lw=0)
+            level = above
+
+
+def draw_instants(axes: "Axes", lanes: list[Lane], kind: str, color: str, marker: str, size: float) -> None:
+    points = [(at_s, row) for row, lane in enumerate(lanes) for at_s in lane.instants.get(kind, [])]
+    if points:
+        x, y = zip(*points, strict=True)
+        edge = 1.8 if marker == "|" else 0
+        axes.plot(x, y, ls="", marker=marker, ms=size, mew=edge, color=color, clip_on=False, label=kind)
 
 
 def mark_steps(axes: "Axes", steps: list[tuple[int, float]]) -> None:
@@ -261,9 +266,19 @@ def values(run: Run, key: str) -> np.ndarray:
     return np.array([np.nan if step.get(key) is None else step[key] for step in run.steps], dtype=float)
 
 
-def moving_mean(series: np.ndarray, window: int) -> np.ndarray:
-    """Mean of each value and up to `window - 1` before it, without those that are NaN."""
-    return np.array([mean_known(series[max(0, end - window) : end]) for end in range(1, len(series) + 1)])
+def draw_series(axes: "Axes", steps: np.ndarray, series: np.ndarray, color: str, label: str) -> None:
+    """A point a step; of many steps a faint line, and their moving mean over it."""
+    if len(steps) <= MANY_STEPS:
+        axes.plot(steps, series, color=color, lw=1.6, marker="o", ms=3.2, label=label)
+        return
+    reach = max(2, len(steps) // 60)
+    axes.plot(steps, series, color=color, lw=0.7, alpha=0.4, label=label)
+    axes.plot(steps, moving_mean(series, reach), color=color, lw=2, label=f"mean of {2 * reach + 1} steps")
+
+
+def moving_mean(series: np.ndarray, reach: int) -> np.ndarray:
+    """Mean of each value and up to `reach` to either side, without those that are NaN."""
+    return np.array([mean_known(series[max(0, at - reach) : at + reach + 1]) for at in range(len(series))])
 
 
 def mean_known(part: np.ndarray) -> float:

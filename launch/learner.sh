@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# Starts the learner on one machine, with as many ranks as the configuration says.
+#
+#   launch/learner.sh CONFIG --connect tcp://HOST:PORT [--section.key value ...]
+#
+#   launch/learner.sh configs/quickstart.toml --connect tcp://10.0.0.5:5555 --learner.ranks 4
+set -euo pipefail
+
+usage() { sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; }
+case ${1:-} in -h | --help) usage; exit ;; "" | -*) usage >&2; exit 2 ;; esac
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+export PATH="$root/.venv/bin:$PATH"
+command -v torchrun >/dev/null || { echo "torchrun is not installed here; run launch/install.sh first" >&2; exit 1; }
+ranks=$(python - "$@" <<'PY'
+import sys
+from april.config import ConfigError, load
+
+config, *rest = sys.argv[1:]
+if "--connect" in rest:
+    at = rest.index("--connect")
+    del rest[at : at + 2]
+try:
+    print(load(config, [argument for argument in rest if not argument.startswith("--connect=")]).learner.ranks)
+except ConfigError as error:
+    sys.exit(str(error))
+PY
+)
+exec torchrun --standalone --nproc-per-node "$ranks" -m april.learner "$@"

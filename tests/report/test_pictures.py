@@ -1,0 +1,70 @@
+"""What is drawn of many spans and many lengths is still true."""
+
+import math
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from april.report.lanes import busy_share, make_lanes, merge_spans, thin
+from april.report.pictures import length_density
+from april.report.run_folder import Run
+
+TIMES = st.floats(0, 100, allow_nan=False)
+SPANS = st.lists(st.tuples(TIMES, TIMES).map(sorted).map(tuple), max_size=30)
+
+
+def run_with(histogram: dict) -> Run:
+    return Run(Path("demo"), "", {}, [{"step": 1, "lengths": {"trained_histogram": histogram}}], {})
+
+
+@given(SPANS, st.floats(0, 20))
+def test_merged_spans_cover_the_spans_and_are_apart(spans, gap_s):
+    merged = merge_spans(spans, gap_s)
+    assert all(any(a <= start and end <= b for a, b in merged) for start, end in spans)
+    assert all(later[0] - earlier[1] >= gap_s for earlier, later in pairwise(merged))
+
+
+@given(SPANS, st.integers(1, 50))
+def test_busy_shares_add_up_to_the_time_in_spans(spans, intervals):
+    disjoint = merge_spans(spans, 0)
+    edges_s = np.linspace(0, 100, intervals + 1)
+    shares = busy_share(disjoint, edges_s)
+    assert (shares >= -1e-9).all() and (shares <= 1 + 1e-9).all()
+    assert shares.sum() * 100 / intervals == pytest.approx(sum(end - start for start, end in disjoint), abs=1e-6)
+
+
+def test_thinned_instants_keep_the_first_and_the_distance():
+    assert thin([3.0, 0.0, 0.4, 1.0, 1.2], 1.0) == [0.0, 1.0, 3.0]
+
+
+def test_a_worker_outside_the_window_keeps_its_row_in_natural_order():
+    entries = [{"worker": f"worker-{k}", "kind": "generate", "start": k, "end": k + 1} for k in (10, 2, 1)]
+    lanes = make_lanes(entries, 9.5, 20.0, 100)
+    assert [lane.worker for lane in lanes] == ["worker-1", "worker-2", "worker-10"]
+    assert [lane.spans for lane in lanes] == [{}, {}, {"generate": [(10, 11)]}]
+
+
+@given(st.lists(st.integers(1, 5000), min_size=1, max_size=200))
+def test_length_density_integrates_to_one(lengths):
+    histogram: dict[str, int] = {}
+    for length in lengths:
+        index = str(math.floor(4 * math.log2(length) + 1e-9))
+        histogram[index] = histogram.get(index, 0) + 1
+    edges, density = length_density(run_with(histogram), "trained_histogram")
+    assert (density * np.diff(np.log2(edges))).sum() == pytest.approx(1.0)
+    assert edges[0] == 1 and edges[-1] > max(lengths)
+
+
+def test_equally_likely_lengths_are_drawn_without_steps_from_rounding():
+    """Of lengths with probability 1/k, every doubling holds the same share, whatever whole numbers a bin has."""
+    weights = {k: math.log2((k + 1) / k) for k in range(1, 1024)}
+    histogram: dict[str, float] = {}
+    for length, weight in weights.items():
+        index = str(math.floor(4 * math.log2(length) + 1e-9))
+        histogram[index] = histogram.get(index, 0) + weight
+    _, density = length_density(run_with(histogram), "trained_histogram")
+    assert density == pytest.approx(np.full(len(density), 0.1))
