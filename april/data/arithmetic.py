@@ -18,7 +18,7 @@ ALPHABET = "0123456789=?#+*:,ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxy
 MAX_TIMES = 60
 TIMES_MU, TIMES_SIGMA = 1.5, 0.85
 """K ~ round(lognormal): median 4, 90 % below 13, 99 % below 31."""
-HELD_OUT_SHARE = 0.1
+HELD_OUT_SHARE = 0.12
 SPLITS = ("train", "heldout")
 
 

@@ -1,4 +1,4 @@
-"""A verifier process, `python -m april.workers.rewards.process LIMIT_S`: items on stdin, scores on stdout, till stdin ends."""
+"""A verifier process, `python -m april.workers.rewards.process LIMIT_S`: items on stdin, scores on stdout."""
 
 import math
 import numbers

@@ -1,0 +1,117 @@
+"""The quickstart's task, its demonstrations and its files."""
+
+from random import Random
+
+import orjson
+import pytest
+
+from april.config import ConfigError
+from april.data.arithmetic import CLEAN, Noise, Task, demonstration, draw_task, split_of
+from april.data.make_data import make_data
+from april.data.prompts import load_rows
+from april.workers.rewards.verifiers import final_answer
+
+
+def test_a_clean_demonstration_adds_the_digit_k_times():
+    task = Task(times=5, digit=3, addend=6)
+    assert task.prompt == "05*3+60="
+    assert demonstration(task) == "04*3+90=03*3+21=02*3+51=01*3+81=00*3+12=#12"
+    assert demonstration(Task(3, 9, 63)) == "02*9+27=01*9+18=00*9+09=#09"
+
+
+def test_clean_demonstrations_are_always_right():
+    random = Random(0)
+    for _ in range(500):
+        task = draw_task(random)
+        assert final_answer(demonstration(task, CLEAN), task.answer, "stop") == 1.0
+
+
+def test_lengths_are_long_tailed():
+    random = Random(0)
+    lengths = sorted(len(demonstration(draw_task(random))) + 1 for _ in range(5000))
+    assert lengths[4950] / lengths[2500] >= 4
+    assert lengths[-1] <= 512
+
+
+def reward_of(noise, random=None):
+    random = Random(0)
+    tasks = [draw_task(random) for _ in range(2000)]
+    return sum(final_answer(demonstration(task, noise, random), task.answer, "stop") for task in tasks) / len(tasks)
+
+
+def test_a_shortcut_is_a_wrong_guess_without_steps():
+    random = Random(0)
+    for _ in range(200):
+        task = draw_task(random)
+        guess = demonstration(task, Noise(p_short=1.0), random)
+        assert len(guess) == 3 and guess[0] == "#" and guess[1:] != task.answer
+
+
+@pytest.mark.parametrize("mode", ["p_short", "p_err", "p_stop", "p_skip"])
+def test_each_kind_of_noise_costs_reward(mode):
+    assert reward_of(Noise(**{mode: 0.05})) < reward_of(CLEAN) == 1.0
+
+
+def test_a_prompt_is_always_on_the_same_side_of_the_split():
+    assert (split_of("19*7+00="), split_of("20*7+00="), split_of("38*7+00=")) == ("train", "heldout", "heldout")
+    every = [split_of(Task(k, d, a).prompt) for k in range(1, 61) for d in range(1, 10) for a in range(100)]
+    assert every.count("heldout") / len(every) == pytest.approx(0.12, abs=0.01)
+
+
+@pytest.mark.parametrize("split", ["train", "heldout"])
+def test_drawn_tasks_are_of_the_split_asked_for(split):
+    random = Random(0)
+    assert all(split_of(draw_task(random, split).prompt) == split for _ in range(300))
+
+
+def test_the_files_are_rows_with_distinct_prompts_that_never_meet(tmp_path):
+    train, heldout = (load_rows(path) for path in make_data(tmp_path, 1500, 300, seed=0))
+    prompts = [{row.prompt[0]["content"] for row in rows} for rows in (train, heldout)]
+    assert [len(train), len(heldout)] == [len(prompts[0]), len(prompts[1])] == [1500, 300]
+    assert not prompts[0] & prompts[1]
+    assert all(split_of(prompt) == "heldout" for prompt in prompts[1])
+
+
+def test_the_label_of_a_row_is_what_the_verifier_wants(tmp_path):
+    path, _ = make_data(tmp_path, 100, 10, seed=0)
+    for row in load_rows(path):
+        content = row.prompt[0]["content"]
+        task = Task(int(content[:2]), int(content[3]), int(content[6] + content[5]))
+        assert final_answer(demonstration(task), row.label, "stop") == 1.0
+        assert row.reward == "final_answer"
+
+
+def test_held_out_prompts_are_as_long_as_training_prompts(tmp_path):
+    means = []
+    for path in make_data(tmp_path, 4096, 512, seed=0):
+        times = [orjson.loads(line)["times"] for line in path.read_bytes().splitlines()]
+        means.append(sum(times) / len(times))
+    assert means[1] == pytest.approx(means[0], rel=0.15)
+
+
+def test_the_same_seed_writes_the_same_bytes_and_another_seed_others(tmp_path):
+    contents = [
+        [path.read_bytes() for path in make_data(tmp_path / name, 200, 50, seed)]
+        for name, seed in [("a", 0), ("b", 0), ("c", 1)]
+    ]
+    assert contents[0] == contents[1] != contents[2]
+
+
+def test_identical_files_are_left_alone_and_others_rewritten(tmp_path):
+    train, heldout = make_data(tmp_path, 200, 50, seed=0)
+    written_ns = train.stat().st_mtime_ns
+    content = heldout.read_bytes()
+    heldout.write_text("broken")
+    make_data(tmp_path, 200, 50, seed=0)
+    assert train.stat().st_mtime_ns == written_ns
+    assert heldout.read_bytes() == content
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_default_sizes_are_there_for_any_seed(tmp_path, seed):
+    make_data(tmp_path, seed=seed)
+
+
+def test_more_prompts_than_there_are_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="5000 different heldout prompts are too many"):
+        make_data(tmp_path, 10, 5000, seed=0)

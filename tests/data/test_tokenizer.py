@@ -1,0 +1,68 @@
+"""Prompts to ids and back, by the tokeniser of a policy folder."""
+
+import subprocess
+import sys
+
+import numpy as np
+import orjson
+import pytest
+
+from april.config import ConfigError
+from april.data.tokenizer import Tokenizer
+from april.policy.model import build_tokenizer
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    build_tokenizer().save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_a_message_is_its_characters_and_nothing_else(folder):
+    tokenizer = Tokenizer(folder)
+    ids = tokenizer.encode_prompt([{"role": "user", "content": "05*3+60="}])
+    assert ids.dtype == np.int32
+    assert ids.tolist() == [2, 7, 16, 5, 15, 8, 2, 12]
+    assert tokenizer.encode_prompt("05*3+60=").tolist() == ids.tolist()
+
+
+def test_decoding_leaves_special_tokens_out_and_adds_no_spaces(folder):
+    tokenizer = Tokenizer(folder)
+    ids = tokenizer.encode_prompt("04*3+90=#12,:?Az")
+    assert tokenizer.decode(np.append(ids, [1, 0])) == "04*3+90=#12,:?Az"
+    assert tokenizer.decode([]) == ""
+
+
+@pytest.mark.parametrize(("written", "ids"), [(5, {1, 5}), ([1, 7, 9], {1, 7, 9}), (None, {1})])
+def test_stop_tokens_are_the_tokenisers_and_the_generation_configs(folder, written, ids):
+    (folder / "generation_config.json").write_bytes(orjson.dumps({"eos_token_id": written}))
+    assert Tokenizer(folder).eos_token_ids == ids
+
+
+def test_a_folder_without_generation_config_has_the_tokenisers_stop_token(folder):
+    assert Tokenizer(folder).eos_token_ids == {1}
+
+
+def test_messages_need_a_chat_template(folder):
+    (folder / "chat_template.jinja").unlink()
+    with pytest.raises(ConfigError, match="no chat template"):
+        Tokenizer(folder).encode_prompt([{"role": "user", "content": "1"}])
+
+
+def test_a_folder_without_a_tokeniser_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"'model\.path'"):
+        Tokenizer(tmp_path)
+
+
+def test_it_works_where_torch_is_not_installed(folder):
+    program = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from april.data.tokenizer import Tokenizer\n"
+        "assert 'transformers' not in sys.modules\n"
+        f"t = Tokenizer({str(folder)!r})\n"
+        "print(t.decode(t.encode_prompt([{'role': 'user', 'content': '05*3'}])))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "05*3"
