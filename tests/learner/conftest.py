@@ -1,7 +1,12 @@
+import logging
+
 import pytest
 import torch
 import torch.distributed as dist
 from learner_setup import make_policy
+
+torch.set_num_threads(1)
+logging.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.WARNING)  # a line per tensor otherwise
 
 
 @pytest.fixture(scope="session")
@@ -17,7 +22,6 @@ def untied_folder(tmp_path_factory):
 @pytest.fixture
 def one_rank():
     """A process group of this process alone."""
-    torch.set_num_threads(1)
     dist.init_process_group("cpu:gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()

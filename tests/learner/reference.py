@@ -44,10 +44,13 @@ class ReferenceLearner:
         logits = self.lm(torch.tensor(sample.tokens[None].astype("int64"))).logits[0]
         return torch.log_softmax(logits[sample.prompt_tokens - 1 : -1] / self.settings.temperature, dim=-1)
 
+    def of_response(self, distribution, sample) -> torch.Tensor:
+        response = torch.tensor(sample.tokens[sample.prompt_tokens :].astype("int64"))
+        return distribution[torch.arange(len(response)), response]
+
     def sample_logprobs(self, sample) -> torch.Tensor:
         """[R]: log-probability of each response token."""
-        response = torch.tensor(sample.tokens[sample.prompt_tokens :].astype("int64"))
-        return self.log_distribution(sample)[torch.arange(len(response)), response]
+        return self.of_response(self.log_distribution(sample), sample)
 
     def step(self, groups) -> StepResult:
         """groups: lists of samples with tokens, prompt_tokens, logprobs and reward. Updates the weights."""
@@ -69,22 +72,18 @@ class ReferenceLearner:
 
     def sample_loss(self, sample, advantage: float, columns) -> torch.Tensor:
         """Sum over the response of max(-ratio A, -clip(ratio) A); a mean over tokens is taken by the caller."""
-        low, high = 1 - self.settings.clip_low, 1 + self.settings.clip_high
         distribution = self.log_distribution(sample)
-        losses = []
-        for position, behaviour in enumerate(sample.logprobs.tolist()):
-            token = int(sample.tokens[sample.prompt_tokens + position])
-            log_ratio = distribution[position, token] - behaviour
-            ratio = log_ratio.exp()
-            plain, clipped = -ratio * advantage, -ratio.clamp(low, high) * advantage
-            losses.append(torch.maximum(plain, clipped))
-            if advantage:
-                row = distribution[position].detach()
-                columns["entropy"].append(-(row.exp() * row).sum().item())
-                columns["kl"].append((ratio - 1 - log_ratio).item())
-                columns["clip_fraction"].append(float(clipped > plain))
-                columns["ratio_mean"].append(ratio.item())
-        return torch.stack(losses).sum()
+        logprobs = self.of_response(distribution, sample)
+        log_ratio = logprobs - torch.tensor(sample.logprobs)
+        ratio = log_ratio.exp()
+        bounded = ratio.clamp(1 - self.settings.clip_low, 1 + self.settings.clip_high)
+        plain, clipped = -ratio * advantage, -bounded * advantage
+        if advantage:
+            columns["entropy"] += (-(distribution.exp() * distribution).sum(-1)).tolist()
+            columns["kl"] += (ratio - 1 - log_ratio).tolist()
+            columns["clip_fraction"] += (clipped > plain).double().tolist()
+            columns["ratio_mean"] += ratio.tolist()
+        return torch.maximum(plain, clipped).sum()
 
 
 def advantages(rewards: list[float]) -> list[float]:

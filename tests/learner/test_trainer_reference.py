@@ -1,5 +1,6 @@
 """A step on 1 and 2 ranks equals the single-process reference, however the samples are packed."""
 
+import numpy as np
 import pytest
 import torch
 from learner_setup import flat_batch, job, make_config, make_sample, near_policy, run_ranks, settings, uneven_batch
@@ -15,13 +16,12 @@ def same(ours, theirs, tolerance=1e-5):
     assert ours.keys() == theirs.keys()
     scale = max(value.abs().max().item() for value in theirs.values())
     for name, value in theirs.items():
-        torch.testing.assert_close(ours[name], value, rtol=tolerance, atol=tolerance * scale, msg=lambda m: f"{name}: {m}")  # noqa: B023
+        off = (ours[name] - value).abs().max().item()
+        assert off <= tolerance * scale, f"{name}: off by {off} where gradients reach {scale}"
 
 
 def three_samples(policy):
     """As many as leave one of two ranks without work in the last pass."""
-    import numpy as np
-
     rng = np.random.default_rng(9)
     group = [make_sample(rng, 4, tokens, reward) for tokens, reward in [(5, 1.0), (11, 0.0), (1, 0.0)]]
     return near_policy(Batch(0, [group]), policy, rng)
@@ -53,10 +53,24 @@ def outcome(request, policy_folder, untied_folder, tmp_path_factory):
     return {name: (result, *case) for (name, case), result in zip(cases.items(), results, strict=True)}
 
 
+@pytest.fixture(scope="module")
+def expected_step():
+    """The reference's first step, computed once for each policy and batch."""
+    known = {}
+
+    def step(policy, config, batch):
+        key = (policy, id(batch))
+        if key not in known:
+            known[key] = (ReferenceLearner(policy, settings(config)).step(batch.groups), batch)
+        return known[key][0]
+
+    return step
+
+
 @pytest.mark.parametrize("case", [*(f"budget {budget}" for budget in BUDGETS), "untied", "idle rank"])
-def test_loss_gradients_and_metrics_equal_the_reference(outcome, case):
+def test_loss_gradients_and_metrics_equal_the_reference(outcome, expected_step, case):
     result, config, (batch,), policy = outcome[case]
-    expected = ReferenceLearner(policy, settings(config)).step(batch.groups)
+    expected = expected_step(policy, config, batch)
     metrics = result["metrics"][0]
     assert metrics["loss"] == pytest.approx(expected.loss, rel=1e-5, abs=1e-6)
     assert metrics["grad_norm"] == pytest.approx(expected.grad_norm, rel=1e-5)

@@ -1,0 +1,101 @@
+"""Packed attention keeps sequences apart, equals one sequence at a time, and refuses what it cannot do."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from learner_setup import VOCAB, make_config, make_sample, settings
+from reference import ReferenceLearner
+
+from april.learner import model
+from april.learner.attention import PackedAttentionError, packed_attention
+from april.learner.model import load, score_tokens
+from april.learner.packing import pack
+
+TEMPERATURE = 0.7
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def policy(policy_folder):
+    return load(policy_folder, TEMPERATURE)
+
+
+@pytest.fixture
+def samples():
+    rng = np.random.default_rng(4)
+    return [make_sample(rng, *shape, 1.0) for shape in [(3, 1), (1, 40), (7, 12), (1, 1)]]
+
+
+def test_packed_scores_equal_one_sequence_at_a_time(policy, policy_folder, samples):
+    reference = ReferenceLearner(policy_folder, settings(make_config(policy_folder, policy_folder, TEMPERATURE)))
+    with torch.no_grad():
+        logprobs, entropies = policy(pack(samples, [1.0] * 4, CPU))
+        expected = [reference.log_distribution(sample) for sample in samples]
+    torch.testing.assert_close(logprobs, torch.cat([reference.sample_logprobs(s).detach() for s in samples]))
+    torch.testing.assert_close(entropies, torch.cat([-(row.exp() * row).sum(-1) for row in expected]))
+
+
+def test_no_sequence_sees_another(policy, samples):
+    micro = pack(samples, [1.0] * 4, CPU)
+    others = micro.target_rows >= micro.seq_lens[0]
+    changed = micro.ids.clone()
+    changed[0, : micro.seq_lens[0]] = (changed[0, : micro.seq_lens[0]] + 1) % VOCAB
+    with torch.no_grad():
+        before, after = (policy(m)[0] for m in (micro, replace(micro, ids=changed)))
+    assert torch.equal(before[others], after[others])
+    assert not torch.equal(before[~others], after[~others])
+
+
+def test_later_tokens_do_not_reach_earlier_ones(policy, samples):
+    micro = pack(samples[1:2], [1.0], CPU)
+    changed = micro.ids.clone()
+    changed[0, 20:] = (changed[0, 20:] + 1) % VOCAB
+    with torch.no_grad():
+        before, after = (policy(m)[0] for m in (micro, replace(micro, ids=changed)))
+    torch.testing.assert_close(before[:20], after[:20])
+    assert not torch.allclose(before[20:], after[20:])
+
+
+def test_padding_rows_and_caches_are_refused(policy):
+    ids = torch.ones(1, 6, dtype=torch.long)
+    body = policy.lm.base_model
+    with pytest.raises(PackedAttentionError, match="attention mask"):
+        body(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, seq_lens=[6])
+    with pytest.raises(PackedAttentionError, match="2 rows"):
+        body(input_ids=ids.repeat(2, 1), use_cache=False, seq_lens=[6])
+    with pytest.raises(PackedAttentionError, match="seq_lens is missing"):
+        body(input_ids=ids, use_cache=False)
+    with pytest.raises(PackedAttentionError, match="add up to 5"):
+        body(input_ids=ids, use_cache=False, seq_lens=[5])
+    with torch.no_grad():
+        cache = body(input_ids=ids, use_cache=True, seq_lens=[6]).past_key_values
+        with pytest.raises(PackedAttentionError, match="cache"):
+            body(input_ids=ids[:, :1], past_key_values=cache, use_cache=True, seq_lens=[1])
+
+
+@pytest.mark.parametrize(
+    "feature", [{"sliding_window": 4}, {"softcap": 30.0}, {"s_aux": torch.ones(2)}, {"dropout": 0.1}]
+)
+def test_features_it_does_not_compute_are_refused(feature):
+    q = torch.randn(1, 2, 5, 4)
+    packed_attention(None, q, q, q, seq_lens=[2, 3], sliding_window=None)
+    with pytest.raises(PackedAttentionError):
+        packed_attention(None, q, q, q, seq_lens=[2, 3], **feature)
+
+
+@pytest.mark.parametrize("logits_per_chunk", [1, 30, 10_000])
+def test_the_head_equals_log_softmax_in_value_and_gradient(monkeypatch, logits_per_chunk):
+    monkeypatch.setattr(model, "LOGITS_PER_CHUNK", logits_per_chunk)
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(9, 5, requires_grad=True), torch.randn(13, 5, requires_grad=True)
+    targets, pull = torch.randint(13, (9,)), torch.randn(9)
+    logprobs, entropies = score_tokens(hidden, weight, targets, TEMPERATURE)
+    ours = torch.autograd.grad((logprobs * pull).sum(), (hidden, weight))
+    rows = torch.log_softmax(hidden @ weight.T / TEMPERATURE, -1)
+    expected = rows[torch.arange(9), targets]
+    torch.testing.assert_close(logprobs, expected)
+    torch.testing.assert_close(entropies, -(rows.exp() * rows).sum(-1))
+    for one, other in zip(ours, torch.autograd.grad((expected * pull).sum(), (hidden, weight)), strict=True):
+        torch.testing.assert_close(one, other)

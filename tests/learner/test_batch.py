@@ -1,0 +1,46 @@
+"""A batch crosses ranks unchanged, and a sample whose parts disagree is refused."""
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+from learner_setup import make_sample
+
+from april.learner.batch import Batch, TrainSample, decode, encode, share_batch
+from april.version import Version
+
+
+def assert_equal(ours: Batch, theirs: Batch):
+    assert ours.step == theirs.step
+    assert [len(group) for group in ours.groups] == [len(group) for group in theirs.groups]
+    for one, other in zip(ours.samples, theirs.samples, strict=True):
+        assert one.tokens.dtype == np.int32 and np.array_equal(one.tokens, other.tokens)
+        assert one.logprobs.dtype == np.float32 and np.array_equal(one.logprobs, other.logprobs)
+        assert (one.prompt_tokens, one.reward, one.segments) == (other.prompt_tokens, other.reward, other.segments)
+
+
+def test_a_batch_survives_encoding_with_segments_and_groups_of_any_size():
+    rng = np.random.default_rng(0)
+    resumed = TrainSample(
+        np.arange(7, dtype=np.int32),
+        3,
+        np.zeros(4, np.float32),
+        1 / 3,
+        ((0, 1, Version(0, 4)), (1, 4, Version(1, 6))),
+    )
+    batch = Batch(7, [[make_sample(rng, 2, 3, 1.0), resumed], [], [make_sample(rng, 1, 1, -0.5)]])
+    assert_equal(decode(encode(batch)), batch)
+
+
+def test_sharing_gives_the_batch_or_none(one_rank):
+    batch = Batch(3, [[make_sample(np.random.default_rng(0), 2, 3, 1.0)]])
+    assert_equal(share_batch(batch), batch)
+    assert_equal(share_batch(Batch(4, []), dist.group.WORLD), Batch(4, []))
+    assert share_batch(None) is None
+
+
+def test_a_sample_whose_parts_disagree_is_refused():
+    tokens = np.arange(5, dtype=np.int32)
+    with pytest.raises(ValueError, match="2 log-probabilities for 5 tokens of which 2 are the prompt"):
+        TrainSample(tokens, 2, np.zeros(2, np.float32), 0.0, ())
+    with pytest.raises(ValueError, match="at least 1 prompt token"):
+        TrainSample(tokens, 0, np.zeros(5, np.float32), 0.0, ())

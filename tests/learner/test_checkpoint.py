@@ -1,0 +1,93 @@
+"""A checkpoint continues bitwise, is whole or absent, and the exported policy is an ordinary model."""
+
+import os
+import shutil
+
+import pytest
+import torch
+from learner_setup import job, make_config, run_ranks, uneven_batch
+from transformers import AutoModelForCausalLM
+
+from april.learner import checkpoint
+from april.learner.batch import Batch
+from april.learner.trainer import Trainer
+
+
+def test_restored_ranks_continue_bitwise(policy_folder, tmp_path):
+    config = make_config(policy_folder, tmp_path / "run", microbatch_tokens=64, keep_checkpoints=2)
+    batches = [uneven_batch(step, policy_folder) for step in range(4)]
+    (whole,) = run_ranks(2, [job(config, batches, save_after=[1, 2, 4])], tmp_path / "whole")
+    assert checkpoint.steps(config.run_dir / "checkpoints") == [2, 4]
+    shutil.rmtree(config.run_dir / "checkpoints" / "step_000004")
+    (resumed,) = run_ranks(2, [job(config, batches[2:], restore=True)], tmp_path / "resumed")
+    assert (resumed["restored"], resumed["optimizer_steps"]) == (2, 4)
+    assert all(torch.equal(value, resumed["weights"][name]) for name, value in whole["weights"].items())
+    for one, other in zip(whole["moments"], resumed["moments"], strict=True):
+        assert one.keys() == other.keys() == {"step", "exp_avg", "exp_avg_sq"}
+        assert all(torch.equal(one[name], other[name]) for name in one)
+    losses = [[metrics["loss"] for metrics in result["metrics"]] for result in (whole, resumed)]
+    assert losses[0][2:] == losses[1]
+
+
+@pytest.fixture
+def trainer(one_rank, policy_folder, tmp_path):
+    return Trainer(make_config(policy_folder, tmp_path / "run", keep_checkpoints=2), torch.device("cpu"))
+
+
+def test_a_checkpoint_cut_short_anywhere_is_never_picked_up(trainer, policy_folder, monkeypatch):
+    trainer.step(uneven_batch(0, policy_folder))
+    trainer.save()
+    assert checkpoint.latest(trainer.directory) == 1
+    trainer.step(uneven_batch(1, policy_folder))
+    for cut in ("dcp.save", "replace_folder"):
+        with monkeypatch.context() as broken:
+            broken.setattr(f"april.learner.checkpoint.{cut}", stop)
+            with pytest.raises(KeyboardInterrupt):
+                trainer.save()
+        assert checkpoint.latest(trainer.directory) == 1
+    trainer.save()
+    assert checkpoint.latest(trainer.directory) == 2
+    assert sorted(os.listdir(trainer.directory)) == ["step_000001", "step_000002"]
+
+
+def stop(*_, **__):
+    raise KeyboardInterrupt
+
+
+def test_without_a_complete_checkpoint_there_is_nothing_to_restore(trainer):
+    assert checkpoint.latest(trainer.directory) is None
+    (trainer.directory / "step_000007").mkdir(parents=True)
+    assert checkpoint.latest(trainer.directory) is None
+    assert trainer.restore() == 0
+
+
+def test_a_checkpoint_from_before_the_first_update_restores(trainer):
+    trainer.step(Batch(0, []))
+    trainer.save()
+    assert (trainer.restore(), trainer.optimizer_steps) == (1, 0)
+
+
+def test_the_newest_checkpoints_are_kept_and_one_may_be_written_again(trainer):
+    for step in range(1, 5):
+        trainer.step_count = step
+        trainer.save()
+    trainer.save()
+    assert checkpoint.steps(trainer.directory) == [3, 4]
+
+
+def test_the_export_loads_in_transformers_with_the_same_logits(trainer, policy_folder):
+    trainer.step(uneven_batch(0, policy_folder))
+    trainer.export()
+    trainer.export()
+    folder = trainer.directory / "policy"
+    exported = AutoModelForCausalLM.from_pretrained(folder)
+    started_from = AutoModelForCausalLM.from_pretrained(policy_folder)
+    ids = torch.arange(12)[None]
+    live = AutoModelForCausalLM.from_pretrained(policy_folder)
+    live.load_state_dict(trainer.weights(), strict=False)
+    with torch.no_grad():
+        assert torch.equal(exported(ids).logits, live(ids).logits)
+        assert not torch.allclose(exported(ids).logits, started_from(ids).logits)
+    assert {"config.json", "tokenizer.json", "model.safetensors"} <= set(os.listdir(folder))
+    assert (folder / "config.json").read_text() == (policy_folder / "config.json").read_text()
+    assert os.listdir(trainer.directory) == ["policy"]
