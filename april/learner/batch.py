@@ -124,6 +124,7 @@ def share_batch(batch: Batch | None, group: dist.ProcessGroup | None = None) -> 
     dist.broadcast(size, src=0, group=group)
     if size.item() == NO_MORE_BATCHES:
         return None
+    size = int(size.item())
     buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8) if leader else torch.empty(size, dtype=torch.uint8)
     dist.broadcast(buffer, src=0, group=group)
     return decode(memoryview(buffer.numpy()))

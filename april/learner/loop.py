@@ -18,10 +18,11 @@ class Source(Protocol):
     """Where batches come from, and where the learner reports what has become of them."""
 
     def start(self, checkpoint_step: int) -> tuple[int, int]:
-        """The learner holds weights `checkpoint_step`, which contain all earlier batches -> (branch, frontier).
+        """The learner holds weights `checkpoint_step`, whose checkpoint is on disk -> (branch, frontier).
 
-        Batches below the frontier have been consumed before and are handed out again identically. After a crash
-        between a checkpoint and its `consumed`, `checkpoint_step` is one more than the last report said.
+        They contain every batch below `checkpoint_step`. Batches from there to the frontier have been consumed
+        before and are handed out again identically. After a crash between a checkpoint and its reports,
+        `checkpoint_step` is ahead of what `consumed` and `durable` have said, and stands for both.
         """
 
     def fetch(self, step: int) -> Batch | None:

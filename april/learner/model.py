@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils.logging import disable_progress_bar
 
 from april.learner import attention
 from april.learner.packing import MicroBatch
@@ -101,6 +102,7 @@ class Policy(nn.Module):
 
 def load(folder: Path, temperature: float) -> Policy:
     """Read a Hugging Face folder into fp32 on the CPU. `ModelError` if its head or its layers are unknown."""
+    disable_progress_bar()
     lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention.register())
     changed = [key for key in UNSUPPORTED_HEADS if getattr(lm.config, key, None) is not None]
     if changed:

@@ -21,7 +21,7 @@ def join(section: LearnerSection) -> torch.device:
         kind = "cuda" if torch.cuda.is_available() else "cpu"
     timeout = timedelta(seconds=section.collective_timeout_s)
     if kind == "cpu":
-        dist.init_process_group("cpu:gloo", timeout=timeout)
+        dist.init_process_group("gloo", timeout=timeout)
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
