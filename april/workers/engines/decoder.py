@@ -205,20 +205,15 @@ class Decoder:
     def decode(self, tokens: Tensor, positions: Tensor, spans: list) -> Tensor:
         """Logits float32 [n, vocabulary] of the next token of n sequences.
 
-        `tokens` and `positions` are int64 [n]: the last token of each and where it stands. Each span covers
-        the rows `start:stop`; it stores their new keys and values and attends over all that it holds.
+        `tokens` and `positions` are int64 [n]: the last token of each and where it stands. Each span
+        covers the rows `start:stop`; it stores their new keys and values and attends over all that it holds.
         """
-        shape = self.shape
         x = F.embedding(tokens, self.embedding)
         rotation = self.rotations[positions].unsqueeze(1)
         for index, layer in enumerate(self.layers):
             heads = self._project(layer, x, rotation)
-            queries, keys_values = heads[:, : shape.heads], heads[:, shape.heads :]
-            attended = torch.empty(len(x), shape.heads * shape.head_dim, dtype=x.dtype, device=x.device)
-            for span in spans:
-                rows = slice(span.start, span.stop)
-                span.attend(index, queries[rows], keys_values[rows], attended[rows])
-            x = self._mix(layer, x, attended)
+            attended = [span.attend(index, heads[span.start : span.stop]) for span in spans]
+            x = self._mix(layer, x, attended[0] if len(spans) == 1 else torch.cat(attended))
         return F.linear(self._norm(x, self.norm), self.output).float()
 
     def prefill(self, tokens: Tensor) -> Iterator[Tensor]:
@@ -249,8 +244,8 @@ class Decoder:
         turned = queries_keys
         if layer.qk_norm is not None:
             turned = self._norm(queries_keys, None) * layer.qk_norm
-        pairs = torch.view_as_complex(turned.float().unflatten(-1, (-1, 2))) * rotation
-        queries_keys.copy_(torch.view_as_real(pairs).flatten(-2))
+        rotated = torch.view_as_complex(turned.float().unflatten(-1, (-1, 2))) * rotation
+        queries_keys.copy_(torch.view_as_real(rotated).flatten(-2))
         return heads
 
     def _mix(self, layer: Layer, x: Tensor, attended: Tensor) -> Tensor:

@@ -19,60 +19,92 @@ LENGTH_STEP = 32
 class LengthGroup:
     """Sequences of at most `capacity` tokens, one a row.
 
-    In a decode step it is the span `start:stop` of the batch. Where attention is computed, position p of a row
-    is visible iff p <= the row's own position.
+    In a decode step it is the span `start:stop` of the batch, and a row sees the positions up to its own.
     """
 
     def __init__(self, shape: DecoderShape, capacity: int, max_rows: int, device: torch.device):
-        self.shape, self.capacity, self.max_rows = shape, capacity, max_rows
+        self.shape, self.capacity, self.max_rows, self.device = shape, capacity, max_rows, device
         self.slots: list[int] = []
         self.start = self.stop = 0
-        self._reach = torch.arange(capacity, device=device)
-        self._keys_values = torch.empty(0, device=device)
-        self._rows = self._positions = self._bias = self._reach
+        self.keys_values = self._allocate(0)
+        """[layers, 2, rows, kv_heads, capacity, head_dim]"""
+        self._length = 0
+        """positions attended over, those of the longest row rounded up"""
+        self._changed = True
+        """whether rows came, went or moved since the last step"""
 
-    def tensor(self) -> Tensor:
-        """[layers, rows, 2 * kv_heads, capacity, head_dim]"""
-        return self._keys_values
+    def _allocate(self, rows: int) -> Tensor:
+        # Zeros, because positions out of sight are read too, and NaN times a weight of zero would be NaN.
+        shape = self.shape
+        size = (shape.layers, 2, rows, shape.kv_heads, self.capacity, shape.head_dim)
+        return torch.zeros(size, dtype=shape.dtype, device=self.device)
 
     def add(self, slot: int) -> int:
+        """Returns the row of the new sequence."""
         self.slots.append(slot)
-        if len(self.slots) > self._keys_values.shape[0 if self._keys_values.dim() == 1 else 1]:
-            self._grow()
+        held = self.keys_values.shape[2]
+        if len(self.slots) > held:
+            grown = self._allocate(min(self.max_rows, max(2, 2 * held)))
+            grown[:, :, :held] = self.keys_values
+            self.keys_values = grown
+        self._changed = True
         return len(self.slots) - 1
 
-    def _grow(self) -> None:
-        shape, old = self.shape, self._keys_values
-        rows = min(self.max_rows, max(2, 2 * (len(self.slots) - 1)))
-        self._keys_values = torch.empty(
-            shape.layers, rows, 2 * shape.kv_heads, self.capacity, shape.head_dim,
-            dtype=shape.dtype, device=self._reach.device,
-        )  # fmt: skip
-        # Masked positions are still read: NaN times a weight of zero would be NaN.
-        self._keys_values.zero_()
-        if old.dim() > 1:
-            self._keys_values[:, : old.shape[1]] = old
+    def remove(self, row: int, stored: np.ndarray) -> int | None:
+        """Free a row; the last sequence moves into it. Returns that one's slot, if it moved."""
+        last = self.slots.pop()
+        self._changed = True
+        if row == len(self.slots):
+            return None
+        held = self.keys_values[:, :, :, :, : int(stored[last])]
+        held[:, :, row] = held[:, :, len(self.slots)]
+        self.slots[row] = last
+        return last
+
+    def clear(self) -> None:
+        self.slots.clear()
+        self._changed = True
 
     def begin_step(self, positions: Tensor, longest: int) -> None:
         """Prepare what all layers share; `positions` int64 [rows] of the tokens about to be stored."""
-        self._rows, self._positions = self._reach[: len(positions)], positions
-        self._length = min(self.capacity, -(-(longest + 1) // LENGTH_STEP) * LENGTH_STEP)
-        hidden = self._reach[: self._length] > positions.unsqueeze(1)
-        bias = torch.zeros(hidden.shape, dtype=self.shape.dtype, device=hidden.device)
-        self._bias = bias.masked_fill_(hidden, float("-inf"))[:, None, None]
+        length = min(self.capacity, -(-(longest + 1) // LENGTH_STEP) * LENGTH_STEP)
+        if self._changed or length != self._length:
+            self._changed, self._length = False, length
+            self._lay_out(positions)
+        self._places = (self._first_places + positions.unsqueeze(1)).view(-1)
+        self._bias.view(-1).index_fill_(0, (self._first_bias + positions.unsqueeze(1)).view(-1), 0.0)
 
-    def attend(self, layer: int, queries: Tensor, keys_values: Tensor, out: Tensor) -> None:
-        """Store new keys and values [rows, 2 * kv_heads, head_dim]; write attention's result into `out`."""
-        shape, rows = self.shape, len(queries)
-        held = self._keys_values[layer]
-        held[self._rows, :, self._positions] = keys_values
-        seen = held[:rows, :, : self._length]
-        # The query heads that share a key head are rows of one small attention: no key is repeated.
-        grouped = queries.unflatten(1, (shape.kv_heads, -1))
-        attended = F.scaled_dot_product_attention(
-            grouped, seen[:, : shape.kv_heads], seen[:, shape.kv_heads :], attn_mask=self._bias
-        )
-        out.copy_(attended.reshape(out.shape))
+    def _lay_out(self, positions: Tensor) -> None:
+        """What stays the same while the rows and the length do."""
+        layers, _, held, heads, capacity, head_dim = self.keys_values.shape
+        rows, length = len(self.slots), self._length
+        row, head = torch.arange(rows, device=self.device).unsqueeze(1), torch.arange(heads, device=self.device)
+        keys = (row * heads + head) * capacity
+        self._first_places = torch.cat([keys, keys + held * heads * capacity], dim=1)
+        self._first_bias = (row * heads + head) * length
+        hidden = torch.arange(length, device=self.device) > positions.unsqueeze(1)
+        bias = torch.zeros(hidden.shape, dtype=self.shape.dtype, device=self.device)
+        bias.masked_fill_(hidden, float("-inf"))
+        self._bias = bias.repeat_interleave(heads, dim=0).unsqueeze(1)
+        seen = self.keys_values[:, :, :rows].flatten(2, 3)[:, :, :, :length]
+        self._flat = self.keys_values.view(layers, -1, head_dim).unbind()
+        self._seen = [(seen[layer, 0], seen[layer, 1]) for layer in range(layers)]
+
+    def attend(self, layer: int, heads: Tensor) -> Tensor:
+        """Attention [rows, heads * head_dim] of rotated [rows, heads + 2 * kv_heads, head_dim], which it stores."""
+        shape, rows = self.shape, len(heads)
+        self._flat[layer].index_copy_(0, self._places, heads[:, shape.heads :].reshape(-1, shape.head_dim))
+        keys, values = self._seen[layer]
+        # The query heads that share a key head are rows of one small product: no key is repeated.
+        queries = heads[:, : shape.heads].reshape(len(keys), -1, shape.head_dim)
+        if queries.dtype == torch.float32:
+            scores = torch.baddbmm(self._bias, queries, keys.transpose(1, 2), alpha=shape.head_dim**-0.5)
+            attended = torch.bmm(scores.softmax(dim=-1), values)
+        else:
+            attended = F.scaled_dot_product_attention(
+                *(part.unsqueeze(1) for part in (queries, keys, values)), attn_mask=self._bias.unsqueeze(1)
+            )
+        return attended.view(rows, -1)
 
 
 class KVCache:
@@ -95,22 +127,16 @@ class KVCache:
         self._row_of[slot] = self.groups[index].add(slot)
 
     def release(self, slot: int, stored: np.ndarray) -> None:
-        """Free the slot's row; the group's last sequence moves into it.
-
-        `stored` is int [slots]: positions of each slot that have keys and values.
-        """
-        group, row = self.groups[self._group_of[slot]], self._row_of[slot]
-        last = group.slots.pop()
-        if last != slot:
-            length = int(stored[last])
-            held = group.tensor()[:, :, :, :length]
-            held[:, row] = held[:, len(group.slots)]
-            group.slots[row], self._row_of[last] = last, row
+        """Free the slot's row. `stored` is int [slots]: positions of each slot that have keys and values."""
+        group, row = self.groups[self._group_of[slot]], int(self._row_of[slot])
+        moved = group.remove(row, stored)
+        if moved is not None:
+            self._row_of[moved] = row
         self._group_of[slot] = -1
 
     def clear(self) -> None:
         for group in self.groups:
-            group.slots.clear()
+            group.clear()
         self._group_of.fill(-1)
 
     def outgrown(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -121,10 +147,10 @@ class KVCache:
         """Move a sequence that fills its group into the next one."""
         length = int(stored[slot])
         old, row = self.groups[self._group_of[slot]], self._row_of[slot]
-        held = old.tensor()[:, row, :, :length].clone()
+        held = old.keys_values[:, :, row, :, :length].clone()
         self.release(slot, stored)
         self.place(slot, length)
-        self.groups[self._group_of[slot]].tensor()[:, self._row_of[slot], :, :length] = held
+        self.groups[self._group_of[slot]].keys_values[:, :, self._row_of[slot], :, :length] = held
 
     def order(self) -> np.ndarray:
         """Slots in the order of the decode batch; sets each group's span of it."""
@@ -139,11 +165,11 @@ class KVCache:
 
     def store(self, slots: np.ndarray, layer: int, keys_values: Tensor) -> None:
         """Store a prefill: [n, length, 2 * kv_heads, head_dim], the rows of `slots`."""
-        keys_values = keys_values.transpose(1, 2)
+        keys_values = keys_values.unflatten(2, (2, -1)).permute(2, 0, 3, 1, 4)
         for index in np.unique(self._group_of[slots]):
             group = self.groups[index]
             inside = self._group_of[slots] == index
-            length = min(keys_values.shape[2], group.capacity)
+            length = min(keys_values.shape[3], group.capacity)
             rows = torch.from_numpy(self._row_of[slots[inside]]).to(keys_values.device)
             chosen = torch.from_numpy(np.flatnonzero(inside)).to(keys_values.device)
-            group.tensor()[layer, rows, :, :length] = keys_values[chosen, :, :length]
+            group.keys_values[layer][:, rows, :, :length] = keys_values[:, chosen, :, :length]
