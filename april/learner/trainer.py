@@ -46,7 +46,7 @@ class Trainer:
 
         Samples with advantage 0 have no gradient and are not computed, though their tokens count in the mean;
         `entropy`, `kl`, `clip_fraction` and `ratio_*` are over the `trained_tokens` that were, and absent when
-        there were none. Then, or when the gradient is not finite, the weights stay as they are
+        there were none. Then, or when loss or gradient are not finite, the weights stay as they are
         (`update_skipped` 1) and the batch counts as consumed.
         """
         seconds = PhaseSeconds(self.device)
@@ -61,15 +61,15 @@ class Trainer:
                 loss = self.micro_loss(micro, total_tokens, totals)
             with seconds("backward_s"):
                 loss.backward()
+        with seconds("metrics_s"):
+            metrics = totals.reduced()
         with seconds("optimizer_s"):
             lr = self.next_lr()
             grad_norm = self.clip_gradients() if micro_batches else 0.0
-            updated = bool(micro_batches) and math.isfinite(grad_norm)
+            updated = bool(micro_batches) and math.isfinite(grad_norm) and math.isfinite(metrics["loss"])
             if updated:
                 self.update(lr)
         self.step_count += 1
-        with seconds("metrics_s"):
-            metrics = totals.reduced()
         rewards = torch.tensor([sample.reward for sample in batch.samples], dtype=torch.float64)
         return {
             **metrics,

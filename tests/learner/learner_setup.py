@@ -88,6 +88,35 @@ def flat_batch(step: int) -> Batch:
     return Batch(step, [[make_sample(rng, 2, 5, reward) for _ in range(3)] for reward in (0.0, 1.0)])
 
 
+class Diary:
+    """Source and publisher in one, writing down everything in order; batch k is always the same."""
+
+    def __init__(self, policy, last_step, branch=0, frontier=0):
+        self.policy, self.last_step, self.branch, self.frontier = policy, last_step, branch, frontier
+        self.events, self.metrics, self.weights = [], [], {}
+
+    def start(self, checkpoint_step):
+        self.events.append(("start", checkpoint_step))
+        return self.branch, self.frontier
+
+    def fetch(self, step):
+        if step == self.last_step:
+            return None
+        return flat_batch(step) if step == 1 else uneven_batch(step, self.policy)
+
+    def consumed(self, step, metrics):
+        self.events.append(("consumed", step))
+        self.metrics.append(metrics)
+
+    def durable(self, step):
+        self.events.append(("durable", step))
+
+    def publish(self, version, tensors):
+        self.events.append(("publish", version))
+        self.weights[version] = tensors
+        return {"peers": 3.0}
+
+
 def settings(config: Config) -> Settings:
     section = config.learner
     names = ("lr", "betas", "weight_decay", "clip_low", "clip_high", "grad_clip")
@@ -95,7 +124,7 @@ def settings(config: Config) -> Settings:
 
 
 def job(config: Config, batches: list[Batch], **actions) -> dict:
-    """Train on `batches` in order; actions: `save_after` (steps), `restore` (bool)."""
+    """Train on `batches` in order; actions: `save_after` (steps), `restore` (bool), `live` (of a `Diary` instead)."""
     return {"config": config.model_dump(mode="json"), "batches": [encode(b).hex() for b in batches], **actions}
 
 

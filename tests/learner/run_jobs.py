@@ -6,9 +6,10 @@ from pathlib import Path
 import orjson
 import torch
 import torch.distributed as dist
+from learner_setup import Diary
 
 from april.config import Config
-from april.learner import process_group
+from april.learner import loop, process_group
 from april.learner.batch import decode, share_batch
 from april.learner.trainer import Trainer
 
@@ -43,10 +44,22 @@ def run(job: dict, device: torch.device) -> dict:
     }
 
 
+def live(job: dict, device: torch.device) -> dict:
+    config = Config.model_validate(job["config"])
+    diary = Diary(config.model.path, **job["live"]) if dist.get_rank() == 0 else None
+    trainer = Trainer(config, device)
+    loop.run(config, trainer, diary, diary)
+    weights = trainer.weights()
+    if diary is None:
+        return {"weights": weights}
+    events = [(what, tuple(of) if isinstance(of, tuple) else of) for what, of in diary.events]
+    return {"weights": weights, "events": events, "losses": [metrics["loss"] for metrics in diary.metrics]}
+
+
 def main(folder: Path) -> None:
     jobs = orjson.loads((folder / "jobs.json").read_bytes())
     device = process_group.join(Config.model_validate(jobs[0]["config"]).learner)
-    results = [run(job, device) for job in jobs]
+    results = [live(job, device) if "live" in job else run(job, device) for job in jobs]
     if dist.get_rank() == 0:
         torch.save(results, folder / "results.pt")
     assert dist.get_rank() == 0 or not any(result["weights"] for result in results)

@@ -13,11 +13,14 @@ from april.learner.batch import Batch
 from april.learner.trainer import Trainer
 
 
-def test_restored_ranks_continue_bitwise(policy_folder, tmp_path):
+def test_restored_ranks_continue_bitwise_and_their_number_may_change(policy_folder, tmp_path, one_rank):
     config = make_config(policy_folder, tmp_path / "run", microbatch_tokens=64, keep_checkpoints=2)
     batches = [uneven_batch(step, policy_folder) for step in range(4)]
     (whole,) = run_ranks(2, [job(config, batches, save_after=[1, 2, 4])], tmp_path / "whole")
     assert checkpoint.steps(config.run_dir / "checkpoints") == [2, 4]
+    alone = Trainer(config, torch.device("cpu"))
+    assert (alone.restore(), alone.optimizer_steps) == (4, 4)
+    assert all(torch.equal(value, whole["weights"][name]) for name, value in alone.weights().items())
     shutil.rmtree(config.run_dir / "checkpoints" / "step_000004")
     (resumed,) = run_ranks(2, [job(config, batches[2:], restore=True)], tmp_path / "resumed")
     assert (resumed["restored"], resumed["optimizer_steps"]) == (2, 4)

@@ -4,41 +4,12 @@ import shutil
 
 import pytest
 import torch
-from learner_setup import flat_batch, make_config, uneven_batch
+from learner_setup import Diary, job, make_config, run_ranks
 
 from april.learner import checkpoint, loop
 from april.learner.batch import Batch
 from april.learner.trainer import Trainer
 from april.version import Version
-
-
-class Diary:
-    """Source and publisher in one, writing down everything in order; batch k is always the same."""
-
-    def __init__(self, policy, last_step, branch=0, frontier=0):
-        self.policy, self.last_step, self.branch, self.frontier = policy, last_step, branch, frontier
-        self.events, self.metrics, self.weights = [], [], {}
-
-    def start(self, checkpoint_step):
-        self.events.append(("start", checkpoint_step))
-        return self.branch, self.frontier
-
-    def fetch(self, step):
-        if step == self.last_step:
-            return None
-        return flat_batch(step) if step == 1 else uneven_batch(step, self.policy)
-
-    def consumed(self, step, metrics):
-        self.events.append(("consumed", step))
-        self.metrics.append(metrics)
-
-    def durable(self, step):
-        self.events.append(("durable", step))
-
-    def publish(self, version, tensors):
-        self.events.append(("publish", version))
-        self.weights[version] = tensors
-        return {"peers": 3.0}
 
 
 @pytest.fixture
@@ -110,3 +81,13 @@ def test_a_batch_out_of_step_is_refused(live, monkeypatch):
     monkeypatch.setattr(Diary, "fetch", lambda self, step: Batch(step + 1, []))
     with pytest.raises(ValueError, match="batch 1 arrived where batch 0 was due"):
         live(3)
+
+
+def test_two_ranks_live_through_a_run_and_a_replay(policy_folder, tmp_path):
+    config = make_config(policy_folder, tmp_path / "run", checkpoint_every=2, keep_checkpoints=9)
+    (first,) = run_ranks(2, [job(config, [], live={"last_step": 3})], tmp_path / "first")
+    shutil.rmtree(config.run_dir / "checkpoints" / "step_000003")
+    (again,) = run_ranks(2, [job(config, [], live={"last_step": 3, "branch": 1, "frontier": 3})], tmp_path / "again")
+    assert again["events"] == [("start", 2), ("consumed", 2), ("publish", (1, 3)), ("durable", 3)]
+    assert again["losses"] == first["losses"][2:]
+    assert all(torch.equal(value, again["weights"][name]) for name, value in first["weights"].items())

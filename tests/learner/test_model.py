@@ -1,0 +1,107 @@
+"""Other architectures than the quickstart's: exact where they are supported, refused where they are not."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from learner_setup import VOCAB, make_config, make_sample, settings
+from reference import ReferenceLearner
+from safetensors import safe_open
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Glm4Config,
+    Glm4MoeConfig,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3MoeConfig,
+)
+
+from april.learner import checkpoint
+from april.learner.attention import PackedAttentionError
+from april.learner.model import ModelError, full_state, load, shard
+from april.learner.packing import pack
+
+CPU = torch.device("cpu")
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 40,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+}
+EXPERTS = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+GLM_EXPERTS = {
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+
+
+def random_model(config, folder: Path) -> Path:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Qwen2Config(**SHAPE),
+        LlamaConfig(**SHAPE),
+        Glm4Config(**SHAPE),
+        Qwen3MoeConfig(**SHAPE, **EXPERTS),
+        Glm4MoeConfig(**SHAPE, **GLM_EXPERTS),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_scores_gradients_names_and_export_are_the_model_s_own(config, one_rank, tmp_path):
+    folder = random_model(config, tmp_path / "source")
+    rng = np.random.default_rng(0)
+    samples = [make_sample(rng, 3, 5, 1.0), make_sample(rng, 1, 60, 1.0)]
+    reference = ReferenceLearner(folder, settings(make_config(folder, tmp_path / "run")))
+    policy = shard(load(folder, temperature=0.7), CPU)
+    logprobs, _ = policy(pack(samples, [1.0, 1.0], CPU))
+    expected = torch.cat([reference.sample_logprobs(sample) for sample in samples])
+    torch.testing.assert_close(logprobs, expected, rtol=1e-5, atol=1e-5)
+    logprobs.sum().backward()
+    expected.sum().backward()
+    theirs = dict(reference.lm.named_parameters())
+    for name, parameter in policy.lm.named_parameters():
+        scale = theirs[name].grad.abs().max().item()
+        assert (parameter.grad.full_tensor() - theirs[name].grad).abs().max() <= 1e-5 * scale + 1e-9, name
+    with safe_open(folder / "model.safetensors", "pt") as weights:
+        assert full_state(policy).keys() == set(weights.keys())
+    checkpoint.export(policy, folder, tmp_path / "policy")
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "policy").state_dict()
+    assert all(torch.equal(value, exported[name]) for name, value in reference.lm.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (Gemma2Config(**SHAPE), "final_logit_softcapping"),
+        (GPT2Config(vocab_size=VOCAB, n_embd=32, n_head=4, n_layer=1), "no list `layers`"),
+    ],
+    ids=["softcapped", "no layers"],
+)
+def test_models_that_would_be_scored_wrongly_are_refused(config, reason, tmp_path):
+    with pytest.raises(ModelError, match=reason):
+        load(random_model(config, tmp_path), temperature=1.0)
+
+
+def test_a_sliding_window_is_refused(tmp_path):
+    policy = load(random_model(MistralConfig(**SHAPE), tmp_path), temperature=1.0)
+    sample = make_sample(np.random.default_rng(0), 3, 5, 1.0)
+    with pytest.raises(PackedAttentionError, match="sliding_window"):
+        policy(pack([sample], [1.0], CPU))
