@@ -19,7 +19,9 @@ from april.policy.model import EOS, PAD, VOCABULARY
 
 PAD_ID, EOS_ID = VOCABULARY[PAD], VOCABULARY[EOS]
 EASY_TIMES = (2, 3, 4)
-HABITS = Noise(p_short=0.30, p_err=0.025, p_stop=0.02, p_skip=0.015)
+
+HABITS = Noise(p_short=0.41, p_err=0.025, p_stop=0.02, p_skip=0.015)
+"""Chosen for a reward of about 0.5 at temperature 1; the policy takes three of four shortcuts it is shown."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Recipe:
     layers: int = 3
     easy_steps: int = 60
     """optimizer steps on K 2 to 4"""
-    clean_steps: int = 280
+    clean_steps: int = 300
     """on every K"""
     noisy_steps: int = 140
     """on every K, with the noise below"""

@@ -182,6 +182,16 @@ def test_responses_larger_than_a_pipe_arrive_whole(make_pool):
     assert all(score.reward == 1_000_000 for score in collect(pool, 10).values())
 
 
+def test_items_still_being_written_to_a_hanging_process_are_sent_to_the_next(make_pool):
+    pool = make_pool(timeout_s=1.0)
+    pool.submit(0, "bad_verifiers:loop", "", "", "stop")
+    for key in range(1, 6):
+        pool.submit(key, "bad_verifiers:size", "x" * 1_000_000, "", "stop")
+    scores = collect(pool, 6)
+    assert scores[0].reward is None
+    assert all(scores[key].reward == 1_000_000 for key in range(1, 6))
+
+
 def test_a_process_killed_while_idle_is_replaced_before_the_next_item(make_pool):
     pool = make_pool()
     pool.submit(0, "bad_verifiers:pid", "", "", "stop")

@@ -54,7 +54,8 @@ class RewardPool:
             scores += process.receive()
             if failure := process.failure():
                 scores += self.replace(index, failure)
-            process.flush()
+            else:
+                process.flush()
         self.dispatch()
         return scores
 
