@@ -129,19 +129,35 @@ def rotary_frequencies(config, head_dim: int) -> tuple[Tensor, float]:
     return 1.0 / rope["rope_theta"] ** exponents, 1.0
 
 
+class RMSNorm:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension."""
+
+    def __init__(self, weight: Tensor, eps: float):
+        self.weight, self.eps, self.size = weight, eps, weight.shape[-1]
+        self._scaled = weight * self.size**0.5
+        self._floor = torch.tensor((self.size * eps) ** 0.5, dtype=weight.dtype, device=weight.device)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.dtype != torch.float32:
+            return F.rms_norm(x, (self.size,), None, self.eps) * self.weight
+        # sqrt(n) / hypot(|x|, sqrt(n eps)) is the same factor in half the operations.
+        magnitude = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return x.div(torch.hypot(magnitude, self._floor)).mul_(self._scaled)
+
+
 @dataclass(frozen=True)
 class Layer:
     """One block; linear weights are [out, in], biases None where the model has none."""
 
-    attention_norm: Tensor
+    attention_norm: RMSNorm
     qkv: Tensor
     """rows of all query heads, then key heads, then value heads"""
     qkv_bias: Tensor | None
-    qk_norm: Tensor | None
-    """[heads + kv_heads, head_dim]"""
+    qk_norm: RMSNorm | None
+    """of [heads + kv_heads, head_dim]"""
     out: Tensor
     out_bias: Tensor | None
-    mlp_norm: Tensor
+    mlp_norm: RMSNorm
     gate_up: Tensor
     gate_up_bias: Tensor | None
     down: Tensor
@@ -159,7 +175,7 @@ class Decoder:
         # Rotary pairs (i, i + head_dim / 2) become neighbours, so that a pair is one complex number.
         self._pairs = torch.arange(shape.head_dim).view(2, -1).t().reshape(-1)
         self.embedding = self._own(tensors["model.embed_tokens.weight"])
-        self.norm = self._own(tensors["model.norm.weight"])
+        self.norm = RMSNorm(self._own(tensors["model.norm.weight"]), shape.norm_eps)
         self.output = self.embedding if shape.tied else self._own(tensors["lm_head.weight"])
         self.layers = [self._layer(tensors, f"model.layers.{layer}.") for layer in range(shape.layers)]
 
@@ -183,16 +199,17 @@ class Decoder:
         qk_norm = None
         if shape.qk_norm:
             q_norm, k_norm = fused("self_attn.q_norm"), fused("self_attn.k_norm")
-            qk_norm = torch.cat([q_norm.expand(shape.heads, -1), k_norm.expand(shape.kv_heads, -1)])
+            both = torch.cat([q_norm.expand(shape.heads, -1), k_norm.expand(shape.kv_heads, -1)])
+            qk_norm = RMSNorm(both, shape.norm_eps)
         qkv, gate_up = [f"self_attn.{part}_proj" for part in "qkv"], ["mlp.gate_proj", "mlp.up_proj"]
         return Layer(
-            attention_norm=fused("input_layernorm"),
+            attention_norm=RMSNorm(fused("input_layernorm"), shape.norm_eps),
             qkv=fused(*qkv),
             qkv_bias=fused(*qkv, bias=True),
             qk_norm=qk_norm,
             out=fused("self_attn.o_proj"),
             out_bias=fused("self_attn.o_proj", bias=True),
-            mlp_norm=fused("post_attention_layernorm"),
+            mlp_norm=RMSNorm(fused("post_attention_layernorm"), shape.norm_eps),
             gate_up=fused(*gate_up),
             gate_up_bias=fused(*gate_up, bias=True),
             down=fused("mlp.down_proj"),
@@ -214,7 +231,7 @@ class Decoder:
             heads = self._project(layer, x, rotation)
             attended = [span.attend(index, heads[span.start : span.stop]) for span in spans]
             x = self._mix(layer, x, attended[0] if len(spans) == 1 else torch.cat(attended))
-        return F.linear(self._norm(x, self.norm), self.output).float()
+        return F.linear(self.norm(x), self.output).float()
 
     def prefill(self, tokens: Tensor) -> Iterator[Tensor]:
         """Keys and values [n, length, 2 * kv_heads, head_dim] of each layer, for right-padded int64 [n, length].
@@ -238,12 +255,12 @@ class Decoder:
     def _project(self, layer: Layer, x: Tensor, rotation: Tensor) -> Tensor:
         """[n, heads + 2 * kv_heads, head_dim]: queries, keys, values, the first two rotated."""
         shape = self.shape
-        qkv = F.linear(self._norm(x, layer.attention_norm), layer.qkv, layer.qkv_bias)
+        qkv = F.linear(layer.attention_norm(x), layer.qkv, layer.qkv_bias)
         heads = qkv.view(len(x), -1, shape.head_dim)
         queries_keys = heads[:, : shape.heads + shape.kv_heads]
         turned = queries_keys
         if layer.qk_norm is not None:
-            turned = self._norm(queries_keys, None) * layer.qk_norm
+            turned = layer.qk_norm(queries_keys)
         rotated = torch.view_as_complex(turned.float().unflatten(-1, (-1, 2))) * rotation
         queries_keys.copy_(torch.view_as_real(rotated).flatten(-2))
         return heads
@@ -253,12 +270,9 @@ class Decoder:
         x = torch.addmm(x, attended, layer.out.t())
         if layer.out_bias is not None:
             x = x + layer.out_bias
-        gate, up = F.linear(self._norm(x, layer.mlp_norm), layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
+        gate, up = F.linear(layer.mlp_norm(x), layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
         x = torch.addmm(x, F.silu(gate).mul_(up), layer.down.t())
         return x if layer.down_bias is None else x + layer.down_bias
-
-    def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], weight, self.shape.norm_eps)
 
 
 def check_tensors(shape: DecoderShape, tensors: Mapping[str, Tensor]) -> None:

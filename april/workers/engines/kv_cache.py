@@ -12,7 +12,7 @@ from torch import Tensor
 from april.workers.engines.decoder import DecoderShape
 
 SMALLEST_CAPACITY = 128
-LENGTH_STEP = 32
+LENGTH_STEP = 16
 """Lengths attended over are rounded up to a multiple of this."""
 
 
@@ -139,9 +139,13 @@ class KVCache:
             group.clear()
         self._group_of.fill(-1)
 
+    def capacities_of(self, slots: np.ndarray) -> np.ndarray:
+        """Tokens that each slot's group can hold."""
+        return self._capacities[self._group_of[slots]]
+
     def outgrown(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Those of `slots` whose next `positions` lie beyond their group."""
-        return slots[positions >= self._capacities[self._group_of[slots]]]
+        return slots[positions >= self.capacities_of(slots)]
 
     def promote(self, slot: int, stored: np.ndarray) -> None:
         """Move a sequence that fills its group into the next one."""

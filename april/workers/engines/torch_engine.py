@@ -17,57 +17,8 @@ from april.version import Version
 from april.workers.engines.base import Chunk, EngineError, Request
 from april.workers.engines.decoder import Decoder, make_rotations, read_shape
 from april.workers.engines.kv_cache import KVCache
-from april.workers.engines.sampling import SamplingPlan, sample, stream_of, uniforms
-
-
-class SlotTable:
-    """What the engine knows of each slot, one array a fact; contents of a free slot mean nothing."""
-
-    def __init__(self, slots: int, max_context: int):
-        self.max_context = max_context
-        self.request_id = [0] * slots
-        self.length = np.zeros(slots, np.int64)
-        """tokens of the context, the last of which is not in the cache yet"""
-        self.limit = np.zeros(slots, np.int64)
-        """length at which the budget is used up"""
-        self.handed = np.zeros(slots, np.int64)
-        """tokens that the caller has"""
-        self.handed_at_s = np.zeros(slots)
-        self.stream = np.zeros(slots, np.uint64)
-        self.temperature = np.zeros(slots)
-        self.top_k = np.zeros(slots, np.int64)
-        self.top_p = np.zeros(slots)
-        self.stop_ids = np.full((slots, 1), -1, np.int64)
-        """padded with -1"""
-        self.tokens = np.zeros((slots, min(256, max_context)), np.int32)
-        self.logprobs = np.zeros(self.tokens.shape, np.float32)
-        """both grow to the longest context so far"""
-
-    def fill(self, slot: int, request: Request) -> None:
-        length = len(request.tokens)
-        self.request_id[slot] = request.id
-        self.reserve(length + 1)
-        self.tokens[slot, :length] = request.tokens
-        self.length[slot] = self.handed[slot] = length
-        self.limit[slot] = length + request.max_new_tokens
-        self.handed_at_s[slot] = time.monotonic()
-        self.stream[slot] = stream_of(request.seed)
-        self.temperature[slot] = request.temperature
-        self.top_k[slot] = request.top_k
-        self.top_p[slot] = request.top_p
-        stops = sorted(request.stop_token_ids)
-        if len(stops) > self.stop_ids.shape[1]:
-            missing = len(stops) - self.stop_ids.shape[1]
-            self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, missing)), constant_values=-1)
-        self.stop_ids[slot] = -1
-        self.stop_ids[slot, : len(stops)] = stops
-
-    def reserve(self, length: int) -> None:
-        width = self.tokens.shape[1]
-        if length > width:
-            grown = min(self.max_context, max(length, 2 * width)) - width
-            self.tokens = np.pad(self.tokens, ((0, 0), (0, grown)))
-            self.logprobs = np.pad(self.logprobs, ((0, 0), (0, grown)))
+from april.workers.engines.sampling import sample, uniforms
+from april.workers.engines.slot_table import DecodeBatch, SlotTable
 
 
 class TorchEngine:
@@ -106,8 +57,8 @@ class TorchEngine:
         """running slots whose context is not in the cache"""
         self._cut_off: list[Chunk] = []
         """chunks ended by a change of weights, to be handed over next"""
-        self._batch: tuple[np.ndarray, SamplingPlan] | None = None
-        """slots in the order of the cache, and how they are sampled; None when the running set has changed"""
+        self._batch: DecodeBatch | None = None
+        """None when the running set has changed, or a sequence needs to be looked at"""
 
     @property
     def live(self) -> int:
@@ -223,43 +174,37 @@ class TorchEngine:
 
     def _decode(self) -> None:
         """Sample one token of every running sequence."""
-        table = self._table
-        slots, plan = self._batch = self._batch or self._new_batch()
-        outgrown = self._cache.outgrown(slots, table.length[slots] - 1)
-        if len(outgrown):
-            for slot in outgrown:
-                self._cache.promote(int(slot), table.length - 1)
-            slots, plan = self._batch = self._new_batch()
-        lengths = table.length[slots]
-        positions = torch.from_numpy(lengths - 1).to(self.device)
-        spans = self._cache.occupied()
-        for span in spans:
-            rows = slice(span.start, span.stop)
-            span.begin_step(positions[rows], int(lengths[rows].max()) - 1)
-        last = torch.from_numpy(table.tokens[slots, lengths - 1].astype(np.int64)).to(self.device)
-        uniform = torch.from_numpy(uniforms(table.stream[slots], lengths)).to(self.device)
-        logits = self._decoder.decode(last, positions, spans)
-        tokens, logprobs = (result.cpu().numpy() for result in sample(logits, uniform, plan))
-        if not np.isfinite(logprobs).all():
+        batch = self._batch = self._batch or self._new_batch()
+        uniform = torch.from_numpy(uniforms(batch.stream, batch.lengths)).to(self.device)
+        for span, longest in zip(batch.spans, batch.longest, strict=True):
+            span.begin_step(batch.positions[span.start : span.stop], longest)
+        logits = self._decoder.decode(batch.last, batch.positions, batch.spans)
+        tokens, logprobs = sample(logits, uniform, batch.plan)
+        logprobs = logprobs.cpu().numpy()
+        if not np.isfinite(logprobs.sum()):
             raise EngineError(f"weights {self.version} give logits that are not finite; load others")
-        table.reserve(int(lengths.max()) + 1)
-        table.tokens[slots, lengths] = tokens
-        table.logprobs[slots, lengths] = logprobs
-        table.length[slots] = lengths + 1
-        self.generated_tokens += len(slots)
+        batch.append(self._table, tokens, logprobs)
+        self.generated_tokens += len(batch.slots)
 
-    def _new_batch(self) -> tuple[np.ndarray, SamplingPlan]:
-        slots, table = self._cache.order(), self._table
-        plan = SamplingPlan.of(
-            table.temperature[slots], table.top_k[slots], table.top_p[slots], self.shape.vocabulary, self.device
-        )
-        return slots, plan
+    def _new_batch(self) -> DecodeBatch:
+        """Move sequences that have filled their length group, then lay the running set out anew."""
+        running, stored = np.fromiter(self._slot_of.values(), np.int64), self._table.length - 1
+        for slot in self._cache.outgrown(running, stored[running]):
+            self._cache.promote(int(slot), stored)
+        slots = self._cache.order()
+        full_at = self._cache.capacities_of(slots) + 1
+        return DecodeBatch(
+            self._table, slots, self._cache.occupied(), full_at,
+            self.chunk_tokens, self.chunk_s, self.shape.vocabulary, self.device,
+        )  # fmt: skip
 
     def _collect(self) -> list[Chunk]:
         """Chunks that are due after a decode step; sequences that ended leave their slots."""
-        table, slots, now_s = self._table, self._batch[0], time.monotonic()
-        lengths = table.length[slots]
-        stopped = (table.stop_ids[slots] == table.tokens[slots, lengths - 1, None]).any(axis=1)
+        now_s, batch, table = time.monotonic(), self._batch, self._table
+        stopped = batch.stopped()
+        if not (stopped.any() or (batch.lengths >= batch.due_at).any() or now_s >= batch.next_chunk_s):
+            return []
+        lengths, slots, self._batch = batch.lengths, batch.slots, None
         full = lengths >= table.limit[slots]
         due = (lengths - table.handed[slots] >= self.chunk_tokens) | (now_s - table.handed_at_s[slots] >= self.chunk_s)
         chunks = []
