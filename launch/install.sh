@@ -59,35 +59,31 @@ has_accelerator() {
     [[ $(nvidia-smi -L 2>/dev/null) == GPU* ]] || compgen -G "$devices/nvidia*" >/dev/null || [ -e "$devices/kfd" ]
 }
 
-# Stops before the download if pip would fetch CUDA packages for these arguments, which nothing here could use.
-refuse_cuda() {
-    local report packages
-    report=$(pip install --dry-run --quiet --report - "$@") ||
-        fail "pip found no way to install $*; its reason stands above (is the package index reachable?)"
-    packages=$("$venv_python" -c '
-import json, re, sys
-report = sys.stdin.read()
-names = [item["metadata"]["name"].lower() for item in json.loads(report[report.index("{"):])["install"]]
-print(*sorted(name for name in names if re.match(r"(nvidia|cuda)[-_]|(pytorch[-_])?triton$", name)))' <<<"$report")
-    [ -z "$packages" ] || fail "this machine has no accelerator, but installing $1 would download CUDA packages" \
-        "($packages); set APRIL_TORCH_INDEX to PyTorch's CPU wheel index, as shown on PyTorch's own \"Get started\"" \
-        "page, or APRIL_ALLOW_CUDA=1 to accept the download"
+# pip install; without an accelerator nothing that CUDA alone can use (a dry run would already download it).
+install() {
+    local guard=() log
+    if [ "${APRIL_ALLOW_CUDA:-}" != 1 ] && ! has_accelerator; then guard=(-c "$root/launch/no-cuda.txt"); fi
+    log=$root/.venv/april-pip.log
+    rm -f "$log"
+    pip install -qq --progress-bar off --log "$log" ${guard[@]+"${guard[@]}"} "$@" 2>"$log.errors" && return
+    grep -v '^WARNING: ' "$log.errors" >&2 || true
+    if grep -qE 'requested \(constraint\)|No matching distribution found for (nvidia|cuda|triton|pytorch-triton)' "$log"; then
+        fail "this machine has no accelerator, but these packages would bring CUDA with them: $*;" \
+            "set APRIL_TORCH_INDEX to PyTorch's CPU wheel index, as shown on PyTorch's own \"Get started\" page," \
+            "or APRIL_ALLOW_CUDA=1 to accept the large download"
+    fi
+    fail "pip could not install $*; its reason stands above, the details in $log (is the package index reachable?)"
 }
 
 install_all() {
-    local torch_arguments=("$torch") project=("${root}[$extras]")
+    local torch_arguments=("$torch")
     [ -z "$torch_index" ] || torch_arguments+=(--index-url "$torch_index")
-    local check=refuse_cuda
-    if [ "${APRIL_ALLOW_CUDA:-}" = 1 ] || has_accelerator; then check=true; fi
-
-    # Older pips download a package to learn what it needs, which a dry run is meant to avoid.
-    pip install --quiet 'pip>=23.2' || say "pip could not be brought to 23.2; going on with $(pip --version)"
+    # Older pips fetch a whole package to learn what it needs.
+    pip install -qq 'pip>=23.2' || say "going on with $(pip --version), which could not be updated"
     say "installing $torch"
-    $check "${torch_arguments[@]}"
-    pip install --quiet "${torch_arguments[@]}"
+    install "${torch_arguments[@]}"
     say "installing April with its extras: $extras"
-    $check "${project[@]}"
-    pip install --quiet --editable "${project[@]}"
+    install --editable "${root}[$extras]"
 }
 
 extras=${1:-dev}
