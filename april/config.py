@@ -131,6 +131,10 @@ class BrokerSection(Section):
 
 
 class WeightsSection(Section):
+    host: str = Field("127.0.0.1", description="address under which workers reach learner rank 0")
+    backend: Literal["auto", "gloo", "nccl"] = Field(
+        "auto", description="auto: nccl (RCCL on AMD) between accelerators, gloo otherwise"
+    )
     publish_deadline_s: float = Field(10.0, gt=0, description="longest wait for workers at a publish (seconds)")
     join_deadline_s: float = Field(5.0, gt=0, description="longest wait for a lane to be built (seconds)")
     transfer_deadline_s: float = Field(30.0, gt=0, description="longest transfer to one worker (seconds)")

@@ -66,10 +66,11 @@ class Heartbeat(Message):
 
     leases: list[int] = []
     emitted_tokens: int = 0
-    unacknowledged_tokens: int = 0
 
 
 class Renewed(Message):
+    """The answer to a heartbeat; `lost` leases are not current any more."""
+
     lost: list[int]
 
 
@@ -170,7 +171,7 @@ class Abort(Message):
 
 
 class Cancel(Message):
-    """These leases are void; drop them without an answer."""
+    """These leases have ended; drop them without an answer."""
 
     tokens: list[int]
 
@@ -208,7 +209,6 @@ class Fetch(Message):
 
 class SampleHead(msgspec.Struct, array_like=True, frozen=True):
     index: int
-    prompt_tokens: int
     response_tokens: int
     reward: float
     finish_reason: str
@@ -217,6 +217,7 @@ class SampleHead(msgspec.Struct, array_like=True, frozen=True):
 
 class GroupHead(msgspec.Struct, array_like=True, frozen=True):
     group: int
+    prompt_tokens: int
     samples: list[SampleHead]
 
 
@@ -259,14 +260,17 @@ class Status(Message):
 
 
 class StopRun(Message):
+    """End the run; `state` is what summary.json says of it: stopped | failed."""
+
     reason: str
+    state: str = "stopped"
 
 
 # --- weight lanes (learner rank 0 <-> worker) ---------------------------------------------------------------
 
 
 class LaneJoin(Message):
-    """A worker without a lane asks for one."""
+    """A worker without a lane asks for one, again and again until it is invited."""
 
     uid: str
     name: str
@@ -274,13 +278,22 @@ class LaneJoin(Message):
 
 
 class LaneInvite(Message):
+    """Build a group of two with the learner (rank 0) under the name of the lane; it is never used again."""
+
     lane: str
+    backend: str
     host: str
     port: int
     timeout_s: float
 
 
 class LaneReady(Message):
+    lane: str
+
+
+class LaneAlive(Message):
+    """A worker that keeps its lane, twice a second."""
+
     lane: str
 
 

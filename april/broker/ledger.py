@@ -68,6 +68,8 @@ class Ledger:
         self.record = record
         self.groups: dict[int, Group] = {}
         self.leases: dict[int, Lease] = {}
+        self.load: Counter[tuple[str, bool]] = Counter()
+        """leases that generate, by (worker, evaluation)"""
         self.queue = HandOutQueue()
         self.bound = StalenessBound(rules.max_staleness, rules.batch_groups)
         self.cohorts = LengthCohorts(rules.batch_groups)
@@ -243,12 +245,17 @@ class Ledger:
         return Verdict.OK
 
     def start_learner(self, step: int) -> None:
-        """A learner goes on from checkpoint `step`: later groups are delivered again, under a new branch."""
-        if step > self.consumed or any(past not in self.deliveries for past in range(step, self.consumed)):
+        """A learner goes on from checkpoint `step`: later groups are delivered again, under a new branch.
+
+        A checkpoint may be ahead of the last report by the batches that were delivered; they are consumed, then.
+        """
+        if not self.first_kept_step <= step <= self.next_step:
             raise LedgerError(
                 f"the learner starts from checkpoint {step}, but this run can go on from {self.first_kept_step} "
-                f"to {self.consumed}; give it the checkpoint of this run"
+                f"to {self.next_step}; give it a checkpoint of this run"
             )
+        while self.consumed < step:
+            self.commit(events.BatchConsumed(self.consumed))
         self.commit(events.LearnerStarted(self.branch + 1, step))
 
     # --- questions ------------------------------------------------------------------------------------------
@@ -260,6 +267,15 @@ class Ledger:
     @property
     def undelivered(self) -> int:
         return self.counts[GroupState.OPEN] + self.counts[GroupState.READY]
+
+    @property
+    def generating(self) -> int:
+        """Training samples that some worker generates now."""
+        return sum(count for (_, evaluation), count in self.load.items() if not evaluation)
+
+    @property
+    def partials_waiting(self) -> int:
+        return sum(s.state is SampleState.PARTIAL for group in self.open_groups() for s in group.samples)
 
     def open_groups(self) -> list[Group]:
         """Training groups that are not complete."""
@@ -298,7 +314,10 @@ class Ledger:
             self.cursor = (event.epoch, event.row + 1)
             self.counts[GroupState.OPEN] += 1
             self.bound.add(event.floor)
-        group = Group(event.group, ordinal, event.evaluation, event.epoch, event.row, event.floor, reference)
+        prompt_tokens = len(event.prompt) // 4
+        group = Group(
+            event.group, ordinal, event.evaluation, event.epoch, event.row, event.floor, reference, prompt_tokens
+        )
         group.samples = [Sample(group, index) for index in range(event.size)]
         if event.evaluation:
             self.evaluations.setdefault(event.epoch, []).append(group)
@@ -314,8 +333,14 @@ class Ledger:
         sample.token = event.token
         sample.state = SampleState.SCORING if event.scoring else SampleState.LEASED
         self.leases[event.token] = Lease(event.token, sample, event.worker, event.step, event.scoring, float("inf"))
+        if not event.scoring:
+            self.load[event.worker, group.evaluation] += 1
         if not group.started:
             self._start(group, event.step)
+
+    def _stops_generating(self, lease: Lease) -> None:
+        if lease.generating:
+            self.load[lease.worker, lease.sample.group.evaluation] -= 1
 
     def _start(self, group: Group, step: int) -> None:
         group.started = True
@@ -343,6 +368,7 @@ class Ledger:
             self.tokens["generated"] += event.count
             self.tokens["open"] += event.count
         if event.finish_reason:
+            self._stops_generating(self.leases[event.token])
             sample.state, sample.finish_reason = SampleState.SCORING, event.finish_reason
 
     def _on_SampleScored(self, event: events.SampleScored, reference: Any) -> None:
@@ -351,7 +377,9 @@ class Ledger:
         self._complete(sample.group)
 
     def _on_LeaseEnded(self, event: events.LeaseEnded, reference: Any) -> None:
-        sample = self.leases.pop(event.token).sample
+        lease = self.leases.pop(event.token)
+        self._stops_generating(lease)
+        sample = lease.sample
         sample.token = 0
         if event.cause not in NO_ATTEMPT:
             sample.attempts += 1
@@ -391,7 +419,7 @@ class Ledger:
         group = self.groups[event.group]
         for sample in group.samples:
             if sample.token:
-                del self.leases[sample.token]
+                self._stops_generating(self.leases.pop(sample.token))
                 sample.token = 0
         if group.evaluation:
             group.state = GroupState.DISCARDED

@@ -72,6 +72,7 @@ class Group:
     """v0: the step of the worker's version at the first lease; before that, the least it can become"""
     prompt: Any
     """reference to the journal's record of its prompt"""
+    prompt_tokens: int
     samples: list[Sample] = field(default_factory=list)
     state: GroupState = GroupState.OPEN
     started: bool = False

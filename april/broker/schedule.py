@@ -86,8 +86,7 @@ class RoundSchedule:
 
     def _settle(self, ledger: Ledger) -> bool:
         """Whether every grant of the last round is back; without partial rollout its open groups end here."""
-        held = [lease for lease in ledger.leases.values() if lease.generating and not lease.sample.group.evaluation]
-        if held:
+        if ledger.generating:
             return False
         if not self.rules.partial_rollout:
             for group in ledger.open_groups():

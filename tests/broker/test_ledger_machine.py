@@ -230,6 +230,11 @@ class Pipeline(RuleBasedStateMachine):
             assert self.ledger.counts[state] == len(members)
 
     @invariant()
+    def the_load_is_what_workers_generate(self):
+        if hasattr(self, "ledger"):
+            assert self.ledger.generating == sum(lease.generating for lease in self.ledger.leases.values())
+
+    @invariant()
     def the_bound_holds(self):
         if not hasattr(self, "ledger"):
             return

@@ -1,0 +1,73 @@
+"""The dataset as the broker draws from it: rows in seeded epoch order, tokenised once, when they are drawn."""
+
+import hashlib
+import logging
+
+import numpy as np
+
+from april.config import Config, ConfigError
+from april.data.prompts import Row, epoch_order, fingerprint, load_rows
+from april.data.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+
+class PromptBook:
+    """Training prompts by (epoch, position), evaluation prompts by position."""
+
+    def __init__(self, config: Config):
+        data = config.data
+        self.rows = load_rows(data.path, data.prompt_key, data.label_key)
+        self.evaluation_rows: list[Row] = []
+        if data.eval_path:
+            rows = load_rows(data.eval_path, data.prompt_key, data.label_key)
+            self.evaluation_rows = rows[: config.evaluation.prompts]
+        self.tokenizer = Tokenizer(config.model.path)
+        self.fingerprint = fingerprint(data.path)
+        self.skipped_prompts = 0
+        self._config = config
+        self._order: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
+
+    def draw(self, cursor: tuple[int, int]) -> tuple[int, int, bytes] | None:
+        """(epoch, position, token ids) of the first prompt at the cursor or behind it that is short enough."""
+        epoch, position = cursor
+        for _ in range(len(self.rows)):
+            if position >= len(self.rows):
+                epoch, position = epoch + 1, 0
+            if self._config.data.epochs is not None and epoch >= self._config.data.epochs:
+                return None
+            tokens = self._encode(self.row(epoch, position))
+            if tokens is not None:
+                return epoch, position, tokens
+            position += 1
+        raise ConfigError(
+            f"key 'data.max_prompt_tokens' = {self._config.data.max_prompt_tokens} leaves no prompt of "
+            f"{self._config.data.path}; raise it"
+        )
+
+    def row(self, epoch: int, position: int) -> Row:
+        if self._order[0] != epoch:
+            shuffle = self._config.data.shuffle
+            self._order = (epoch, epoch_order(len(self.rows), self._config.seed, epoch, shuffle))
+        return self.rows[int(self._order[1][position])]
+
+    def evaluation_tokens(self) -> list[tuple[int, bytes]]:
+        """(position, token ids) of the evaluation prompts that are short enough."""
+        encoded = ((position, self._encode(row)) for position, row in enumerate(self.evaluation_rows))
+        return [(position, tokens) for position, tokens in encoded if tokens is not None]
+
+    def _encode(self, row: Row) -> bytes | None:
+        tokens = self.tokenizer.encode_prompt(row.prompt)
+        if 0 < len(tokens) <= self._config.data.max_prompt_tokens:
+            return tokens.astype("<i4").tobytes()
+        self.skipped_prompts += 1
+        log.warning(
+            "prompt of %d tokens skipped, %d so far (data.max_prompt_tokens)", len(tokens), self.skipped_prompts
+        )
+        return None
+
+
+def sample_seed(run_seed: int, group: int, index: int) -> int:
+    """A 63-bit sampling seed, distinct for every sample of a run and the same on every resume."""
+    digest = hashlib.blake2b(f"{run_seed}/{group}/{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

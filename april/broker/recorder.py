@@ -1,0 +1,201 @@
+"""The run folder's figures: a line in metrics.jsonl for every trained step, summary.json rewritten after each."""
+
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from april.broker.ledger import Ledger
+from april.broker.lengths import describe, histogram
+from april.broker.samples import Group, SampleState
+
+BYTES_PER_TOKEN = 8
+"""an int32 id and a float32 logprob"""
+
+
+class Recorder:
+    def __init__(self, run_dir: Path, run: str, max_steps: int, started_at: float, ledger: Ledger):
+        self.run_dir = run_dir
+        self.run = run
+        self.max_steps = max_steps
+        self.started_at = started_at
+        self.metrics_path = run_dir / "metrics.jsonl"
+        self.steps: dict[int, dict[str, Any]] = read_steps(self.metrics_path)
+        self.wall_before_s = read_wall_s(run_dir / "summary.json")
+        self.evaluations: dict[int, dict[str, Any]] = {}
+        self.generating_s = sum(step["rollout_s"] for step in self.steps.values())
+        self.rollout_tokens = sum(step["rollout_tokens"] for step in self.steps.values())
+        self.peak_tokens = 0
+        self.unacknowledged_tokens = 0
+        self.refused_tokens = 0
+        self._lanes: list[dict[str, Any]] = []
+        self._step_generating_s = 0.0
+        self._step_tokens = 0
+        self._aborted_samples = 0
+        self._settled = len(ledger.cohorts.created)
+
+    # --- what happens meanwhile -----------------------------------------------------------------------------
+
+    def lane(self, worker: str, kind: str, start: float, end: float) -> None:
+        """Something a worker did: generate, weights; or an instant: abort, joined, lost. Unix seconds."""
+        self._lanes.append({"worker": worker, "kind": kind, "start": round(start, 4), "end": round(end, 4)})
+
+    def aborted(self, samples: int) -> None:
+        self._aborted_samples += samples
+
+    def generating(self, seconds: float) -> None:
+        """Time in which at least one training sample was being generated."""
+        self._step_generating_s += seconds
+        self.generating_s += seconds
+
+    def tokens(self, count: int) -> None:
+        """Training tokens acknowledged."""
+        self._step_tokens += count
+        self.rollout_tokens += count
+
+    def buffered(self, ledger: Ledger) -> None:
+        self.peak_tokens = max(self.peak_tokens, ledger.tokens["open"] + ledger.tokens["ready"])
+
+    # --- steps ----------------------------------------------------------------------------------------------
+
+    def consumed(self, step: int, ledger: Ledger, learner: dict[str, float], now: float) -> dict[str, Any]:
+        """Write down a step that the learner has trained; one that is replayed keeps its first line."""
+        if step not in self.steps:
+            record = self._describe(step, ledger, learner, now)
+            self.steps[step] = record
+            with self.metrics_path.open("ab") as file:
+                file.write(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE))
+        self.write_summary(ledger, "running", now)
+        return self.steps[step]
+
+    def _describe(self, step: int, ledger: Ledger, learner: dict[str, float], now: float) -> dict[str, Any]:
+        groups = ledger.deliveries[step]
+        samples = [sample for group in groups for sample in group.samples if sample.state is SampleState.DONE]
+        ages = tokens_by_age(groups, step)
+        lengths = [sample.length for sample in samples]
+        created = ledger.cohorts.created[self._settled :]
+        self._settled = len(ledger.cohorts.created)
+        record = {
+            "step": step,
+            "time": round(now, 3),
+            "reward": round(sum(sample.reward for sample in samples) / len(samples), 6),
+            "groups": len(groups),
+            "samples": len(samples),
+            "tokens": sum(lengths),
+            "rollout_s": round(self._step_generating_s, 4),
+            "rollout_tokens": self._step_tokens,
+            "rollout_tokens_per_s": per_second(self._step_tokens, self._step_generating_s),
+            "staleness": describe_ages(ages),
+            "lengths": {
+                "trained": describe(lengths),
+                "trained_histogram": histogram(lengths),
+                "created_histogram": histogram(created),
+            },
+            "tokens_ledger": self.account(ledger),
+            "round": {
+                "partials_waiting": ledger.partials_waiting,
+                "surplus_groups": len(ledger.ready),
+                "aborted_samples": self._aborted_samples,
+            },
+            "lanes": self._lanes,
+            "learner": learner,
+        }
+        self._lanes, self._step_generating_s, self._step_tokens, self._aborted_samples = [], 0.0, 0, 0
+        return record
+
+    def evaluated(self, step: int, groups: list[Group]) -> dict[str, Any]:
+        """The accuracy of an evaluation that is complete; failed samples are counted, not scored as zero."""
+        done = [sample for group in groups for sample in group.samples if sample.state is SampleState.DONE]
+        versions = sorted({version for sample in done for _, _, version in sample.segments})
+        self.evaluations[step] = {
+            "step": step,
+            "version": list(versions[-1]) if versions else None,
+            "versions": [list(version) for version in versions],
+            "accuracy": round(sum(sample.reward for sample in done) / len(done), 6) if done else None,
+            "prompts": len(done),
+            "failed": len(groups) - len(done),
+        }
+        return self.evaluations[step]
+
+    def account(self, ledger: Ledger) -> dict[str, Any]:
+        return ledger.account() | {"emitted_unacked": self.unacknowledged_tokens, "refused": self.refused_tokens}
+
+    def write_summary(self, ledger: Ledger, state: str, now: float) -> None:
+        steps = [self.steps[step] for step in sorted(self.steps) if step < ledger.consumed]
+        rewards = [step["reward"] for step in steps]
+        ages = Counter()
+        for step in steps:
+            ages.update({int(age): tokens for age, tokens in step["staleness"]["tokens_by_age"].items()})
+        summary = {
+            "run": self.run,
+            "state": state,
+            "steps": ledger.consumed,
+            "max_steps": self.max_steps,
+            "wall_s": round(self.wall_before_s + now - self.started_at, 2),
+            "reward": {
+                "first": rewards[0] if rewards else None,
+                "last3": round(sum(rewards[-3:]) / len(rewards[-3:]), 6) if rewards else None,
+            },
+            "evaluation": [self.evaluations[step] for step in sorted(self.evaluations)],
+            "tokens": self.account(ledger),
+            "ledger_closed": ledger.closed,
+            "rollout_tokens_per_s": per_second(self.rollout_tokens, self.generating_s),
+            "staleness": describe_ages(ages),
+            "buffer_peak": {"tokens": self.peak_tokens, "bytes": self.peak_tokens * BYTES_PER_TOKEN},
+            "lengths": ledger.cohorts.summary(),
+        }
+        replace_file(self.run_dir / "summary.json", orjson.dumps(summary, option=orjson.OPT_INDENT_2))
+
+
+def tokens_by_age(groups: list[Group], step: int) -> Counter[int]:
+    """Tokens of a batch by staleness: `step` minus the step of the version that generated them."""
+    ages = Counter()
+    for group in groups:
+        for sample in group.samples:
+            if sample.state is SampleState.DONE:
+                for start, end, version in sample.segments:
+                    ages[step - version.step] += end - start
+    return ages
+
+
+def describe_ages(ages: Counter[int]) -> dict[str, Any]:
+    total = sum(ages.values())
+    mean = sum(age * tokens for age, tokens in ages.items()) / total if total else 0.0
+    return {
+        "mean": round(mean, 4),
+        "max": max(ages, default=0),
+        "tokens_by_age": {str(age): ages[age] for age in sorted(ages)},
+    }
+
+
+def per_second(tokens: int, seconds: float) -> float:
+    return round(tokens / seconds, 1) if seconds > 0 else 0.0
+
+
+def read_steps(path: Path) -> dict[int, dict[str, Any]]:
+    """The lines that an earlier broker of this run wrote; a torn last line is cut off."""
+    steps: dict[int, dict[str, Any]] = {}
+    if not path.exists():
+        return steps
+    good = 0
+    for line in path.read_bytes().splitlines(keepends=True):
+        if not line.endswith(b"\n"):
+            os.truncate(path, good)
+            break
+        record = orjson.loads(line)
+        steps[record["step"]] = record
+        good += len(line)
+    return steps
+
+
+def read_wall_s(path: Path) -> float:
+    return orjson.loads(path.read_bytes())["wall_s"] if path.exists() else 0.0
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Readers see the old or the new content, never half of one."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_bytes(data)
+    temporary.replace(path)

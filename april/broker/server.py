@@ -1,0 +1,136 @@
+"""The broker's process: one thread, one poll loop, one ROUTER. Drain, apply, sync, and only then answer."""
+
+import contextlib
+import logging
+import signal
+from collections import deque
+from pathlib import Path
+
+import zmq
+
+from april import clock, wire
+from april.broker.journal import Journal
+from april.broker.prompts import PromptBook
+from april.broker.recorder import replace_file
+from april.broker.service import Service
+from april.broker.sessions import Outgoing
+from april.config import Config
+
+log = logging.getLogger(__name__)
+
+POLL_MS = 50
+DRAIN_MESSAGES = 256
+"""most messages between two syncs"""
+OUTBOX_MESSAGES = 1024
+"""most messages kept for a peer that does not read; more end its session"""
+LEAVE_S = 600.0
+"""longest wait at the end for workers and learner to say goodbye"""
+
+
+class Server:
+    """Serves one run from start to end.
+
+    server = Server(config)
+    server.serve()          # returns when the run is over, or after a signal
+    """
+
+    def __init__(self, config: Config):
+        config.run_dir.mkdir(parents=True, exist_ok=True)
+        self.journal = Journal(config.run_dir / "journal")
+        self.service = Service(config, PromptBook(config), self.journal, clock.now())
+        self.journal.sync()
+        self.context = zmq.Context()
+        self.socket = self.context.socket(zmq.ROUTER)
+        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self.socket.setsockopt(zmq.LINGER, 1000)
+        self.socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
+        self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_ARRAY_BYTES)
+        self.socket.bind(config.broker.bind)
+        self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.address_file: Path = config.run_dir / "address"
+        replace_file(self.address_file, self.address.encode())
+        self._late: dict[bytes, deque[Outgoing]] = {}
+
+    def serve(self) -> None:
+        signal.signal(signal.SIGTERM, self._on_signal)
+        signal.signal(signal.SIGINT, self._on_signal)
+        log.info("broker of run %s at %s", self.service.config.run.name, self.address)
+        leave_by = None
+        try:
+            while leave_by is None or clock.now() < leave_by:
+                self.turn()
+                now = clock.now()
+                if self.service.everyone_left():
+                    break
+                if self.service.over and leave_by is None:
+                    leave_by = now + LEAVE_S
+        finally:
+            self.close()
+
+    def turn(self) -> None:
+        """One drain of the socket, one sync, the answers."""
+        if self.socket.poll(POLL_MS):
+            self._drain()
+        self.service.tick(clock.now())
+        self.journal.sync()
+        self._send_all()
+
+    def _drain(self) -> None:
+        for _ in range(DRAIN_MESSAGES):
+            try:
+                route, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self.service.handle(route, frames, clock.now())
+
+    def _send_all(self) -> None:
+        for route in list(self._late):
+            waiting = self._late.pop(route)
+            while waiting and self._send(waiting[0]):
+                waiting.popleft()
+            if waiting:
+                self._late[route] = waiting
+        outgoing, self.service.sessions.outgoing = self.service.sessions.outgoing, []
+        for message in outgoing:
+            waiting = self._late.get(message.route)
+            if waiting is None and self._send(message):
+                continue
+            waiting = self._late.setdefault(message.route, deque())
+            waiting.append(message)
+            if len(waiting) > OUTBOX_MESSAGES:
+                self._drop_peer(message.route)
+
+    def _send(self, message: Outgoing) -> bool:
+        """False if the peer does not read at present; a peer that is gone gets nothing and loses its session."""
+        frames = wire.encode(message.message, message.arrays, message.session, message.sequence)
+        try:
+            self.socket.send_multipart([message.route, *frames], zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            log.info("a peer is gone before its %s", type(message.message).__name__)
+        return True
+
+    def _drop_peer(self, route: bytes) -> None:
+        self._late.pop(route, None)
+        for session in list(self.service.sessions.by_id.values()):
+            if route in (session.data_route, session.control_route):
+                log.warning("%s %s does not read its messages; its session ends", session.role, session.name)
+                if session.role == "worker":
+                    self.service.workers.lose(session, "it does not read its messages", clock.now())
+                else:
+                    self.service.sessions.close(session)
+
+    def _on_signal(self, number: int, frame) -> None:
+        self.service.stop(f"signal {signal.Signals(number).name}", "stopped")
+
+    def close(self) -> None:
+        self.service.close(clock.now())
+        with contextlib.suppress(FileNotFoundError):
+            self.address_file.unlink()
+        self.socket.close()
+        self.context.term()
+        self.journal.close()

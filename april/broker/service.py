@@ -1,0 +1,267 @@
+"""The broker without its sockets: decoded messages in, ledger and journal changed, messages out.
+
+`handle` and `tick` only queue what is to be sent; the caller syncs the journal before it sends any of it.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from april import wire
+from april.broker import events
+from april.broker.journal import Journal, JournalError
+from april.broker.learner_desk import LearnerDesk
+from april.broker.ledger import Ledger, Rules
+from april.broker.prompts import PromptBook
+from april.broker.recorder import Recorder
+from april.broker.samples import Group, GroupState, Sample
+from april.broker.schedule import RoundRules, RoundSchedule
+from april.broker.sessions import Outgoing, Session, Sessions
+from april.broker.status import describe_status
+from april.broker.worker_desk import WorkerDesk, chunk_arrays
+from april.config import Config
+from april.data.prompts import Row
+
+log = logging.getLogger(__name__)
+
+SWEEP_S = 0.25
+"""how often silent sessions and old leases are looked for"""
+
+MAY_SEND = {
+    "worker": {"Heartbeat", "Holding", "Lane", "Chunk", "Scored", "GiveBack"},
+    "learner": {"Heartbeat", "LearnerStart", "Fetch", "Consumed", "Durable"},
+    "monitor": {"Heartbeat", "StatusRequest", "StopRun"},
+}
+
+
+class Service:
+    def __init__(self, config: Config, prompts: PromptBook, journal: Journal, now: float):
+        self.config = config
+        self.prompts = prompts
+        self.journal = journal
+        self.sessions = Sessions()
+        self.started_at = now
+        self.over = ""
+        """why there will be no batch any more; empty while the run goes on"""
+        self.state = "running"
+        self.bad_messages: Counter[str] = Counter()
+        schedule = config.schedule
+        self.ledger = Ledger(
+            Rules(
+                batch_groups=schedule.rollout_batch_size,
+                group_size=schedule.n_samples_per_prompt,
+                max_staleness=schedule.max_staleness,
+                max_attempts=config.broker.attempts,
+                min_group_size=schedule.min_group_size,
+                max_response_tokens=config.sampling.max_response_tokens,
+            ),
+            record=journal.append,
+        )
+        self.schedule = RoundSchedule(
+            RoundRules(
+                batch_groups=schedule.rollout_batch_size,
+                round_groups=schedule.groups_per_round,
+                max_steps=schedule.max_steps,
+                partial_rollout=schedule.partial_rollout,
+                overlap=schedule.overlap,
+                train_last_batch=schedule.last_batch == "train",
+            ),
+            prompts,
+        )
+        self._recover(now)
+        self.recorder = Recorder(config.run_dir, config.run.name, schedule.max_steps, now, self.ledger)
+        self.workers = WorkerDesk(self)
+        self.learner = LearnerDesk(self)
+        for step in self.ledger.evaluations:
+            self._record_evaluation(step)
+        self._last_tick = now
+        self._next_sweep = now
+
+    # --- start ----------------------------------------------------------------------------------------------
+
+    def _recover(self, now: float) -> None:
+        """Rebuild the ledger from the journal; former holders of leases have `readopt_s` to come back."""
+        for event, reference in self.journal.replay():
+            self.ledger.apply(event, reference)
+        header = events.RunStarted(
+            self.config.run.name,
+            self.prompts.fingerprint,
+            self.config.seed,
+            self.ledger.rules.batch_groups,
+            self.ledger.rules.group_size,
+        )
+        if self.ledger.header is None:
+            self.ledger.commit(header)
+        elif self.ledger.header != header:
+            raise JournalError(
+                f"journal {self.journal.path} belongs to another run ({self.ledger.header}), not {header}; "
+                "go on with that run's configuration and dataset, or choose another run.name"
+            )
+        for lease in self.ledger.leases.values():
+            lease.expires_at = now + self.config.broker.readopt_s
+        self.ledger.commit(events.BrokerStarted(self.ledger.epoch + 1))
+
+    # --- messages -------------------------------------------------------------------------------------------
+
+    def handle(self, route: bytes, frames: list, now: float) -> None:
+        """Take one multipart message; what is wrong with it is counted and answered, never raised."""
+        try:
+            received = wire.decode(frames)
+            self._dispatch(route, received, now)
+        except wire.WireError as error:
+            self.bad_messages[str(error)[:60]] += 1
+            log.warning("bad message: %s", error)
+            self.sessions.outgoing.append(Outgoing(route, wire.Refused(f"bad message: {error}")))
+
+    def _dispatch(self, route: bytes, received: wire.Received, now: float) -> None:
+        message = received.message
+        if isinstance(message, wire.Hello):
+            return self._hello(route, received, now)
+        session = self.sessions.by_id.get(received.session)
+        if session is None:
+            refusal = wire.Refused("unknown session; say hello", getattr(message, "token", 0))
+            self.sessions.outgoing.append(Outgoing(route, refusal, sequence=received.sequence))
+            return
+        session.last_seen = now
+        kind = type(message).__name__
+        if isinstance(message, wire.Bind):
+            session.control_route = route
+        elif isinstance(message, wire.Goodbye):
+            self._goodbye(session, now)
+        elif kind not in MAY_SEND[session.role]:
+            raise wire.WireError(f"{kind} is not for a {session.role} to send")
+        elif session.role == "worker":
+            getattr(self.workers, f"on_{kind}")(session, received, now)
+        elif kind == "Heartbeat":
+            self.sessions.send_control(session, wire.Renewed([]))
+        else:
+            desk = self.learner if session.role == "learner" else self
+            getattr(desk, f"on_{kind}")(session, received, now)
+
+    def _hello(self, route: bytes, received: wire.Received, now: float) -> None:
+        hello = received.message
+        if hello.role not in MAY_SEND:
+            raise wire.WireError(f"role {hello.role!r} is unknown")
+        session, lost = self.sessions.open(hello, route, now), []
+        if hello.role == "worker":
+            lost = self.workers.hello(session, hello, now)
+        elif hello.role == "learner":
+            self.learner.hello(session)
+        welcome = wire.Welcome(
+            session=session.id,
+            run=self.config.run.name,
+            epoch=self.ledger.epoch,
+            round=self.ledger.round,
+            watermark=self.ledger.watermark,
+            lost=lost,
+            renew_s=self.config.broker.renew_s,
+            weights_address=self.learner.weights_address,
+        )
+        self.sessions.send(session, welcome, sequence=received.sequence)
+        if self.over and hello.role == "worker":
+            self.sessions.send_control(session, wire.Stop(self.over))
+
+    def _goodbye(self, session: Session, now: float) -> None:
+        if session.role == "worker":
+            self.workers.goodbye(session, now)
+        else:
+            self.sessions.close(session)
+
+    def on_StatusRequest(self, session: Session, received: wire.Received, now: float) -> None:
+        self.sessions.send(session, wire.Status(), [describe_status(self, now)], received.sequence)
+
+    def on_StopRun(self, session: Session, received: wire.Received, now: float) -> None:
+        self.stop(received.message.reason, received.message.state)
+        self.sessions.send(session, wire.Accepted(), sequence=received.sequence)
+
+    # --- time -----------------------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> None:
+        """What follows from the messages handled since the last tick, and from time passing."""
+        if self.ledger.generating:
+            self.recorder.generating(now - self._last_tick)
+        self._last_tick = now
+        if now >= self._next_sweep:
+            self._sweep(now)
+        if not self.over:
+            self._advance(now)
+        self.learner.answer_fetch()
+        if not self.over:
+            self.workers.hand_out(now)
+        self.recorder.buffered(self.ledger)
+
+    def _sweep(self, now: float) -> None:
+        self._next_sweep = now + SWEEP_S
+        self.workers.drop_silent(now)
+        for session in list(self.sessions.by_id.values()):
+            if session.role == "monitor" and now - session.last_seen > self.config.broker.session_timeout_s:
+                self.sessions.close(session)
+
+    def _advance(self, now: float) -> None:
+        step = self.ledger.consumed
+        if self._evaluation_due(step):
+            self._open_evaluation(step)
+        while self.schedule.advance(self.ledger):
+            self.workers.abort(now)
+        for opened in self.ledger.evaluations:
+            if opened not in self.recorder.evaluations:
+                self._record_evaluation(opened)
+        all_trained = self.schedule.finished(self.ledger) and step == self.ledger.next_step
+        if all_trained and all(opened in self.recorder.evaluations for opened in self.ledger.evaluations):
+            why = "all steps are done" if step >= self.config.schedule.max_steps else "the prompts are exhausted"
+            self.stop(why, "finished")
+
+    def _evaluation_due(self, step: int) -> bool:
+        if not self.prompts.evaluation_rows or step in self.ledger.evaluations or step < self.ledger.frontier:
+            return False
+        every = self.config.evaluation.every
+        at_the_end = self.schedule.finished(self.ledger) and step == self.ledger.next_step
+        return step == 0 or at_the_end or bool(every and step % every == 0)
+
+    def _open_evaluation(self, step: int) -> None:
+        for position, tokens in self.prompts.evaluation_tokens():
+            self.ledger.open_group(step, position, floor=step, evaluation=True, size=1, prompt=tokens)
+
+    def _record_evaluation(self, step: int) -> None:
+        groups = self.ledger.evaluations[step]
+        if all(group.state is not GroupState.OPEN for group in groups):
+            result = self.recorder.evaluated(step, groups)
+            log.info("evaluation at step %d: accuracy %s on %d prompts", step, result["accuracy"], result["prompts"])
+
+    def step_trained(self, step: int, metrics: dict[str, float], now: float) -> None:
+        record = self.recorder.consumed(step, self.ledger, metrics, now)
+        log.info("step %d trained: reward %.3f, %d tokens", step, record["reward"], record["tokens"])
+
+    # --- the end --------------------------------------------------------------------------------------------
+
+    def stop(self, reason: str, state: str) -> None:
+        """No batch any more: workers leave, the learner is told at its next fetch."""
+        if not self.over:
+            log.info("the run is over: %s", reason)
+            self.over, self.state = reason, state
+            self.sessions.broadcast(wire.Stop(reason))
+
+    def everyone_left(self) -> bool:
+        """The run is over and no worker or learner is connected any more."""
+        return bool(self.over) and not self.sessions.workers() and self.sessions.of_role("learner") is None
+
+    def close(self, now: float) -> None:
+        self.recorder.write_summary(self.ledger, self.state, now)
+
+    # --- payloads -------------------------------------------------------------------------------------------
+
+    def read_chunks(self, sample: Sample) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """(ids, behaviour logprobs) of the acknowledged chunks of a sample."""
+        for reference in sample.chunks:
+            yield chunk_arrays(self.journal.read(reference))
+
+    def row_of(self, group: Group) -> Row:
+        if group.evaluation:
+            return self.prompts.evaluation_rows[group.row]
+        return self.prompts.row(group.epoch, group.row)
+
+    def recent_steps(self, count: int) -> list[dict[str, Any]]:
+        return [self.recorder.steps[step] for step in sorted(self.recorder.steps)[-count:]]

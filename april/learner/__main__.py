@@ -1,0 +1,59 @@
+"""One rank of the learner: `torchrun --nproc-per-node R -m april.learner CONFIG --connect ADDRESS`."""
+
+import argparse
+import logging
+import sys
+
+from april import config as configuration
+from april.process import die_with_parent, log_to_stderr
+
+HELP = """Trains batches from the broker and publishes the weights to the workers.
+Rank 0 talks to the broker and to the workers; all ranks share the step. A run that has checkpoints goes on
+from the newest one. Overrides are written as --section.key value."""
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="torchrun -m april.learner",
+        description=HELP,
+        epilog=configuration.describe_keys(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("config", help="TOML file of the run")
+    parser.add_argument("--connect", required=True, metavar="ADDRESS", help="the broker's, as tcp://HOST:PORT")
+    options, overrides = parser.parse_known_args(arguments)
+    die_with_parent()
+    try:
+        config = configuration.load(options.config, overrides)
+    except configuration.ConfigError as error:
+        print(f"april.learner: {error}", file=sys.stderr)
+        return 2
+    train(config, options.connect)
+    return 0
+
+
+def train(config: configuration.Config, address: str) -> None:
+    import torch.distributed as dist
+
+    from april.learner import loop, process_group
+    from april.learner.source import BrokerSource
+    from april.learner.trainer import Trainer
+    from april.weights.publisher import WeightPublisher
+
+    device = process_group.join(config.learner)
+    rank = dist.get_rank()
+    log_to_stderr(f"learner {rank}")
+    source = publisher = None
+    if rank == 0:
+        publisher = WeightPublisher(config.weights, config.run.name, device.type)
+        source = BrokerSource(address, publisher.address)
+    loop.run(config, Trainer(config, device), source, publisher)
+    if rank == 0:
+        source.close()
+        publisher.close()
+    process_group.leave()
+    logging.getLogger(__name__).info("rank %d is done", rank)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

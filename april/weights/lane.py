@@ -1,0 +1,48 @@
+"""A lane: a process group of two, learner rank 0 and one worker, outside the learner's own group.
+
+A dead or hung peer costs its own lane and nobody else. Groups are built from objects, since the public
+constructors only make subgroups of the default one.
+"""
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+LEARNER, WORKER = 0, 1
+"""ranks in a lane"""
+
+
+def join(name: str, store: dist.Store, rank: int, backend: str, timeout_s: float) -> "dist.Backend":
+    """Meet the other side of the lane under `name`. Raises RuntimeError if it does not come in time.
+
+    The worst case on gloo is five times `timeout_s`: call it from a thread that nobody waits for.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    device = "cuda" if backend == "nccl" else "cpu"
+    scoped = dist.PrefixStore(f"{name}/{device}/", store)
+    if backend == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(scoped, rank, 2, options)
+    return dist.ProcessGroupGloo(scoped, rank, 2, timeout)
+
+
+def connect_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
+    """A client of the learner's store; every lane has its own, because a waiting client blocks its other calls."""
+    timeout = timedelta(seconds=timeout_s)
+    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+
+
+def transfer(group: "dist.Backend", buckets: list[Tensor], backend: str, timeout_s: float) -> None:
+    """Broadcast the buckets from the learner to the worker; each has `timeout_s`. In place on the worker's side."""
+    options = dist.BroadcastOptions()
+    options.rootRank = LEARNER
+    options.timeout = timedelta(seconds=timeout_s)
+    for bucket in buckets:
+        on_device = bucket.cuda() if backend == "nccl" else bucket
+        group.broadcast([on_device], options).wait(timedelta(seconds=timeout_s))
+        if on_device is not bucket:
+            torch.cuda.synchronize()
+            bucket.copy_(on_device)

@@ -1,0 +1,236 @@
+"""The learner's side of the weights: every version is packed once and sent over each worker's own lane.
+
+    lane: joining -> ready -> sending -> ready ... -> lost
+
+A lost lane is never mended; its worker asks for a new one. `publish` waits a bounded time and trains on.
+"""
+
+import logging
+import os
+import queue
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+import zmq
+from torch import Tensor
+
+from april import clock, wire
+from april.config import WeightsSection
+from april.version import Version
+from april.weights import lane as lanes
+from april.weights.snapshot import Snapshot, buckets, pack
+
+log = logging.getLogger(__name__)
+
+SILENCE_S = 3.0
+"""a worker that has not been heard of for this long has lost its lane; they speak twice a second"""
+
+
+class LaneLost(RuntimeError):
+    """The peer did not do what it had to within its deadline."""
+
+
+@dataclass(eq=False)
+class PeerLane:
+    name: str
+    worker: str
+    uid: str
+    route: bytes
+    backend: str
+    last_seen: float
+    state: str = "joining"
+    acknowledged: Version | None = None
+    inbox: queue.Queue = field(default_factory=queue.Queue)
+    """LaneReady, LanePosted, LaneLoaded, LaneFailed of this lane"""
+
+
+class WeightPublisher:
+    """Lives in learner rank 0; `address` is where workers ask for a lane."""
+
+    def __init__(self, config: WeightsSection, run: str, device: str):
+        self.config = config
+        self.run = run
+        self.device = device
+        self._snapshot: Snapshot | None = None
+        self._changed = threading.Condition()
+        self._lanes: dict[str, PeerLane] = {}
+        self._count = 0
+        self._closed = False
+        self._store = dist.TCPStore(config.host, 0, is_master=True, wait_for_workers=False)
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        port = self._socket.bind_to_random_port(f"tcp://{config.host}")
+        self.address = f"tcp://{config.host}:{port}"
+        self._outbox: queue.SimpleQueue = queue.SimpleQueue()
+        self._wake_reader, self._wake_writer = os.pipe()
+        self._control = threading.Thread(target=self._serve, name="weights-control", daemon=True)
+        self._control.start()
+
+    def publish(self, version: Version, tensors: Mapping[str, Tensor]) -> dict[str, float]:
+        """Give `version` to all workers; returns once they have it, are lost, or the deadline is over."""
+        snapshot = pack(version, tensors)
+        deadline = clock.now() + self.config.publish_deadline_s
+        with self._changed:
+            self._snapshot = snapshot
+            self._changed.notify_all()
+            while self._behind(version) and clock.now() < deadline:
+                self._changed.wait(min(0.1, max(0.0, deadline - clock.now())))
+            late = self._behind(version)
+            reached = sum(lane.acknowledged == version for lane in self._lanes.values())
+        for lane in late:
+            log.warning("worker %s has not loaded %s within %g s", lane.worker, version, self.config.publish_deadline_s)
+        return {"publish_bytes": snapshot.data.numel(), "publish_workers": reached, "publish_late": len(late)}
+
+    def _behind(self, version: Version) -> list[PeerLane]:
+        live = [lane for lane in self._lanes.values() if lane.state in ("ready", "sending")]
+        return [lane for lane in live if lane.acknowledged != version]
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        os.write(self._wake_writer, b"x")
+        self._control.join(timeout=2)
+
+    # --- control thread: the only one that touches the socket ---------------------------------------------------
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._wake_reader, zmq.POLLIN)
+        while not self._closed:
+            ready = dict(poller.poll(500))
+            if self._wake_reader in ready:
+                os.read(self._wake_reader, 4096)
+            while self._socket in ready and self._socket.poll(0):
+                route, *frames = self._socket.recv_multipart()
+                self._receive(route, frames)
+            while not self._outbox.empty():
+                route, message = self._outbox.get()
+                self._socket.send_multipart([route, *wire.encode(message)])
+            self._drop_silent()
+        self._socket.close()
+        self._context.term()
+
+    def _receive(self, route: bytes, frames: list) -> None:
+        try:
+            message = wire.decode(frames).message
+        except wire.WireError as error:
+            log.warning("bad message about weights: %s", error)
+            return
+        if isinstance(message, wire.LaneJoin):
+            self._invite(route, message)
+            return
+        lane = self._lanes.get(getattr(message, "lane", ""))
+        if lane is None or lane.route != route:
+            return
+        lane.last_seen = clock.now()
+        if not isinstance(message, wire.LaneAlive):
+            lane.inbox.put(message)
+
+    def _invite(self, route: bytes, join: wire.LaneJoin) -> None:
+        """One lane for every request; what the worker had before, or its predecessor of that name, is lost."""
+        with self._changed:
+            for lane in list(self._lanes.values()):
+                if lane.worker == join.name:
+                    self._lose(lane, "its worker asks for a new lane")
+            self._count += 1
+            name = f"w-{self.run}-{join.name}-{self._count}"
+            lane = PeerLane(name, join.name, join.uid, route, self._backend(join.device), clock.now())
+            self._lanes[name] = lane
+        threading.Thread(target=self._run_lane, args=(lane,), name=name, daemon=True).start()
+
+    def _backend(self, worker_device: str) -> str:
+        if self.config.backend != "auto":
+            return self.config.backend
+        return "nccl" if self.device == worker_device == "cuda" else "gloo"
+
+    def _drop_silent(self) -> None:
+        with self._changed:
+            for lane in list(self._lanes.values()):
+                if lane.state == "ready" and clock.now() - lane.last_seen > SILENCE_S:
+                    self._lose(lane, f"silent for {SILENCE_S:g} s")
+
+    def _lose(self, lane: PeerLane, why: str) -> None:
+        if lane.state != "lost":
+            log.info("lane %s is lost: %s", lane.name, why)
+        lane.state = "lost"
+        self._lanes.pop(lane.name, None)
+        self._changed.notify_all()
+
+    def _send(self, lane: PeerLane, message: wire.Message) -> None:
+        self._outbox.put((lane.route, message))
+        os.write(self._wake_writer, b"x")
+
+    # --- one thread a lane: whatever blocks, blocks here ----------------------------------------------------------
+
+    def _run_lane(self, lane: PeerLane) -> None:
+        try:
+            group = self._join(lane)
+            self._set_state(lane, "ready")
+            while (snapshot := self._next_snapshot(lane)) is not None:
+                self._set_state(lane, "sending")
+                self._transfer(lane, group, snapshot)
+                lane.last_seen = clock.now()
+                self._set_state(lane, "ready", acknowledged=snapshot.version)
+        except (LaneLost, RuntimeError, OSError) as error:
+            with self._changed:
+                self._lose(lane, str(error))
+
+    def _join(self, lane: PeerLane) -> "dist.Backend":
+        timeout_s = self.config.join_deadline_s
+        port = self._store.port
+        self._send(lane, wire.LaneInvite(lane.name, lane.backend, self.config.host, port, timeout_s))
+        store = lanes.connect_store(self.config.host, port, timeout_s)
+        group = lanes.join(lane.name, store, lanes.LEARNER, lane.backend, timeout_s)
+        self._await(lane, wire.LaneReady, None, timeout_s)
+        return group
+
+    def _next_snapshot(self, lane: PeerLane) -> Snapshot | None:
+        """Wait for one that the worker does not have; None when the lane or the publisher has ended."""
+        with self._changed:
+            while not self._closed and lane.state != "lost":
+                if self._snapshot and self._snapshot.version != lane.acknowledged:
+                    return self._snapshot
+                self._changed.wait(1.0)
+        return None
+
+    def _transfer(self, lane: PeerLane, group: "dist.Backend", snapshot: Snapshot) -> None:
+        timeout_s = self.config.transfer_deadline_s
+        bucket_bytes = self.config.bucket_mb << 20
+        manifest = wire.LaneManifest(
+            lane.name, snapshot.version, snapshot.heads, snapshot.data.numel(), bucket_bytes, snapshot.checksum
+        )
+        self._send(lane, manifest)
+        self._await(lane, wire.LanePosted, snapshot.version, timeout_s)
+        lanes.transfer(group, buckets(snapshot.data, bucket_bytes), lane.backend, timeout_s)
+        self._await(lane, wire.LaneLoaded, snapshot.version, timeout_s)
+
+    def _await(self, lane: PeerLane, kind: type, version: Version | None, timeout_s: float) -> Any:
+        deadline = clock.now() + timeout_s
+        while lane.state != "lost" and not self._closed:
+            try:
+                message = lane.inbox.get(timeout=min(0.2, max(0.001, deadline - clock.now())))
+            except queue.Empty:
+                if clock.now() >= deadline:
+                    raise LaneLost(f"no {kind.__name__} within {timeout_s:g} s") from None
+                if clock.now() - lane.last_seen > SILENCE_S:
+                    raise LaneLost(f"silent for {SILENCE_S:g} s while {kind.__name__} was due") from None
+                continue
+            if isinstance(message, wire.LaneFailed):
+                raise LaneLost(message.error)
+            if isinstance(message, kind) and (version is None or message.version == version):
+                return message
+        raise LaneLost("the lane has ended")
+
+    def _set_state(self, lane: PeerLane, state: str, acknowledged: Version | None = None) -> None:
+        with self._changed:
+            if lane.state == "lost":
+                raise LaneLost("the lane has ended")
+            lane.state = state
+            lane.acknowledged = acknowledged or lane.acknowledged
+            self._changed.notify_all()

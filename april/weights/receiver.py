@@ -1,0 +1,179 @@
+"""A worker's side of the weights: a thread that keeps a lane to the learner and stages what arrives.
+
+The worker's own loop takes staged weights between two decode steps, so an update never tears a forward pass:
+
+    receiver.connect(address)
+    if staged := receiver.take():
+        engine.load_weights(staged.version, staged.tensors)
+        receiver.loaded(staged.version)
+"""
+
+import logging
+import os
+import threading
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import zmq
+from torch import Tensor
+
+from april import clock, wire
+from april.config import WeightsSection
+from april.version import Version
+from april.weights import lane as lanes
+from april.weights.snapshot import SnapshotError, buckets, unpack
+
+log = logging.getLogger(__name__)
+
+SPEAK_S = 0.5
+"""how often the learner is told that this worker lives"""
+INVITATION_S = 5.0
+"""ask again after this long without a lane"""
+
+
+@dataclass(frozen=True)
+class Staged:
+    version: Version
+    tensors: dict[str, Tensor]
+    started_at: float
+    """when its manifest arrived, unix seconds"""
+
+
+class WeightReceiver:
+    def __init__(self, config: WeightsSection, uid: str, name: str, device: str):
+        self.config = config
+        self.uid, self.name, self.device = uid, name, device
+        self._lock = threading.Lock()
+        self._staged: Staged | None = None
+        self._loaded: Version | None = None
+        self._address = ""
+        self._closed = False
+        self._wake_reader, self._wake_writer = os.pipe()
+        self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
+        self._thread.start()
+
+    def connect(self, address: str) -> None:
+        """Where the learner's publisher is; a new address is a new learner."""
+        if address and address != self._address:
+            self._address = address
+            self._wake()
+
+    def take(self) -> Staged | None:
+        """Weights that have arrived whole and have not been taken."""
+        with self._lock:
+            staged, self._staged = self._staged, None
+        return staged
+
+    def loaded(self, version: Version) -> None:
+        """The engine samples from `version` now."""
+        with self._lock:
+            self._loaded = version
+        self._wake()
+
+    def close(self) -> None:
+        self._closed = True
+        self._wake()
+
+    def _wake(self) -> None:
+        os.write(self._wake_writer, b"x")
+
+    # --- the thread -----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        context = zmq.Context()
+        while not self._closed:
+            address = self._address
+            if not address:
+                self._sleep()
+                continue
+            socket = context.socket(zmq.DEALER)
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.connect(address)
+            connection = LearnerConnection(self, socket, address)
+            try:
+                connection.run()
+            finally:
+                socket.close()
+        context.term()
+
+    def _sleep(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._wake_reader, zmq.POLLIN)
+        if poller.poll(1000):
+            os.read(self._wake_reader, 4096)
+
+    def take_loaded(self) -> Version | None:
+        with self._lock:
+            version, self._loaded = self._loaded, None
+        return version
+
+    def stage(self, staged: Staged) -> None:
+        with self._lock:
+            self._staged = staged
+
+
+class LearnerConnection:
+    """The conversation with one learner process, lane after lane."""
+
+    def __init__(self, receiver: WeightReceiver, socket: zmq.Socket, address: str):
+        self.receiver = receiver
+        self.socket = socket
+        self.address = address
+        self.lane: wire.LaneInvite | None = None
+        self.group: dist.Backend | None = None
+        self._ask_again_at = 0.0
+
+    def run(self) -> None:
+        """Until the learner has another address or the receiver is closed."""
+        poller = zmq.Poller()
+        poller.register(self.socket, zmq.POLLIN)
+        poller.register(self.receiver._wake_reader, zmq.POLLIN)
+        while not self.receiver._closed and self.receiver._address == self.address:
+            self._speak()
+            ready = dict(poller.poll(SPEAK_S * 1000))
+            if self.receiver._wake_reader in ready:
+                os.read(self.receiver._wake_reader, 4096)
+            if version := self.receiver.take_loaded():
+                self._send(wire.LaneLoaded(self.lane.lane if self.lane else "", version))
+            while self.socket.poll(0):
+                self._receive(self.socket.recv_multipart())
+
+    def _speak(self) -> None:
+        if self.lane:
+            self._send(wire.LaneAlive(self.lane.lane))
+        elif clock.now() >= self._ask_again_at:
+            self._ask_again_at = clock.now() + INVITATION_S
+            self._send(wire.LaneJoin(self.receiver.uid, self.receiver.name, self.receiver.device))
+
+    def _send(self, message: wire.Message) -> None:
+        self.socket.send_multipart(wire.encode(message))
+
+    def _receive(self, frames: list) -> None:
+        try:
+            message = wire.decode(frames).message
+            if isinstance(message, wire.LaneInvite):
+                self._join(message)
+            elif isinstance(message, wire.LaneManifest) and self.lane and message.lane == self.lane.lane:
+                self._receive_weights(message)
+        except (wire.WireError, SnapshotError, RuntimeError, OSError) as error:
+            log.warning("lane to the learner failed: %s", error)
+            if self.lane:
+                self._send(wire.LaneFailed(self.lane.lane, str(error)[:500]))
+            self.lane = self.group = None
+            self._ask_again_at = 0.0
+
+    def _join(self, invite: wire.LaneInvite) -> None:
+        self.lane, self.group = invite, None
+        store = lanes.connect_store(invite.host, invite.port, invite.timeout_s)
+        self.group = lanes.join(invite.lane, store, lanes.WORKER, invite.backend, invite.timeout_s)
+        self._send(wire.LaneReady(invite.lane))
+
+    def _receive_weights(self, manifest: wire.LaneManifest) -> None:
+        started_at = clock.now()
+        data = torch.empty(manifest.total_bytes, dtype=torch.uint8)
+        self._send(wire.LanePosted(manifest.lane, manifest.version))
+        timeout_s = self.receiver.config.transfer_deadline_s
+        lanes.transfer(self.group, buckets(data, manifest.bucket_bytes), self.lane.backend, timeout_s)
+        tensors = unpack(manifest.tensors, data, manifest.checksum)
+        self.receiver.stage(Staged(manifest.version, tensors, started_at))

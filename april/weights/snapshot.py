@@ -1,0 +1,74 @@
+"""One version of the weights as a flat buffer with a table of contents: what travels over a lane."""
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from april.version import Version
+from april.wire import TensorHead
+
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+ALIGNMENT_BYTES = 16
+"""every tensor starts at a multiple of this"""
+
+
+class SnapshotError(RuntimeError):
+    """Bytes that are not the weights they are said to be."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    version: Version
+    heads: list[TensorHead]
+    data: Tensor
+    """uint8 [bytes], on the CPU"""
+    checksum: int
+
+
+def pack(version: Version, tensors: Mapping[str, Tensor]) -> Snapshot:
+    """Copy the tensors one behind the other, in the order of the mapping."""
+    heads = [TensorHead(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in tensors.items()]
+    offsets, total = layout(heads)
+    data = torch.zeros(total, dtype=torch.uint8)
+    for offset, tensor in zip(offsets, tensors.values(), strict=True):
+        flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        data[offset : offset + flat.numel()] = flat
+    return Snapshot(version, heads, data, checksum(data))
+
+
+def unpack(heads: list[TensorHead], data: Tensor, expected_checksum: int) -> dict[str, Tensor]:
+    """The tensors as views of the buffer. Raises SnapshotError if it was damaged on its way."""
+    if checksum(data) != expected_checksum:
+        raise SnapshotError("the weights that arrived differ from those that were sent")
+    tensors = {}
+    for offset, head in zip(layout(heads)[0], heads, strict=True):
+        flat = data[offset : offset + byte_size(head)]
+        tensors[head.name] = flat.view(DTYPES[head.dtype]).reshape(head.shape)
+    return tensors
+
+
+def layout(heads: list[TensorHead]) -> tuple[list[int], int]:
+    """(offset of every tensor, total size), bytes."""
+    offsets, total = [], 0
+    for head in heads:
+        offsets.append(total)
+        total += -(-byte_size(head) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return offsets, total
+
+
+def byte_size(head: TensorHead) -> int:
+    if head.dtype not in DTYPES:
+        raise SnapshotError(f"tensor {head.name} is of type {head.dtype}; weights are {', '.join(DTYPES)}")
+    return torch.Size(head.shape).numel() * DTYPES[head.dtype].itemsize
+
+
+def checksum(data: Tensor) -> int:
+    return zlib.crc32(data.cpu().numpy())
+
+
+def buckets(data: Tensor, bucket_bytes: int) -> list[Tensor]:
+    """Views of at most `bucket_bytes` each, in order."""
+    return list(data.split(bucket_bytes))

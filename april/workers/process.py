@@ -1,0 +1,48 @@
+"""A worker process: engine, connection and weights put together; `april worker` runs it."""
+
+import logging
+import signal
+import sys
+import uuid
+
+from april import clock
+from april.config import Config
+from april.process import log_to_stderr
+
+log = logging.getLogger(__name__)
+
+
+def run_worker(config: Config, address: str, name: str) -> int:
+    """Work for the broker at `address` until the run is over. Returns the exit status."""
+    import torch
+
+    from april.client import BrokerConnection, BrokerUnreachable
+    from april.weights.receiver import WeightReceiver
+    from april.workers.engines.torch_engine import TorchEngine
+    from april.workers.worker import Worker
+
+    log_to_stderr(name)
+    torch.set_num_threads(config.worker.threads)
+    device = config.worker.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    engine = TorchEngine(
+        config.model.path,
+        slots=config.worker.slots,
+        device=device,
+        chunk_tokens=config.worker.chunk_tokens,
+        chunk_s=config.worker.chunk_s,
+    )
+    uid = uuid.uuid4().hex
+    connection = BrokerConnection(address, "worker", name, uid)
+    worker = Worker(config, engine, connection, WeightReceiver(config.weights, uid, name, device))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: worker.stop(f"signal {signal.Signals(number).name}"))
+    started_at = clock.now()
+    try:
+        worker.run()
+    except BrokerUnreachable as error:
+        print(f"april worker: {error}", file=sys.stderr)
+        return 1
+    log.info("%d tokens generated in %.1f s", engine.generated_tokens, clock.now() - started_at)
+    return 0

@@ -1,0 +1,276 @@
+"""A generation worker: lease -> generate -> stream chunks to the broker -> score -> hand the score in.
+
+One thread drives everything: it drains the broker's messages, takes new weights between two decode steps,
+advances the engine by one step, and forwards chunks and scores. Weights arrive in a thread of their own,
+verifiers run in processes of their own.
+"""
+
+import logging
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from april import clock, wire
+from april.client import HEARTBEAT_S, BrokerConnection
+from april.config import Config
+from april.data.tokenizer import Tokenizer
+from april.weights.receiver import WeightReceiver
+from april.workers.engines.base import Chunk, Engine, EngineError, Request
+from april.workers.rewards.pool import RewardPool
+
+log = logging.getLogger(__name__)
+
+IDLE_POLL_MS = 20
+LANE_SPAN_S = 5.0
+"""a span of generation is reported at least this often"""
+
+
+@dataclass(slots=True)
+class Work:
+    """A leased sample in this worker's hands."""
+
+    grant: wire.Grant
+    tokens: list[np.ndarray]
+    """prompt and response in pieces, as they came and grew"""
+    length: int
+    """response tokens"""
+    finished: bool
+    """the response is complete; only its score is missing"""
+    unacknowledged: list[tuple[int, Chunk]] = field(default_factory=list)
+    """(start, chunk) that may have to be sent again"""
+    closing: wire.Message | None = None
+    """Scored or GiveBack, sent and not yet answered"""
+
+
+class Worker:
+    def __init__(self, config: Config, engine: Engine, connection: BrokerConnection, receiver: WeightReceiver):
+        self.config = config
+        self.engine = engine
+        self.connection = connection
+        self.receiver = receiver
+        self.tokenizer = Tokenizer(config.model.path)
+        self.stop_tokens = self.tokenizer.eos_token_ids | frozenset(config.sampling.stop_token_ids)
+        self.rewards = RewardPool(config.reward.processes, config.reward.timeout_s)
+        self.works: dict[int, Work] = {}
+        self.watermark = 0
+        self.renew_s = config.broker.renew_s
+        self.stopping = ""
+        self._next_heartbeat = 0.0
+        self._next_renewal = 0.0
+        self._busy_since: float | None = None
+
+    # --- life -----------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Work until the broker says stop. Raises BrokerUnreachable when it is gone for good."""
+        self._say_hello()
+        while not self.stopping:
+            self.turn()
+        self._leave()
+
+    def stop(self, reason: str) -> None:
+        """Leave after the turn that is under way."""
+        self.stopping = reason
+
+    def turn(self) -> None:
+        """One pass: messages, weights, one decode step, scores, heartbeat."""
+        for received in self.connection.receive(0 if self._has_work() else IDLE_POLL_MS):
+            self._handle(received)
+        self._take_weights()
+        if self.engine.live and self.engine.version is not None:
+            for chunk in self.engine.step():
+                self._send_new(chunk)
+        for score in self.rewards.poll():
+            self._hand_in(score.key, score.reward, score.error)
+        self._report_span()
+        self._heartbeat()
+
+    def _has_work(self) -> bool:
+        return bool(self.engine.live and self.engine.version is not None) or self.rewards.pending > 0
+
+    def _say_hello(self) -> None:
+        welcome = self.connection.hello(list(self.works))
+        self.renew_s, self.watermark = welcome.renew_s, max(self.watermark, welcome.watermark)
+        for token in welcome.lost:
+            self._drop(token)
+        self.receiver.connect(welcome.weights_address)
+        if self.engine.version is not None:
+            self._report_holding(0.0)
+        self._hand_back_aborted()
+        for work in self.works.values():
+            self._send_again(work, 0)
+
+    def _leave(self) -> None:
+        """Hand in what there is, so that nothing generated is lost, and say goodbye."""
+        log.info("stopping: %s", self.stopping)
+        for token in list(self.works):
+            self._give_back(token, "leave")
+        self._close_span()
+        self.connection.send(wire.Heartbeat([], self.engine.generated_tokens))
+        self.connection.send(wire.Goodbye())
+        self.close()
+
+    def close(self) -> None:
+        self.rewards.close()
+        self.receiver.close()
+        self.connection.close()
+        self.engine.close()
+
+    def _heartbeat(self) -> None:
+        now = clock.now()
+        if now < self._next_heartbeat:
+            return
+        leases = list(self.works) if now >= self._next_renewal else []
+        if leases:
+            self._next_renewal = now + self.renew_s
+        self._next_heartbeat = now + HEARTBEAT_S
+        self.connection.send_control(wire.Heartbeat(leases, self.engine.generated_tokens))
+        self.connection.check_alive()
+
+    # --- messages -------------------------------------------------------------------------------------------
+
+    def _handle(self, received: wire.Received) -> None:
+        message = received.message
+        match message:
+            case wire.Grant():
+                self._accept(message, received.arrays[0])
+            case wire.ChunkAck():
+                self._acknowledged(message.token, message.length)
+            case wire.ResendFrom():
+                if work := self.works.get(message.token):
+                    self._send_again(work, message.start)
+            case wire.Done():
+                self.works.pop(message.token, None)
+            case wire.Abort():
+                self.watermark = max(self.watermark, message.watermark)
+                self._hand_back_aborted()
+            case wire.Cancel(tokens) | wire.Renewed(tokens):
+                for token in tokens:
+                    self._drop(token)
+            case wire.WeightsAt():
+                self.receiver.connect(message.address)
+            case wire.Stop():
+                self.stop(message.reason)
+            case wire.Refused() if "unknown session" in message.reason:
+                self._say_hello()
+            case wire.Refused():
+                log.warning("refused: %s", message.reason)
+                self._drop(message.token)
+
+    def _accept(self, grant: wire.Grant, tokens: np.ndarray) -> None:
+        work = Work(grant, [tokens], len(tokens) - grant.prompt_tokens, finished=grant.scoring)
+        self.works[grant.token] = work
+        if grant.scoring:
+            self._score(work, grant.finish_reason)
+        elif grant.token <= self.watermark and not grant.evaluation:
+            self._give_back(grant.token, "abort")
+        else:
+            request = Request(
+                id=grant.token,
+                tokens=tokens,
+                max_new_tokens=grant.max_new_tokens,
+                seed=grant.seed,
+                temperature=grant.temperature,
+                top_p=grant.top_p,
+                top_k=grant.top_k,
+                stop_token_ids=self.stop_tokens,
+            )
+            try:
+                self.engine.submit(request)
+            except EngineError as error:
+                self._give_back(grant.token, "generation_failed", str(error))
+
+    def _acknowledged(self, token: int, length: int) -> None:
+        if work := self.works.get(token):
+            work.unacknowledged = [(start, chunk) for start, chunk in work.unacknowledged if start >= length]
+
+    # --- tokens ---------------------------------------------------------------------------------------------
+
+    def _send_new(self, chunk: Chunk) -> None:
+        work = self.works.get(chunk.id)
+        if work is None:
+            return
+        work.unacknowledged.append((work.length, chunk))
+        self._send_chunk(work.length, chunk)
+        work.tokens.append(chunk.tokens)
+        work.length += len(chunk.tokens)
+        if chunk.finish_reason:
+            work.finished = True
+            self._score(work, chunk.finish_reason)
+
+    def _send_chunk(self, start: int, chunk: Chunk) -> None:
+        message = wire.Chunk(chunk.id, start, chunk.version, chunk.finish_reason or "")
+        self.connection.send(message, [chunk.tokens, chunk.logprobs])
+
+    def _send_again(self, work: Work, start: int) -> None:
+        for chunk_start, chunk in work.unacknowledged:
+            if chunk_start >= start:
+                self._send_chunk(chunk_start, chunk)
+        if work.closing:
+            self.connection.send(work.closing)
+
+    def _score(self, work: Work, finish_reason: str) -> None:
+        grant = work.grant
+        response = np.concatenate(work.tokens)[grant.prompt_tokens :]
+        self.rewards.submit(grant.token, grant.reward, self.tokenizer.decode(response), grant.label, finish_reason)
+
+    def _hand_in(self, token: int, reward: float | None, error: str | None) -> None:
+        work = self.works.get(token)
+        if work is None:
+            return
+        if reward is None:
+            work.closing = wire.GiveBack(token, work.length, "scoring_failed", error or "no reward")
+        else:
+            work.closing = wire.Scored(token, reward)
+        self.connection.send(work.closing)
+
+    def _hand_back_aborted(self) -> None:
+        """Every training sample at or below the watermark that still generates goes back with its tokens."""
+        for token, work in list(self.works.items()):
+            if token <= self.watermark and not work.grant.evaluation:
+                self._give_back(token, "abort")
+
+    def _give_back(self, token: int, cause: str, error: str = "") -> None:
+        """Stop generating a sample; one that is being scored already stays, unless this worker leaves."""
+        for chunk in self.engine.cancel(token):
+            self._send_new(chunk)
+        work = self.works[token]
+        if work.closing or (work.finished and cause == "abort"):
+            return
+        work.closing = wire.GiveBack(token, work.length, cause, error)
+        self.connection.send(work.closing)
+
+    def _drop(self, token: int) -> None:
+        """The lease has ended: what is generated for it no longer counts."""
+        if self.works.pop(token, None):
+            self.engine.cancel(token)
+
+    # --- weights and the record -----------------------------------------------------------------------------
+
+    def _take_weights(self) -> None:
+        staged = self.receiver.take()
+        if staged is None:
+            return
+        self.engine.load_weights(staged.version, staged.tensors)
+        self.receiver.loaded(staged.version)
+        self._report_holding(clock.now() - staged.started_at)
+
+    def _report_holding(self, loaded_in_s: float) -> None:
+        capacity = self.engine.slots + self.config.worker.prefetch
+        self.connection.send(wire.Holding(self.engine.version, capacity, loaded_in_s))
+
+    def _report_span(self) -> None:
+        now = clock.now()
+        if self.engine.live and self.engine.version is not None:
+            if self._busy_since is None:
+                self._busy_since = now
+            elif now - self._busy_since > LANE_SPAN_S:
+                self._close_span()
+                self._busy_since = now
+        else:
+            self._close_span()
+
+    def _close_span(self) -> None:
+        if self._busy_since is not None:
+            self.connection.send(wire.Lane("generate", self._busy_since, clock.now()))
+            self._busy_since = None
