@@ -30,7 +30,7 @@ class LiveView:
         self.on_terminal = self.console.is_terminal and not self.console.is_dumb_terminal
         self.status: dict = {}
         self.last_step: dict = {}
-        self.rewards: deque[float] = deque(maxlen=40)
+        self.rewards: deque[float] = deque(maxlen=20)
         self.live = Live(get_renderable=self.panel, console=self.console, refresh_per_second=REFRESH_HZ)
 
     def __enter__(self) -> "LiveView":
@@ -94,7 +94,7 @@ def overview(status: dict, last_step: dict, rewards: list[float]) -> Table:
     left = f"  ETA {duration(status['eta_s'])}" if status.get("eta_s") is not None else ""
     done, needed = status.get("groups_complete") or 0, status.get("groups_needed") or 0
     groups = Table.grid(padding=(0, 1))
-    groups.add_row(ProgressBar(total=max(needed, 1), completed=done, width=24, **BAR_STYLE), f"{done} of {needed}")
+    groups.add_row(ProgressBar(total=max(needed, 1), completed=done, width=14, **BAR_STYLE), f"{done} of {needed}")
 
     table = Table.grid(padding=(0, 2))
     for style in ("dim", "", "dim", ""):
