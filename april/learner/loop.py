@@ -52,7 +52,7 @@ def run(config: Config, trainer: Trainer, source: Source | None, publisher: Publ
     """
     group = handover_group()
     saved_step = trainer.restore()
-    branch, frontier = share_numbers(source.start(saved_step) if source else (0, 0))
+    branch, frontier = share_numbers(source.start(saved_step) if source else (0, 0), group)
     publish_metrics = {}
     if trainer.step_count >= frontier:
         publish_metrics = publish(trainer, publisher, branch)
@@ -96,8 +96,8 @@ def publish(trainer: Trainer, publisher: Publisher | None, branch: int) -> dict[
     return {**metrics, "publish_s": time.perf_counter() - began}
 
 
-def share_numbers(numbers: tuple[int, ...]) -> tuple[int, ...]:
-    """Rank 0's integers on every rank."""
+def share_numbers(numbers: tuple[int, ...], group: dist.ProcessGroup) -> tuple[int, ...]:
+    """Rank 0's integers on every rank of `group`; the others pass as many."""
     tensor = torch.tensor(numbers)
-    dist.broadcast(tensor, src=0)
+    dist.broadcast(tensor, src=0, group=group)
     return tuple(tensor.tolist())
