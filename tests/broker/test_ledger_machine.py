@@ -43,12 +43,29 @@ class Pipeline(RuleBasedStateMachine):
         min_group_size=st.sampled_from([None, 1]),
         train_last_batch=st.booleans(),
     )
-    def start(self, batch_groups, group_size, max_staleness, over_sampling, partial_rollout, overlap, rows, epochs,
-              min_group_size, train_last_batch):
+    def start(
+        self,
+        batch_groups,
+        group_size,
+        max_staleness,
+        over_sampling,
+        partial_rollout,
+        overlap,
+        rows,
+        epochs,
+        min_group_size,
+        train_last_batch,
+    ):
         round_groups = max(1, round(over_sampling * batch_groups))
         overlap = overlap and max_staleness > 0
-        self.rules = Rules(batch_groups, group_size, max_staleness, max_attempts=3, min_group_size=min_group_size,
-                           max_response_tokens=RESPONSE_BUDGET)
+        self.rules = Rules(
+            batch_groups,
+            group_size,
+            max_staleness,
+            max_attempts=3,
+            min_group_size=min_group_size,
+            max_response_tokens=RESPONSE_BUDGET,
+        )
         self.log = []
         self.ledger = Ledger(self.rules, record=self.journal)
         self.schedule = RoundSchedule(
@@ -202,7 +219,11 @@ class Pipeline(RuleBasedStateMachine):
         assert again.account() == self.ledger.account()
         assert sorted(again.leases) == sorted(self.ledger.leases)
         assert (again.next_step, again.consumed, again.frontier, again.cursor, again.round, again.round_open) == (
-            self.ledger.next_step, self.ledger.consumed, self.ledger.frontier, self.ledger.cursor, self.ledger.round,
+            self.ledger.next_step,
+            self.ledger.consumed,
+            self.ledger.frontier,
+            self.ledger.cursor,
+            self.ledger.round,
             self.ledger.round_open,
         )
         assert again.cohorts.summary() == self.ledger.cohorts.summary()

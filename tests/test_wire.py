@@ -1,0 +1,81 @@
+"""Messages survive the wire unchanged; anything else is a WireError and nothing worse."""
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from april import wire
+from april.version import Version
+
+GRANT = wire.Grant(
+    token=(3 << 32) | 7, group=4, index=1, scoring=False, evaluation=False, prompt_tokens=2, max_new_tokens=9,
+    seed=2**62, temperature=1.0, top_p=1.0, top_k=0, label="12", reward="final_answer", finish_reason="",
+)  # fmt: skip
+HEAD = wire.SampleHead(0, 3, 1.0, "stop", [(0, 3, Version(0, 1))])
+EXAMPLES = [
+    (wire.Hello("worker", "w0", "u", [1, 2]), []),
+    (GRANT, [np.arange(5, dtype="i4")]),
+    (wire.Chunk(7, 0, Version(1, 2), "stop"), [np.arange(3, dtype="i4"), np.ones(3, "f4")]),
+    (wire.Batch(4, [wire.GroupHead(9, 2, [HEAD])]), [np.arange(5, dtype="i4"), np.zeros(3, "f4")]),
+    (wire.Consumed(4, {"loss": 0.5}), []),
+    (wire.Status(), [np.frombuffer(b"{}", np.uint8)]),
+    (wire.Chunk(7, 0, Version(1, 2)), [np.empty(0, "i4"), np.empty(0, "f4")]),
+]
+
+
+def frames_of(message, arrays):
+    return [bytes(frame) for frame in wire.encode(message, arrays, session=5, sequence=6)]
+
+
+@pytest.mark.parametrize(("message", "arrays"), EXAMPLES)
+def test_what_is_sent_is_what_arrives(message, arrays):
+    received = wire.decode(frames_of(message, arrays))
+    assert (received.message, received.session, received.sequence) == (message, 5, 6)
+    assert [(a.dtype, a.tolist()) for a in received.arrays] == [(a.dtype, a.tolist()) for a in arrays]
+
+
+def test_every_message_has_a_tag_of_its_own():
+    names = [kind.__name__ for kind in wire.MESSAGES]
+    assert len(names) == len(set(names))
+
+
+@given(st.lists(st.binary(max_size=80), max_size=5))
+def test_arbitrary_frames_raise_only_wire_errors(frames):
+    with pytest.raises(wire.WireError):
+        wire.decode(frames)
+
+
+@settings(max_examples=500)
+@given(st.sampled_from(EXAMPLES), st.data())
+def test_a_damaged_message_is_refused_or_harmless(example, data):
+    """A flipped bit, a cut or a lost frame is found, or still leaves a well-typed message."""
+    frames = frames_of(*example)
+    which = data.draw(st.sampled_from([place for place, frame in enumerate(frames) if frame]))
+    damage = data.draw(st.sampled_from(["flip", "cut", "drop", "repeat"]))
+    if damage == "drop":
+        del frames[which]
+    elif damage == "repeat":
+        frames.insert(which, frames[which])
+    elif damage == "cut":
+        frames[which] = frames[which][:-1]
+    else:
+        at = data.draw(st.integers(0, len(frames[which]) - 1))
+        flipped = frames[which][at] ^ (1 << data.draw(st.integers(0, 7)))
+        frames[which] = frames[which][:at] + bytes([flipped]) + frames[which][at + 1 :]
+    try:
+        received = wire.decode(frames)
+    except wire.WireError:
+        return
+    assert isinstance(received.message, tuple(wire.MESSAGES))
+    assert which < 2, "damage in an array must be found by its checksum"
+
+
+def test_a_huge_claimed_array_is_refused_before_it_is_made():
+    frames = frames_of(*EXAMPLES[2])
+    body = msgspec.msgpack.decode(frames[1])
+    body[1][0][1] = [2**40]
+    frames[1] = msgspec.msgpack.encode(body)
+    with pytest.raises(wire.WireError, match="size"):
+        wire.decode(frames)
