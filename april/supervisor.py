@@ -96,6 +96,7 @@ class Supervisor:
         self.connection: BrokerConnection | None = None
         self.stop_by: float | None = None
         self._stop_signals = 0
+        self._over = False
         self._metrics_read = 0
         self._next_status = 0.0
 
@@ -103,6 +104,7 @@ class Supervisor:
         self.logs.mkdir(parents=True, exist_ok=True)
         config_path = self.run_dir / "config.toml"
         config_path.write_text(self.config.to_toml())
+        (self.run_dir / "address").unlink(missing_ok=True)
         previous = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             self.broker = self._part("broker", ["broker", str(config_path)])
@@ -167,11 +169,11 @@ class Supervisor:
                 return self._broker_ended()
             if self.learner.status not in (None, 0):
                 self._fail(self.learner)
-            if self.stop_by is None:
+            if self._stop_signals and self.stop_by is None:
+                self._ask_to_stop()
+            if not self._over and self.stop_by is None:
                 self._restart_workers()
-                if self._stop_signals:
-                    self._ask_to_stop()
-            elif clock.now() > self.stop_by:
+            if self.stop_by is not None and clock.now() > self.stop_by:
                 raise RunFailed(f"the run did not stop within {STOP_S:g} s and was killed")
 
     def _restart_workers(self) -> None:
@@ -235,7 +237,9 @@ class Supervisor:
             self.connection.send(wire.StatusRequest())
         for received in self.connection.receive(POLL_MS):
             if isinstance(received.message, wire.Status):
-                self.view.update(orjson.loads(received.arrays[0].tobytes()))
+                status = orjson.loads(received.arrays[0].tobytes())
+                self._over = status["phase"] == "finished"
+                self.view.update(status)
 
     def _show_new_steps(self) -> None:
         metrics = self.run_dir / "metrics.jsonl"

@@ -384,7 +384,7 @@ def decode(frames: list) -> Received:
         raise WireError("frames do not agree with the header")
     try:
         body = _decoder.decode(frames[1])
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise WireError(f"body does not decode: {error}") from None
     if len(body.arrays) != count:
         raise WireError("arrays do not agree with the body")

@@ -23,6 +23,7 @@ class Recorder:
         self.started_at = started_at
         self.metrics_path = run_dir / "metrics.jsonl"
         self.steps: dict[int, dict[str, Any]] = read_steps(self.metrics_path)
+        """by batch, from 0"""
         self.wall_before_s = read_wall_s(run_dir / "summary.json")
         self.evaluations: dict[int, dict[str, Any]] = {}
         self.generating_s = sum(step["rollout_s"] for step in self.steps.values())
@@ -61,7 +62,10 @@ class Recorder:
     # --- steps ----------------------------------------------------------------------------------------------
 
     def consumed(self, step: int, ledger: Ledger, learner: dict[str, float], now: float) -> dict[str, Any]:
-        """Write down a step that the learner has trained; one that is replayed keeps its first line."""
+        """Write down batch `step`, which the learner has trained; one that is replayed keeps its first line.
+
+        The line's own `step` counts the batches in the weights from then on.
+        """
         if step not in self.steps:
             record = self._describe(step, ledger, learner, now)
             self.steps[step] = record
@@ -78,7 +82,7 @@ class Recorder:
         created = ledger.cohorts.created[self._settled :]
         self._settled = len(ledger.cohorts.created)
         record = {
-            "step": step,
+            "step": step + 1,
             "time": round(now, 3),
             "reward": round(sum(sample.reward for sample in samples) / len(samples), 6),
             "groups": len(groups),
@@ -175,7 +179,7 @@ def per_second(tokens: int, seconds: float) -> float:
 
 
 def read_steps(path: Path) -> dict[int, dict[str, Any]]:
-    """The lines that an earlier broker of this run wrote; a torn last line is cut off."""
+    """The lines that an earlier broker of this run wrote, by batch; a torn last line is cut off."""
     steps: dict[int, dict[str, Any]] = {}
     if not path.exists():
         return steps
@@ -185,7 +189,7 @@ def read_steps(path: Path) -> dict[int, dict[str, Any]]:
             os.truncate(path, good)
             break
         record = orjson.loads(line)
-        steps[record["step"]] = record
+        steps[record["step"] - 1] = record
         good += len(line)
     return steps
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+GIVE_BACK_CAUSES = ("abort", "leave", "generation_failed", "scoring_failed")
+
 
 class WorkerDesk:
     def __init__(self, service: "Service"):
@@ -125,6 +127,8 @@ class WorkerDesk:
 
     def on_GiveBack(self, session: Session, received: wire.Received, now: float) -> None:
         message = received.message
+        if message.cause not in GIVE_BACK_CAUSES:
+            raise wire.WireError(f"a sample is given back for {', '.join(GIVE_BACK_CAUSES)}, not {message.cause!r}")
         if not self._holds(session.uid, message.token):
             return self._refuse(session, received, "the lease is not current")
         sample = self.ledger.leases[message.token].sample

@@ -71,9 +71,12 @@ class WeightReceiver:
             self._loaded = version
         self._wake()
 
-    def close(self) -> None:
+    def close(self, timeout_s: float = 2.0) -> bool:
+        """End the thread; False if it is stuck in a transfer that has yet to time out."""
         self._closed = True
         self._wake()
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     def _wake(self) -> None:
         os.write(self._wake_writer, b"x")
@@ -94,6 +97,7 @@ class WeightReceiver:
             try:
                 connection.run()
             finally:
+                connection.leave()
                 socket.close()
         context.term()
 
@@ -139,6 +143,10 @@ class LearnerConnection:
             while self.socket.poll(0):
                 self._receive(self.socket.recv_multipart())
 
+    def leave(self) -> None:
+        """Drop the lane, which tells a learner that waits on it at once."""
+        self.lane = self.group = None
+
     def _speak(self) -> None:
         if self.lane:
             self._send(wire.LaneAlive(self.lane.lane))
@@ -160,7 +168,7 @@ class LearnerConnection:
             log.warning("lane to the learner failed: %s", error)
             if self.lane:
                 self._send(wire.LaneFailed(self.lane.lane, str(error)[:500]))
-            self.lane = self.group = None
+            self.leave()
             self._ask_again_at = 0.0
 
     def _join(self, invite: wire.LaneInvite) -> None:

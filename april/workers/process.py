@@ -1,6 +1,7 @@
 """A worker process: engine, connection and weights put together; `april worker` runs it."""
 
 import logging
+import os
 import signal
 import sys
 import uuid
@@ -38,11 +39,15 @@ def run_worker(config: Config, address: str, name: str) -> int:
     worker = Worker(config, engine, connection, WeightReceiver(config.weights, uid, name, device))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: worker.stop(f"signal {signal.Signals(number).name}"))
-    started_at = clock.now()
+    started_at, status = clock.now(), 0
     try:
         worker.run()
+        log.info("%d tokens generated in %.1f s", engine.generated_tokens, clock.now() - started_at)
     except BrokerUnreachable as error:
         print(f"april worker: {error}", file=sys.stderr)
-        return 1
-    log.info("%d tokens generated in %.1f s", engine.generated_tokens, clock.now() - started_at)
-    return 0
+        status = 1
+    if not worker.close():
+        log.warning("a transfer of weights is stuck; the process ends without waiting for it")
+        sys.stderr.flush()
+        os._exit(status)
+    return status

@@ -108,13 +108,13 @@ class Worker:
         self._close_span()
         self.connection.send(wire.Heartbeat([], self.engine.generated_tokens))
         self.connection.send(wire.Goodbye())
-        self.close()
 
-    def close(self) -> None:
+    def close(self) -> bool:
+        """Let go of everything; False if the weights thread is stuck and the process must be ended hard."""
         self.rewards.close()
-        self.receiver.close()
         self.connection.close()
         self.engine.close()
+        return self.receiver.close()
 
     def _heartbeat(self) -> None:
         now = clock.now()

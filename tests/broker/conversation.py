@@ -1,0 +1,120 @@
+"""A broker without sockets, and peers that talk to it frame by frame."""
+
+import numpy as np
+
+from april import wire
+from april.broker.journal import Journal
+from april.broker.prompts import PromptBook
+from april.broker.service import Service
+from april.version import Version
+
+
+class Conversation:
+    """Messages in, messages out, time by hand. What a peer is sent collects in its `inbox`."""
+
+    def __init__(self, config):
+        self.config = config
+        self.now = 1_000_000.0
+        self.peers = {}
+        self.start()
+
+    def start(self):
+        self.journal = Journal(self.config.run_dir / "journal")
+        self.service = Service(self.config, PromptBook(self.config), self.journal, self.now)
+        self.deliver()
+
+    def restart_broker(self):
+        """The broker's process dies and comes back; its peers have to say hello again."""
+        self.journal.close()
+        self.peers = {}
+        self.start()
+
+    @property
+    def ledger(self):
+        return self.service.ledger
+
+    def deliver(self):
+        self.journal.sync()
+        outgoing, self.service.sessions.outgoing = self.service.sessions.outgoing, []
+        for message in outgoing:
+            frames = [bytes(f) for f in wire.encode(message.message, message.arrays, message.session, message.sequence)]
+            self.peers[message.route.split(b"/")[0]].inbox.append(wire.decode(frames))
+
+    def tick(self, seconds=0.0):
+        self.now += seconds
+        self.service.tick(self.now)
+        self.deliver()
+
+
+class Peer:
+    def __init__(self, conversation, role, name, uid=None):
+        self.conversation = conversation
+        self.role, self.name, self.uid = role, name, uid or name + "-uid"
+        self.inbox = []
+        self.session = 0
+        conversation.peers[name.encode()] = self
+
+    def hello(self, leases=()):
+        self.say(wire.Hello(self.role, self.name, self.uid, list(leases)))
+        welcome = self.take(wire.Welcome)[-1].message
+        self.session = welcome.session
+        self.say(wire.Bind(), connection=b"control")
+        return welcome
+
+    def say(self, message, arrays=(), connection=b"data"):
+        frames = [bytes(frame) for frame in wire.encode(message, list(arrays), self.session, 1)]
+        route = self.name.encode() + b"/" + connection
+        self.conversation.service.handle(route, frames, self.conversation.now)
+        self.conversation.tick()
+
+    def take(self, kind):
+        """The messages of a kind that have arrived since the last call, oldest first."""
+        found = [received for received in self.inbox if isinstance(received.message, kind)]
+        self.inbox = [received for received in self.inbox if not isinstance(received.message, kind)]
+        return found
+
+
+class FakeWorker(Peer):
+    def __init__(self, conversation, name="w0", uid=None):
+        super().__init__(conversation, "worker", name, uid)
+
+    def join(self, step=0, capacity=10, leases=()):
+        welcome = self.hello(leases)
+        self.hold(step, capacity)
+        return welcome
+
+    def hold(self, step, capacity=10):
+        self.version = Version(0, step)
+        self.say(wire.Holding(self.version, capacity))
+
+    def grants(self):
+        return [received.message for received in self.take(wire.Grant)]
+
+    def chunk(self, grant, start, count, finish_reason="", version=None):
+        ids = np.arange(start, start + count, dtype="i4") % 40 + 2
+        message = wire.Chunk(grant.token, start, version or self.version, finish_reason)
+        self.say(message, [ids, np.full(count, -0.5, "f4")])
+
+    def complete(self, grant, count=4, reward=1.0):
+        self.chunk(grant, 0, count, "stop")
+        self.say(wire.Scored(grant.token, reward))
+
+
+class FakeLearner(Peer):
+    def __init__(self, conversation):
+        super().__init__(conversation, "learner", "learner")
+
+    def join(self, step=0):
+        self.hello()
+        self.say(wire.LearnerStart(step, "tcp://weights"))
+        return self.take(wire.LearnerStarted)[-1].message
+
+    def fetch(self, step):
+        """The batch if it exists by now, with its arrays as lists."""
+        self.say(wire.Fetch(step))
+        batches = self.take(wire.Batch)
+        return (batches[-1].message, [array.tolist() for array in batches[-1].arrays]) if batches else None
+
+    def consume(self, step):
+        self.say(wire.Consumed(step, {"loss": 0.5}))
+        assert self.take(wire.Accepted)
