@@ -1,0 +1,141 @@
+"""Weights reach every worker; a dead, hung or new one costs nobody else anything. Real processes, real gloo."""
+
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from april.config import WeightsSection
+from april.version import Version
+from april.weights.publisher import WeightPublisher
+
+PATIENCE_S = 60.0
+
+
+class LaneWorker:
+    def __init__(self, address, name):
+        script = Path(__file__).with_name("lane_worker.py")
+        self.process = subprocess.Popen([sys.executable, script, address, name], stdout=subprocess.PIPE, text=True)
+        self.lines = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+        assert self.next_line() == "started"
+
+    def _read(self):
+        for line in self.process.stdout:
+            self.lines.put(line.strip())
+
+    def next_line(self, timeout_s=PATIENCE_S):
+        return self.lines.get(timeout=timeout_s)
+
+    def await_version(self, version):
+        """The sum that the worker found in `version`; earlier ones are passed over."""
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:
+            found, total = self.next_line().split()
+            if found == str(version):
+                return float(total)
+        raise AssertionError(f"{version} never arrived")
+
+    def end(self):
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+
+@pytest.fixture
+def publisher():
+    publisher = WeightPublisher(WeightsSection(publish_deadline_s=8.0, transfer_deadline_s=3.0), "test", "cpu")
+    yield publisher
+    publisher.close()
+
+
+@pytest.fixture
+def worker(publisher):
+    workers = []
+
+    def start(name):
+        workers.append(LaneWorker(publisher.address, name))
+        return workers[-1]
+
+    yield start
+    for each in workers:
+        each.end()
+
+
+def weights(step, size=200_000):
+    generator = torch.Generator().manual_seed(step)
+    return {
+        "a": torch.randn(size, generator=generator),
+        "b": torch.randn(3, 5, generator=generator).bfloat16(),
+        "empty": torch.zeros(0),
+    }
+
+
+def total(step):
+    return pytest.approx(sum(float(t.double().sum()) for t in weights(step).values()), abs=1e-4)
+
+
+def test_every_worker_gets_every_version(publisher, worker):
+    workers = [worker("w0"), worker("w1")]
+    publisher.publish(Version(0, 0), weights(0))
+    assert [each.await_version(Version(0, 0)) for each in workers] == [total(0)] * 2
+    for step in range(1, 4):
+        figures = publisher.publish(Version(0, step), weights(step))
+        assert figures["publish_workers"] == 2 and figures["publish_late"] == 0
+        assert [each.await_version(Version(0, step)) for each in workers] == [total(step)] * 2
+
+
+def test_a_version_larger_than_a_bucket_arrives_whole(publisher, worker):
+    first = worker("w0")
+    publisher.publish(Version(0, 0), {"a": torch.full((9_000_000,), 0.5)})
+    assert first.await_version(Version(0, 0)) == 4_500_000
+
+
+def test_a_late_joiner_gets_the_newest_version(publisher, worker):
+    publisher.publish(Version(0, 0), weights(0))
+    publisher.publish(Version(0, 1), weights(1))
+    assert worker("w0").await_version(Version(0, 1)) == total(1)
+
+
+def test_a_killed_worker_does_not_keep_the_others_from_their_weights(publisher, worker):
+    victim, other = worker("w0"), worker("w1")
+    publisher.publish(Version(0, 0), weights(0))
+    for each in (victim, other):
+        each.await_version(Version(0, 0))
+    victim.end()
+    figures = publisher.publish(Version(0, 1), weights(1))
+    assert other.await_version(Version(0, 1)) == total(1)
+    assert figures["publish_workers"] == 1
+
+
+def test_a_restarted_worker_takes_its_predecessor_s_place(publisher, worker):
+    first = worker("w0")
+    publisher.publish(Version(0, 0), weights(0))
+    first.await_version(Version(0, 0))
+    first.end()
+    second = worker("w0")
+    assert second.await_version(Version(0, 0)) == total(0)
+    assert publisher.publish(Version(0, 1), weights(1))["publish_workers"] == 1
+    assert second.await_version(Version(0, 1)) == total(1)
+
+
+def test_a_hung_worker_costs_its_own_lane_and_comes_back_when_it_wakes(publisher, worker):
+    hung, other = worker("w0"), worker("w1")
+    publisher.publish(Version(0, 0), weights(0))
+    for each in (hung, other):
+        each.await_version(Version(0, 0))
+    hung.process.send_signal(signal.SIGSTOP)
+    publisher.publish(Version(0, 1), weights(1))
+    assert other.await_version(Version(0, 1)) == total(1)
+    hung.process.send_signal(signal.SIGCONT)
+    publisher.publish(Version(0, 2), weights(2))
+    assert [each.await_version(Version(0, 2)) for each in (hung, other)] == [total(2)] * 2
+
+
+def test_a_publish_without_workers_returns_at_once(publisher):
+    assert publisher.publish(Version(0, 0), weights(0))["publish_workers"] == 0
