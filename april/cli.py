@@ -8,6 +8,8 @@ from april import __version__
 from april import config as configuration
 from april.config import Config, ConfigError
 
+INTERRUPTED = 130
+"""exit status of a run that was stopped by the user"""
 OVERRIDES = "every key of the configuration can be given as --section.key value:\n"
 
 
@@ -80,10 +82,10 @@ def run_command(options, overrides: list[str]) -> int:
 
     config = choose_folder(configuration.load(options.config, overrides), options.resume)
     check_inputs(config)
-    status = 0
     with LiveView() as view:
         try:
-            Supervisor(config, view).run()
+            state = Supervisor(config, view).run()
+            status = INTERRUPTED if state == "stopped" else 0
         except RunFailed as error:
             view.note(f"april run: {error}")
             status = 1

@@ -138,7 +138,7 @@ class Supervisor:
 
     def _learner_part(self, config_path: Path, address: str) -> Part:
         ranks = str(self.config.learner.ranks)
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
+        torchrun = [sys.executable, "-m", "april.learner.launch", "--standalone", "--nproc-per-node", ranks]
         command = [*torchrun, "-m", "april.learner", str(config_path), "--connect", address]
         return Part("learner", command, self.logs / "learner.log", self.config.learner.threads)
 

@@ -1,57 +1,70 @@
-"""What most tests need: a policy folder that nobody trained, and prompts for it."""
+"""What most tests need: a policy folder that takes seconds to make, and prompts for it."""
 
+import random
+
+import orjson
 import pytest
+import torch
 
-from april.data.make_data import make_data
-from april.policy.model import build_model, save_policy
+from april.policy.model import EOS, VOCABULARY, build_model, save_policy
+
+GUESSING_STEPS = 60
+FILLER, ANSWERS = ",", "01"
 
 
 @pytest.fixture(scope="session")
 def policy_folder(tmp_path_factory):
-    """A tiny Qwen3 with random weights, as a Hugging Face folder."""
+    """A tiny Qwen3 that writes some filler and then guesses: half its answers are right, lengths are long-tailed."""
     folder = tmp_path_factory.mktemp("policy")
-    save_policy(build_model(hidden_size=64, layers=1, seed=0), folder)
+    model = build_model(hidden_size=64, layers=1, seed=0)
+    chance = random.Random(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(GUESSING_STEPS):
+        rows = [guess(chance) for _ in range(16)]
+        width = max(map(len, rows))
+        ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
+        loss = model(ids, labels=ids.masked_fill(ids == 0, -100)).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    save_policy(model, folder)
     return folder
+
+
+def guess(chance):
+    """Token ids of a prompt and a response with geometric length."""
+    length = min(100, int(chance.expovariate(1 / 20)))
+    text = "05*3+60=" + FILLER * length + "#" + chance.choice(ANSWERS)
+    return [VOCABULARY[character] for character in text] + [VOCABULARY[EOS]]
 
 
 @pytest.fixture(scope="session")
 def data_folder(tmp_path_factory):
-    """`train.jsonl` with 64 prompts and `heldout.jsonl` with 16."""
+    """`train.jsonl` with 64 prompts and `heldout.jsonl` with 16, each labelled 0 or 1."""
     folder = tmp_path_factory.mktemp("data")
-    make_data(folder, train_prompts=64, heldout_prompts=16)
+    for name, count in (("train", 64), ("heldout", 16)):
+        rows = [{"prompt": f"{row:02d}*3+60=", "label": str(row % 2)} for row in range(count)]
+        (folder / f"{name}.jsonl").write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
     return folder
 
 
 @pytest.fixture
 def config_file(tmp_path, policy_folder, data_folder):
+    return write_config(tmp_path, policy_folder, data_folder)
+
+
+def write_config(folder, policy_folder, data_folder):
     """A small run: 4 groups of 2, a round of 6, 3 steps, responses of at most 24 tokens."""
-    path = tmp_path / "run.toml"
-    path.write_text(
-        f"""
-[run]
-name = "small"
-dir = "{tmp_path}/runs"
-[model]
-path = "{policy_folder}"
-[data]
-path = "{data_folder}/train.jsonl"
-eval_path = "{data_folder}/heldout.jsonl"
-[schedule]
-rollout_batch_size = 4
-over_sampling_batch_size = 6
-n_samples_per_prompt = 2
-max_steps = 3
-[sampling]
-max_response_tokens = 24
-[evaluation]
-prompts = 8
-[worker]
-slots = 8
-prefetch = 2
-[learner]
-lr = 1e-3
-checkpoint_every = 1
-keep_checkpoints = 10
+    text = f"""
+run = {{ name = "small", dir = "{folder}/runs" }}
+model = {{ path = "{policy_folder}" }}
+data = {{ path = "{data_folder}/train.jsonl", eval_path = "{data_folder}/heldout.jsonl" }}
+schedule = {{ rollout_batch_size = 4, over_sampling_batch_size = 6, n_samples_per_prompt = 2, max_steps = 3 }}
+sampling = {{ max_response_tokens = 24 }}
+evaluation = {{ prompts = 8 }}
+worker = {{ slots = 8, prefetch = 2, chunk_tokens = 8 }}
+learner = {{ lr = 1e-3, checkpoint_every = 1, keep_checkpoints = 10 }}
 """
-    )
+    path = folder / "run.toml"
+    path.write_text(text)
     return path

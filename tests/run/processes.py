@@ -1,0 +1,90 @@
+"""Real runs in real processes, found and killed by the environment variable that they all inherit."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import orjson
+
+MARK = "APRIL_TEST_RUN"
+PATIENCE_S = 180.0
+APRIL = [sys.executable, "-m", "april.cli"]
+
+
+class Job:
+    """A command and everything it starts."""
+
+    def __init__(self, command, log: Path, mark=None):
+        self.mark = mark or uuid.uuid4().hex
+        self.log = log
+        environment = os.environ | {MARK: self.mark, "OMP_NUM_THREADS": "1"}
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment
+            )
+
+    @property
+    def output(self):
+        return self.log.read_text()
+
+    def wait(self, timeout_s=PATIENCE_S):
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running after {timeout_s:g} s:\n{self.output}") from None
+
+    def descendants(self, pattern=""):
+        """(pid, command line) of the living processes of this job whose command line contains the pattern."""
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                environment = (folder / "environ").read_bytes()
+                command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except (FileNotFoundError, ProcessLookupError, PermissionError):
+                continue
+            if f"{MARK}={self.mark}".encode() in environment and command and pattern in command:
+                found.append((int(folder.name), command))
+        return found
+
+    def kill(self, pattern, count=1):
+        """SIGKILL the first processes that match; at least one must be there."""
+        victims = sorted(self.descendants(pattern))[:count]
+        assert victims, f"no process matches {pattern!r}"
+        for pid, _ in victims:
+            os.kill(pid, signal.SIGKILL)
+
+    def end(self):
+        for pid, _ in self.descendants():
+            os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def wait_until(condition, job=None, timeout_s=PATIENCE_S):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"it never came to that:\n{job.output if job else ''}"
+        assert job is None or job.process.poll() is None, f"the job has ended:\n{job.output}"
+        time.sleep(0.05)
+
+
+def steps_recorded(run_dir: Path) -> int:
+    path = run_dir / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def summary(run_dir: Path) -> dict:
+    return orjson.loads((run_dir / "summary.json").read_bytes())
+
+
+def assert_closed(run_dir: Path) -> dict:
+    """generated = trained + delivered + ready + open + discarded; returns the summary."""
+    found = summary(run_dir)
+    tokens = found["tokens"]
+    parts = sum(tokens[name] for name in ("trained", "delivered", "ready", "open")) + sum(tokens["discarded"].values())
+    assert tokens["generated"] == parts > 0
+    assert found["ledger_closed"] is True
+    return found

@@ -1,0 +1,93 @@
+"""Processes of a run are killed for real: what must go on goes on, what must end ends, and nobody is orphaned."""
+
+import signal
+
+import pytest
+
+from tests.run.processes import APRIL, Job, assert_closed, steps_recorded, summary, wait_until
+
+
+@pytest.fixture
+def run(config_file, tmp_path):
+    """Start `april run` on the small configuration with long responses, so that there is time to do harm."""
+    jobs = []
+
+    def start(*overrides):
+        longer = ["--sampling.max_response_tokens", "400", "--schedule.max_steps", "6"]
+        jobs.append(Job([*APRIL, "run", str(config_file), *longer, *overrides], tmp_path / "output"))
+        return jobs[-1]
+
+    yield start
+    for job in jobs:
+        job.end()
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    return tmp_path / "runs" / "small"
+
+
+def test_a_killed_worker_is_restarted_and_the_run_comes_to_its_end(run, run_dir):
+    job = run()
+    for step in (1, 3):
+        wait_until(lambda step=step: steps_recorded(run_dir) >= step, job)
+        job.kill("--name worker-0" if step == 1 else "--name worker-1")
+    assert job.wait() == 0, job.output
+    assert "restart 1 of 3" in job.output
+    found = assert_closed(run_dir)
+    assert found["steps"] == 6 and found["state"] == "finished"
+    assert job.descendants() == []
+
+
+def test_a_worker_that_keeps_dying_ends_the_run(run, run_dir):
+    job = run("--worker.max_restarts", "0")
+    wait_until(lambda: steps_recorded(run_dir) >= 1, job)
+    job.kill("--name worker-0")
+    assert job.wait() == 1
+    assert "worker-0 ended with status -9" in job.output
+    assert_closed(run_dir)
+    assert summary(run_dir)["state"] == "failed"
+    assert job.descendants() == []
+
+
+@pytest.mark.parametrize("victim", ["april.cli broker", "april.learner.launch", "-m april.learner "])
+def test_a_dead_broker_or_learner_ends_the_run_with_its_last_lines(run, run_dir, victim):
+    job = run()
+    wait_until(lambda: steps_recorded(run_dir) >= 1, job)
+    job.kill(victim)
+    assert job.wait() == 1
+    part = "broker" if "broker" in victim else "learner"
+    assert f"{part} ended with status" in job.output and f"  {part} | " in job.output
+    assert job.descendants() == []
+
+
+def test_ctrl_c_stops_everything_and_keeps_what_is_acknowledged(run, run_dir):
+    job = run()
+    wait_until(lambda: steps_recorded(run_dir) >= 1, job)
+    job.process.send_signal(signal.SIGINT)
+    assert job.wait() == 130, job.output
+    assert job.descendants() == []
+    found = assert_closed(run_dir)
+    assert found["state"] == "stopped" and found["tokens"]["emitted_unacked"] == 0
+    assert (run_dir / "checkpoints" / "policy" / "config.json").exists()
+
+
+def test_nobody_outlives_a_killed_supervisor(run, run_dir):
+    job = run()
+    wait_until(lambda: steps_recorded(run_dir) >= 1, job)
+    job.process.kill()
+    job.process.wait()
+    wait_until(lambda: job.descendants() == [], timeout_s=30)
+
+
+def test_a_worker_that_cannot_start_ends_the_run_with_its_last_lines(run, policy_folder, tmp_path):
+    """The policy loses its weights' shape after the checks, as a bad upload would."""
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for path in policy_folder.iterdir():
+        (broken / path.name).write_bytes(path.read_bytes())
+    (broken / "config.json").write_text('{"model_type": "bert"}')
+    job = run("--model.path", str(broken), "--worker.max_restarts", "1")
+    assert job.wait() == 1
+    assert "ended with status" in job.output and "bert" in job.output
+    assert job.descendants() == []

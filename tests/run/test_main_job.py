@@ -1,0 +1,154 @@
+"""One command trains: broker, two workers, a learner of two ranks, their run folder, and a clean end."""
+
+import numpy as np
+import orjson
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from transformers import AutoModelForCausalLM
+
+from april import config as configuration
+from april.broker.events import ChunkAccepted, GroupOpened, Leased
+from april.broker.journal import Journal
+from april.broker.ledger import Ledger, Rules
+from tests.conftest import write_config
+from tests.run.processes import APRIL, Job, assert_closed
+
+SETTINGS = ["--seed", "1", "--sampling.max_response_tokens", "64", "--learner.lr", "1e-2"]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, policy_folder, data_folder):
+    """A run of three steps that came to its end by itself."""
+    folder = tmp_path_factory.mktemp("main_job")
+    config = write_config(folder, policy_folder, data_folder)
+    job = Job([*APRIL, "run", str(config), *SETTINGS], folder / "output")
+    try:
+        status = job.wait()
+        assert status == 0, job.output
+        assert job.descendants() == [], "processes are left over"
+    finally:
+        job.end()
+    return folder / "runs" / "small", job.output
+
+
+def journalled(run_dir):
+    journal = Journal(run_dir / "journal")
+    found = [event for event, _ in journal.replay()]
+    journal.close()
+    return found
+
+
+def test_the_run_folder_holds_what_it_promises(finished):
+    run_dir, output = finished
+    summary = assert_closed(run_dir)
+    assert (summary["state"], summary["steps"]) == ("finished", 3)
+    assert [entry["step"] for entry in summary["evaluation"]] == [0, 3]
+    assert summary["tokens"]["emitted_unacked"] == summary["tokens"]["refused"] == 0
+    assert summary["tokens"]["evaluation"] > 0 and summary["wall_s"] > 0 and summary["buffer_peak"]["tokens"] > 0
+    steps = [orjson.loads(line) for line in (run_dir / "metrics.jsonl").read_bytes().splitlines()]
+    assert [step["step"] for step in steps] == [1, 2, 3]
+    assert all(step["groups"] == 4 and step["samples"] == 8 for step in steps)
+    assert sum(step["tokens"] for step in steps) == summary["tokens"]["trained"]
+    assert {lane["worker"] for step in steps for lane in step["lanes"]} == {"worker-0", "worker-1"}
+    assert {"generate", "weights"} <= {lane["kind"] for step in steps for lane in step["lanes"]}
+    assert configuration.load(run_dir / "config.toml").seed == 1
+    assert "report.html" in output and (run_dir / "report.html").stat().st_size > 10_000
+
+
+def test_the_ledger_agrees_with_what_the_engines_say_they_generated(finished):
+    run_dir, _ = finished
+    said = 0
+    for log in run_dir.glob("logs/worker-*.log"):
+        said += int(log.read_text().split(" tokens generated")[0].rsplit(" ", 1)[1])
+    tokens = assert_closed(run_dir)["tokens"]
+    assert said == tokens["generated"] + tokens["evaluation"] + tokens["emitted_unacked"] + tokens["refused"]
+
+
+def test_the_journal_alone_rebuilds_the_ledger(finished):
+    run_dir, _ = finished
+    ledger = Ledger(Rules(batch_groups=4, group_size=2, max_staleness=5))
+    for event in journalled(run_dir):
+        ledger.apply(event)
+    account = assert_closed(run_dir)["tokens"]
+    assert ledger.account() == {key: account[key] for key in ledger.account()}
+
+
+def test_every_token_s_logprob_is_that_of_the_version_it_is_labelled_with(finished, policy_folder):
+    """A worker's reported version is really the weights it samples from."""
+    run_dir, _ = finished
+    prompts, holders, responses, checked = {}, {}, {}, set()
+    models = {0: AutoModelForCausalLM.from_pretrained(policy_folder, dtype=torch.float32)}
+    for event in journalled(run_dir):
+        if isinstance(event, GroupOpened):
+            prompts[event.group] = np.frombuffer(event.prompt, "<i4")
+        elif isinstance(event, Leased):
+            holders[event.token] = (event.group, event.index)
+        elif isinstance(event, ChunkAccepted):
+            sample = holders[event.token]
+            before = responses.get(sample, np.empty(0, "i4"))
+            assert len(before) == event.start
+            new = np.frombuffer(event.ids, "<i4")
+            responses[sample] = np.concatenate([before, new])
+            step = event.version.step
+            if step not in models:
+                models[step] = model_of_checkpoint(run_dir, step, policy_folder)
+            expected = forward_logprobs(models[step], np.concatenate([prompts[sample[0]], responses[sample]]), len(new))
+            assert np.abs(expected - np.frombuffer(event.logprobs, "<f4")).max() < 1e-4
+            checked.add(step)
+    assert checked == {0, 1, 2, 3}
+    apart = forward_logprobs(models[0], np.arange(2, 20), 10) - forward_logprobs(models[3], np.arange(2, 20), 10)
+    assert np.abs(apart).max() > 1e-2, "the versions must differ for this to mean anything"
+
+
+def model_of_checkpoint(run_dir, step, policy_folder):
+    model = AutoModelForCausalLM.from_pretrained(policy_folder, dtype=torch.float32)
+    state = {f"model.{name}": parameter.data for name, parameter in model.named_parameters()}
+    dcp.load(state, checkpoint_id=run_dir / "checkpoints" / f"step_{step:06d}", no_dist=True)
+    return model
+
+
+@torch.no_grad()
+def forward_logprobs(model, tokens, count):
+    ids = torch.tensor(np.asarray(tokens), dtype=torch.long)[None]
+    logprobs = torch.log_softmax(model(ids).logits[0, :-1].float(), dim=-1)
+    return logprobs.gather(1, ids[0, 1:, None])[-count:, 0].numpy()
+
+
+def test_the_exported_policy_is_the_last_checkpoint_and_loads_in_transformers(finished, policy_folder):
+    run_dir, _ = finished
+    exported = AutoModelForCausalLM.from_pretrained(run_dir / "checkpoints" / "policy", dtype=torch.float32)
+    last = model_of_checkpoint(run_dir, 3, policy_folder)
+    for name, parameter in last.named_parameters():
+        assert torch.equal(parameter, exported.get_parameter(name)), name
+
+
+def test_status_prints_the_table(finished, capfd):
+    from april.cli import main
+
+    assert main(["status", str(finished[0])]) == 0
+    printed = capfd.readouterr().out
+    assert "closed" in printed and "3 of 3" in printed
+
+
+def test_a_taken_name_gets_a_number_and_resume_goes_on(finished, policy_folder, data_folder, tmp_path):
+    """The finished run is copied, then trained for one more step from its journal and checkpoints."""
+    import shutil
+
+    run_dir, _ = finished
+    shutil.copytree(run_dir, tmp_path / "runs" / "small")
+    config = write_config(tmp_path, policy_folder, data_folder)
+    command = [*APRIL, "run", str(config), *SETTINGS, "--resume", "--schedule.max_steps", "4"]
+    job = Job(command, tmp_path / "output")
+    try:
+        assert job.wait() == 0, job.output
+    finally:
+        job.end()
+    again = assert_closed(tmp_path / "runs" / "small")
+    assert again["steps"] == 4
+    assert [entry["step"] for entry in again["evaluation"]] == [0, 3, 4]
+    first, second = (
+        [orjson.loads(line) for line in (folder / "metrics.jsonl").read_bytes().splitlines()]
+        for folder in (run_dir, tmp_path / "runs" / "small")
+    )
+    assert second[:3] == first and [step["step"] for step in second] == [1, 2, 3, 4]

@@ -1,0 +1,68 @@
+"""Broker, workers and learner started one by one, as on several machines: workers join, die and are replaced."""
+
+import sys
+
+import pytest
+
+from tests.run.processes import APRIL, Job, assert_closed, steps_recorded, wait_until
+
+
+@pytest.fixture
+def start(tmp_path):
+    jobs = []
+
+    def begin(name, command):
+        jobs.append(Job(command, tmp_path / f"{name}.log"))
+        return jobs[-1]
+
+    yield begin
+    for job in jobs:
+        job.end()
+
+
+def test_workers_join_a_running_run_and_a_killed_one_costs_only_its_last_chunk(start, config_file, tmp_path):
+    run_dir = tmp_path / "runs" / "small"
+    longer = ["--sampling.max_response_tokens", "400", "--schedule.max_steps", "6", "--broker.session_timeout_s", "2"]
+    broker = start("broker", [*APRIL, "broker", str(config_file), *longer])
+    wait_until((run_dir / "address").exists, broker)
+    connect = ["--connect", (run_dir / "address").read_text(), *longer]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    learner = start("learner", [*torchrun, "-m", "april.learner", str(config_file), *connect])
+    first = start("first", [*APRIL, "worker", str(config_file), "--name", "first", *connect])
+    wait_until(lambda: steps_recorded(run_dir) >= 1, broker)
+    second = start("second", [*APRIL, "worker", str(config_file), "--name", "second", *connect])
+    wait_until(lambda: '"second"' in (run_dir / "metrics.jsonl").read_text(), broker)
+    first.kill("april.cli worker")
+    assert learner.wait() == broker.wait() == second.wait() == 0, broker.output + learner.output + second.output
+    assert "worker first is lost" in broker.output
+    assert assert_closed(run_dir)["steps"] == 6
+
+
+@pytest.mark.parametrize("command", [["run"], ["broker"], ["worker"], ["status"], ["report"], ["make-policy"]])
+def test_every_command_explains_itself(command, capsys):
+    from april.cli import main
+
+    with pytest.raises(SystemExit) as end:
+        main([*command, "--help"])
+    assert end.value.code == 0
+    printed = capsys.readouterr().out
+    assert "default" in printed or command[0] in ("status", "report")
+
+
+def test_a_broken_dataset_is_refused_before_any_process_starts(config_file, tmp_path, capsys):
+    from april.cli import main
+
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "1+1=", "label": "2"}\nnot json\n')
+    (tmp_path / "empty.jsonl").write_text("")
+    for name, named in (("bad", "line 2"), ("empty", "no rows")):
+        assert main(["run", str(config_file), "--data.path", str(tmp_path / f"{name}.jsonl")]) == 2
+        assert named in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_an_unknown_verifier_is_refused_before_any_process_starts(config_file, capsys):
+    from april.cli import main
+
+    assert main(["run", str(config_file), "--reward.name", "vibes"]) == 2
+    error = capsys.readouterr().err
+    assert "vibes" in error and "final_answer" in error and error.count("\n") == 1
