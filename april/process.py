@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 import sys
+from typing import NoReturn
 
 PR_SET_PDEATHSIG = 1
 
@@ -26,3 +27,11 @@ def log_to_stderr(who: str) -> None:
         datefmt="%H:%M:%S",
         force=True,
     )
+
+
+def leave_at_once(status: int) -> NoReturn:
+    """End the process although a thread is stuck in a call that cannot be interrupted."""
+    logging.getLogger(__name__).warning("a transfer of weights is stuck; the process ends without waiting for it")
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(status)

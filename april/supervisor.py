@@ -23,6 +23,8 @@ START_S = 120.0
 """longest start of the broker: imports, dataset, replay of the journal"""
 STOP_S = 60.0
 """longest wait for a run that was asked to stop; then its processes are killed"""
+CLOSE_S = 5.0
+"""longest wait for the books to be closed after a failure, twice"""
 TAIL_LINES = 15
 THREAD_SETTINGS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
@@ -188,18 +190,17 @@ class Supervisor:
             worker.start()
 
     def _fail(self, part: Part) -> None:
-        """Let the broker close the books, then give up."""
+        """Let workers hand in what they have and the broker close the books, then give up."""
+        failure = f"{part.name} ended with status {part.status}; its last lines:\n{part.last_lines()}"
         with contextlib.suppress(BrokerUnreachable):
             self.connection.request(wire.StopRun(f"{part.name} ended with status {part.status}", "failed"), 5.0)
-        part_status = part.status
-        if part is self.learner:
-            self._wait_for_workers()
-        raise RunFailed(f"{part.name} ended with status {part_status}; its last lines:\n{part.last_lines()}")
-
-    def _wait_for_workers(self) -> None:
-        deadline = clock.now() + 5.0
+        deadline = clock.now() + CLOSE_S
         while clock.now() < deadline and any(worker.status is None for worker in self.workers):
             self._poll_status()
+        self.broker.process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.broker.process.wait(timeout=CLOSE_S)
+        raise RunFailed(failure)
 
     def _broker_ended(self) -> str:
         if self.broker.status != 0:

@@ -24,7 +24,9 @@ DRAIN_MESSAGES = 256
 OUTBOX_MESSAGES = 1024
 """most messages kept for a peer that does not read; more end its session"""
 LEAVE_S = 600.0
-"""longest wait at the end for workers and learner to say goodbye"""
+"""longest wait at the end of a run for workers and learner to say goodbye"""
+LEAVE_AFTER_SIGNAL_S = 60.0
+"""the same after a signal"""
 
 
 class Server:
@@ -50,21 +52,21 @@ class Server:
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.address_file: Path = config.run_dir / "address"
         replace_file(self.address_file, self.address.encode())
+        self._leave_s = LEAVE_S
         self._late: dict[bytes, deque[Outgoing]] = {}
 
     def serve(self) -> None:
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGINT, self._on_signal)
         log.info("broker of run %s at %s", self.service.config.run.name, self.address)
-        leave_by = None
+        over_since = None
         try:
-            while leave_by is None or clock.now() < leave_by:
+            while over_since is None or clock.now() - over_since < self._leave_s:
                 self.turn()
-                now = clock.now()
                 if self.service.everyone_left():
                     break
-                if self.service.over and leave_by is None:
-                    leave_by = now + LEAVE_S
+                if self.service.over and over_since is None:
+                    over_since = clock.now()
         finally:
             self.close()
 
@@ -125,6 +127,7 @@ class Server:
                     self.service.sessions.close(session)
 
     def _on_signal(self, number: int, frame) -> None:
+        self._leave_s = LEAVE_AFTER_SIGNAL_S
         self.service.stop(f"signal {signal.Signals(number).name}", "stopped")
 
     def close(self) -> None:

@@ -5,7 +5,9 @@ import logging
 import sys
 
 from april import config as configuration
-from april.process import die_with_parent, log_to_stderr
+from april.process import die_with_parent, leave_at_once, log_to_stderr
+
+log = logging.getLogger(__name__)
 
 HELP = """Trains batches from the broker and publishes the weights to the workers.
 Rank 0 talks to the broker and to the workers; all ranks share the step. A run that has checkpoints goes on
@@ -43,16 +45,18 @@ def train(config: configuration.Config, address: str) -> None:
     device = process_group.join(config.learner)
     rank = dist.get_rank()
     log_to_stderr(f"learner {rank}")
+    log.info("rank %d of %d on %s", rank, dist.get_world_size(), device)
     source = publisher = None
     if rank == 0:
         publisher = WeightPublisher(config.weights, config.run.name, device.type)
         source = BrokerSource(address, publisher.address)
     loop.run(config, Trainer(config, device), source, publisher)
-    if rank == 0:
-        source.close()
-        publisher.close()
     process_group.leave()
-    logging.getLogger(__name__).info("rank %d is done", rank)
+    if source:
+        source.close()
+    log.info("rank %d is done", rank)
+    if publisher and not publisher.close():
+        leave_at_once(0)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The learner's life: restore, announce, then fetch, train, checkpoint, report and publish until the run is over."""
 
+import logging
 import time
 from typing import Protocol
 
@@ -12,6 +13,8 @@ from april.learner.batch import Batch, share_batch
 from april.learner.process_group import handover_group
 from april.learner.trainer import Trainer
 from april.version import Version
+
+log = logging.getLogger(__name__)
 
 
 class Source(Protocol):
@@ -73,6 +76,7 @@ def run(config: Config, trainer: Trainer, source: Source | None, publisher: Publ
             saved_step = trainer.step_count
             metrics["checkpoint_s"] = time.perf_counter() - trained
         if source:
+            log.info("batch %d trained in %.2f s, loss %.4f", step, metrics["train_s"], metrics["loss"])
             source.consumed(step, metrics)
             if due:
                 source.durable(saved_step)

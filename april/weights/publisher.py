@@ -9,7 +9,7 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,8 +67,14 @@ class WeightPublisher:
         self.address = f"tcp://{config.host}:{port}"
         self._outbox: queue.SimpleQueue = queue.SimpleQueue()
         self._wake_reader, self._wake_writer = os.pipe()
-        self._control = threading.Thread(target=self._serve, name="weights-control", daemon=True)
-        self._control.start()
+        self._threads: list[threading.Thread] = []
+        self._start_thread("weights-control", self._serve)
+
+    def _start_thread(self, name: str, target: Callable, *arguments: Any) -> None:
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        thread = threading.Thread(target=target, args=arguments, name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
 
     def publish(self, version: Version, tensors: Mapping[str, Tensor]) -> dict[str, float]:
         """Give `version` to all workers; returns once they have it, are lost, or the deadline is over."""
@@ -89,12 +95,16 @@ class WeightPublisher:
         live = [lane for lane in self._lanes.values() if lane.state in ("ready", "sending")]
         return [lane for lane in live if lane.acknowledged != version]
 
-    def close(self) -> None:
+    def close(self, timeout_s: float = 2.0) -> bool:
+        """End all threads; False if one is stuck in a lane that has yet to time out."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
         os.write(self._wake_writer, b"x")
-        self._control.join(timeout=2)
+        deadline = clock.now() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - clock.now()))
+        return not any(thread.is_alive() for thread in self._threads)
 
     # --- control thread: the only one that touches the socket ---------------------------------------------------
 
@@ -142,7 +152,7 @@ class WeightPublisher:
             name = f"w-{self.run}-{join.name}-{self._count}"
             lane = PeerLane(name, join.name, join.uid, route, self._backend(join.device), clock.now())
             self._lanes[name] = lane
-        threading.Thread(target=self._run_lane, args=(lane,), name=name, daemon=True).start()
+        self._start_thread(name, self._run_lane, lane)
 
     def _backend(self, worker_device: str) -> str:
         if self.config.backend != "auto":

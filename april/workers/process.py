@@ -1,14 +1,13 @@
 """A worker process: engine, connection and weights put together; `april worker` runs it."""
 
 import logging
-import os
 import signal
 import sys
 import uuid
 
 from april import clock
 from april.config import Config
-from april.process import log_to_stderr
+from april.process import leave_at_once, log_to_stderr
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +46,5 @@ def run_worker(config: Config, address: str, name: str) -> int:
         print(f"april worker: {error}", file=sys.stderr)
         status = 1
     if not worker.close():
-        log.warning("a transfer of weights is stuck; the process ends without waiting for it")
-        sys.stderr.flush()
-        os._exit(status)
+        leave_at_once(status)
     return status

@@ -50,7 +50,7 @@ def test_a_worker_that_keeps_dying_ends_the_run(run, run_dir):
     assert job.descendants() == []
 
 
-@pytest.mark.parametrize("victim", ["april.cli broker", "april.learner.launch", "-m april.learner "])
+@pytest.mark.parametrize("victim", ["april.cli broker", "april.learner.launch", "-u -m april.learner"])
 def test_a_dead_broker_or_learner_ends_the_run_with_its_last_lines(run, run_dir, victim):
     job = run()
     wait_until(lambda: steps_recorded(run_dir) >= 1, job)
