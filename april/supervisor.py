@@ -24,7 +24,7 @@ START_S = 120.0
 STOP_S = 60.0
 """longest wait for a run that was asked to stop; then its processes are killed"""
 CLOSE_S = 5.0
-"""longest wait for the books to be closed after a failure, twice"""
+"""longest wait for workers and broker to leave in order after a failure"""
 TAIL_LINES = 15
 THREAD_SETTINGS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
@@ -195,11 +195,8 @@ class Supervisor:
         with contextlib.suppress(BrokerUnreachable):
             self.connection.request(wire.StopRun(f"{part.name} ended with status {part.status}", "failed"), 5.0)
         deadline = clock.now() + CLOSE_S
-        while clock.now() < deadline and any(worker.status is None for worker in self.workers):
+        while clock.now() < deadline and self.broker.status is None:
             self._poll_status()
-        self.broker.process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.broker.process.wait(timeout=CLOSE_S)
         raise RunFailed(failure)
 
     def _broker_ended(self) -> str:

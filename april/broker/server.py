@@ -128,7 +128,7 @@ class Server:
 
     def _on_signal(self, number: int, frame) -> None:
         self._leave_s = LEAVE_AFTER_SIGNAL_S
-        self.service.stop(f"signal {signal.Signals(number).name}", "stopped")
+        self.service.stop(f"signal {signal.Signals(number).name}", "stopped", clock.now())
 
     def close(self) -> None:
         self.service.close(clock.now())

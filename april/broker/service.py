@@ -174,7 +174,7 @@ class Service:
         self.sessions.send(session, wire.Status(), [describe_status(self, now)], received.sequence)
 
     def on_StopRun(self, session: Session, received: wire.Received, now: float) -> None:
-        self.stop(received.message.reason, received.message.state)
+        self.stop(received.message.reason, received.message.state, now)
         self.sessions.send(session, wire.Accepted(), sequence=received.sequence)
 
     # --- time -----------------------------------------------------------------------------------------------
@@ -212,7 +212,7 @@ class Service:
         all_trained = self.schedule.finished(self.ledger) and step == self.ledger.next_step
         if all_trained and all(opened in self.recorder.evaluations for opened in self.ledger.evaluations):
             why = "all steps are done" if step >= self.config.schedule.max_steps else "the prompts are exhausted"
-            self.stop(why, "finished")
+            self.stop(why, "finished", now)
 
     def _evaluation_due(self, step: int) -> bool:
         if not self.prompts.evaluation_rows or step in self.ledger.evaluations or step < self.ledger.frontier:
@@ -237,11 +237,12 @@ class Service:
 
     # --- the end --------------------------------------------------------------------------------------------
 
-    def stop(self, reason: str, state: str) -> None:
+    def stop(self, reason: str, state: str, now: float) -> None:
         """No batch any more: workers leave, the learner is told at its next fetch."""
         if not self.over:
             log.info("the run is over: %s", reason)
             self.over, self.state = reason, state
+            self.recorder.write_summary(self.ledger, state, now)
             self.sessions.broadcast(wire.Stop(reason))
 
     def everyone_left(self) -> bool:

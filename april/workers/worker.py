@@ -21,6 +21,7 @@ from april.workers.rewards.pool import RewardPool
 log = logging.getLogger(__name__)
 
 IDLE_POLL_MS = 20
+SCORING_POLL_MS = 1
 LANE_SPAN_S = 5.0
 """a span of generation is reported at least this often"""
 
@@ -74,19 +75,27 @@ class Worker:
 
     def turn(self) -> None:
         """One pass: messages, weights, one decode step, scores, heartbeat."""
-        for received in self.connection.receive(0 if self._has_work() else IDLE_POLL_MS):
+        for received in self.connection.receive(self._patience_ms()):
             self._handle(received)
         self._take_weights()
-        if self.engine.live and self.engine.version is not None:
+        if self._can_generate():
+            self._open_span()
             for chunk in self.engine.step():
                 self._send_new(chunk)
+        else:
+            self._close_span()
         for score in self.rewards.poll():
             self._hand_in(score.key, score.reward, score.error)
-        self._report_span()
         self._heartbeat()
 
-    def _has_work(self) -> bool:
-        return bool(self.engine.live and self.engine.version is not None) or self.rewards.pending > 0
+    def _can_generate(self) -> bool:
+        return bool(self.engine.live) and self.engine.version is not None
+
+    def _patience_ms(self) -> int:
+        """How long to wait for messages: not at all between decode steps, briefly while verifiers work."""
+        if self._can_generate():
+            return 0
+        return SCORING_POLL_MS if self.rewards.pending else IDLE_POLL_MS
 
     def _say_hello(self) -> None:
         welcome = self.connection.hello(list(self.works))
@@ -259,16 +268,12 @@ class Worker:
         capacity = self.engine.slots + self.config.worker.prefetch
         self.connection.send(wire.Holding(self.engine.version, capacity, loaded_in_s))
 
-    def _report_span(self) -> None:
+    def _open_span(self) -> None:
         now = clock.now()
-        if self.engine.live and self.engine.version is not None:
-            if self._busy_since is None:
-                self._busy_since = now
-            elif now - self._busy_since > LANE_SPAN_S:
-                self._close_span()
-                self._busy_since = now
-        else:
+        if self._busy_since is not None and now - self._busy_since > LANE_SPAN_S:
             self._close_span()
+        if self._busy_since is None:
+            self._busy_since = now
 
     def _close_span(self) -> None:
         if self._busy_since is not None:
