@@ -1,0 +1,28 @@
+"""The broker is installed and runs where there is no torch."""
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+SCRIPT = """
+import sys
+sys.modules["torch"] = None                      # importing it raises ImportError
+from april import config
+from april.broker.server import Server
+server = Server(config.load(sys.argv[1]))
+server.turn()
+server.close()
+print(server.service.ledger.round, len(server.service.ledger.open_groups()))
+"""
+
+
+def test_a_broker_starts_a_round_without_torch(config_file):
+    done = subprocess.run([sys.executable, "-c", SCRIPT, config_file], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["0", "6"]
+
+
+def test_torch_is_no_dependency_of_the_core():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert not any(requirement.startswith(("torch", "sglang", "matplotlib")) for requirement in project["dependencies"])
