@@ -1,0 +1,454 @@
+"""docs/protocol.md is exact: its tables agree with the code, and a client written from it alone can take every role.
+
+Everything above the tests knows the protocol from the page only; it shares no code with the package.
+"""
+
+import json
+import re
+import struct
+import time
+import typing
+import zlib
+from pathlib import Path
+
+import msgpack
+import pytest
+import zmq
+
+from tests.run.processes import APRIL, Job, assert_closed, wait_until
+
+PAGE = (Path(__file__).parent.parent / "docs" / "protocol.md").read_text()
+PROSE = " ".join(PAGE.split())
+HEADER = struct.Struct("<2sBBHHQQ")
+DTYPES = {"i4": "i", "f4": "f", "u1": "B"}
+PATIENCE_S = 30.0
+
+
+def pack(tag, *fields, arrays=(), session=0, sequence=0):
+    """Frames of a message; arrays are (dtype, values)."""
+    frames = [struct.pack(f"<{len(values)}{DTYPES[dtype]}", *values) for dtype, values in arrays]
+    heads = [[dtype, [len(values)], zlib.crc32(frame)] for (dtype, values), frame in zip(arrays, frames, strict=True)]
+    header = HEADER.pack(b"AP", 1, 0, len(frames), 0, session, sequence)
+    return [header, msgpack.packb([[tag, *fields], heads]), *frames]
+
+
+class Received:
+    def __init__(self, frames, connection):
+        header, body, *raw = frames
+        magic, protocol, _, count, _, self.session, self.sequence = HEADER.unpack(header)
+        (self.tag, *self.fields), heads = msgpack.unpackb(body)
+        assert (magic, protocol, count) == (b"AP", 1, len(raw)) and len(heads) == count
+        self.connection = connection
+        self.arrays = []
+        for (dtype, (length,), checksum), frame in zip(heads, raw, strict=True):
+            assert zlib.crc32(frame) == checksum
+            self.arrays.append(list(struct.unpack(f"<{length}{DTYPES[dtype]}", frame)))
+
+
+class Client:
+    """Two connections, one session. What arrives collects in `inbox`."""
+
+    def __init__(self, address, role, name):
+        self.role, self.name, self.uid = role, name, f"{name}-uid"
+        self.session = self.sequence = 0
+        self.inbox = []
+        self.next_heartbeat = float("inf")
+        self.context = zmq.Context()
+        self.sockets = {}
+        for connection in ("data", "control"):
+            self.sockets[connection] = self.context.socket(zmq.DEALER)
+            self.sockets[connection].connect(address)
+
+    def hello(self, leases=()):
+        sequence = self.send("Hello", self.role, self.name, self.uid, list(leases))
+        welcome = self.take("Welcome")
+        assert welcome.connection == "data" and welcome.sequence == sequence
+        assert welcome.session == welcome.fields[0]
+        self.session = welcome.session
+        self.send("Bind", over="control")
+        self.next_heartbeat = 0.0
+        return welcome.fields
+
+    def send(self, tag, *fields, arrays=(), over="data"):
+        self.sequence += 1
+        self.sockets[over].send_multipart(
+            pack(tag, *fields, arrays=arrays, session=self.session, sequence=self.sequence)
+        )
+        return self.sequence
+
+    def receive(self, timeout_ms=0):
+        if time.monotonic() > self.next_heartbeat:
+            self.next_heartbeat = time.monotonic() + 1.0
+            self.send("Heartbeat", [], 0, over="control")
+        poller = zmq.Poller()
+        for socket in self.sockets.values():
+            poller.register(socket, zmq.POLLIN)
+        poller.poll(timeout_ms)
+        for connection, socket in self.sockets.items():
+            while socket.poll(0):
+                self.inbox.append(Received(socket.recv_multipart(), connection))
+
+    def find(self, *tags):
+        return [received for received in self.inbox if received.tag in tags]
+
+    def wait_for(self, *tags):
+        """The oldest message with one of these tags."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not self.find(*tags):
+            assert time.monotonic() < deadline, f"no {tags} for {self.name}, but {[r.tag for r in self.inbox]}"
+            self.receive(50)
+        return self.find(*tags)[0]
+
+    def take(self, *tags):
+        """The same, and out of the inbox."""
+        self.inbox.remove(found := self.wait_for(*tags))
+        return found
+
+    def ask(self, answer, tag, *fields):
+        """A request whose answer echoes the sequence number."""
+        sequence = self.send(tag, *fields)
+        received = self.take(answer, "Refused")
+        assert received.tag == answer and received.sequence == sequence, received.fields
+        return received
+
+    def close(self):
+        for socket in self.sockets.values():
+            socket.close(linger=2000)
+        self.context.term()
+
+
+class Lease:
+    """A grant, and all response tokens of its sample as the page tells to count them."""
+
+    def __init__(self, grant):
+        (self.token, group, index, self.scoring, self.evaluation, prompt_tokens, self.budget, self.seed, *rest) = (
+            grant.fields
+        )
+        self.temperature, self.top_p, self.top_k, self.label, self.reward, self.finish_reason = rest
+        self.sample = (group, index)
+        (tokens,) = grant.arrays
+        self.prompt, self.ids = tokens[:prompt_tokens], tokens[prompt_tokens:]
+        self.logprobs = []
+        """of the tokens that were sampled here"""
+
+
+def reward_of(lease):
+    return float(lease.token % 2)
+
+
+class Worker(Client):
+    def __init__(self, address, name="raw-worker"):
+        super().__init__(address, "worker", name)
+        self.leases = {}
+        self.watermark = 0
+        self.acknowledged = {"generated": 0, "evaluation": 0}
+        """tokens"""
+
+    def next_lease(self):
+        grant = self.take("Grant")
+        assert grant.connection == "data" and grant.sequence == 0
+        lease = self.leases[grant.fields[0]] = Lease(grant)
+        return lease
+
+    def next_training_lease(self, version):
+        """Completes the evaluation samples that come before it, and hands back what an abort covers."""
+        while (lease := self.next_lease()).evaluation or lease.token <= self.watermark:
+            self.end(lease, version)
+        return lease
+
+    def end(self, lease, version):
+        """After an abort: evaluation goes on, training is handed back."""
+        if lease.evaluation:
+            self.complete(lease, 2, version)
+        else:
+            self.give_back(lease, "abort")
+
+    def complete(self, lease, count, version):
+        self.generate(lease, count, version, "stop")
+        self.send("Scored", lease.token, reward_of(lease))
+        self.done(lease)
+
+    def generate(self, lease, count, version, finish_reason=""):
+        """Sample `count` tokens, stream them, and wait for the acknowledgement."""
+        start = len(lease.ids)
+        ids = [2 + (lease.token + place) % 40 for place in range(start, start + count)]
+        logprobs = [-(1 + place % 16) / 8 for place in range(start, start + count)]
+        self.send_chunk(lease, start, ids, logprobs, version, finish_reason)
+        lease.ids += ids
+        lease.logprobs += logprobs
+        assert self.take("ChunkAck", "Refused").fields == [lease.token, len(lease.ids)]
+        self.acknowledged["evaluation" if lease.evaluation else "generated"] += count
+
+    def send_chunk(self, lease, start, ids, logprobs, version, finish_reason=""):
+        arrays = [("i4", ids), ("f4", logprobs)]
+        return self.send("Chunk", lease.token, start, version, finish_reason, arrays=arrays)
+
+    def give_back(self, lease, cause):
+        self.send("GiveBack", lease.token, len(lease.ids), cause, "")
+        self.done(lease)
+
+    def done(self, lease):
+        assert self.take("Done", "ResendFrom", "Refused").fields == [lease.token]
+        self.leases.pop(lease.token, None)
+
+
+# --- a broker, and who talks to it ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def broker(config_file, tmp_path):
+    job = Job([*APRIL, "broker", str(config_file)], tmp_path / "broker.log")
+    job.run_dir = tmp_path / "runs" / "small"
+    wait_until((job.run_dir / "address").exists, job)
+    job.address = (job.run_dir / "address").read_text()
+    yield job
+    job.end()
+
+
+@pytest.fixture
+def join(broker):
+    clients = []
+
+    def start(kind, *arguments):
+        clients.append(kind(broker.address, *arguments))
+        return clients[-1]
+
+    yield start
+    for client in clients:
+        client.close()
+
+
+@pytest.fixture
+def learner(join):
+    """A learner that holds the starting policy; version 0.0 exists from here on."""
+    learner = join(Client, "learner", "raw-learner")
+    learner.hello()
+    branch, frontier = learner.ask("LearnerStarted", "LearnerStart", 0, "tcp://127.0.0.1:9").fields
+    assert (branch, frontier) == (0, 0)
+    return learner
+
+
+@pytest.fixture
+def worker(join, learner):
+    worker = join(Worker)
+    session, run, epoch, round, watermark, lost, renew_s, weights_address = worker.hello()
+    assert (run, epoch, watermark, lost, renew_s) == ("small", 1, 0, [], 15.0) and session and round in (-1, 0)
+    assert weights_address == "tcp://127.0.0.1:9"
+    worker.send("Holding", [0, 0], 10, 0.0)
+    return worker
+
+
+def make_batch(worker, version):
+    """Complete samples until a round ends; returns the completed leases by sample."""
+    completed = {}
+    while not worker.find("Abort"):
+        if worker.wait_for("Grant", "Abort").tag == "Grant":
+            worker.next_lease()
+        for lease in list(worker.leases.values()):
+            worker.complete(lease, 3 + lease.token % 5, version)
+            completed[lease.sample] = lease
+    return completed
+
+
+# --- the conversation ---------------------------------------------------------------------------------------------
+
+
+def test_a_client_written_from_the_page_carries_a_batch_from_prompt_to_consumed(broker, learner, worker, join):
+    first = worker.next_training_lease([0, 0])
+    assert not first.scoring and first.ids == [] and first.finish_reason == "" and first.reward == "final_answer"
+    assert (first.budget, first.temperature, first.top_p, first.top_k) == (24, 1.0, 1.0, 0) and first.label in "01"
+
+    worker.generate(first, 3, [0, 0])
+    worker.send_chunk(first, 0, first.ids, first.logprobs, [0, 0])
+    assert worker.take("ChunkAck").fields == [first.token, 3], "a duplicate is acknowledged and changes nothing"
+    worker.send_chunk(first, 5, [7], [-1.0], [0, 0])
+    assert worker.take("ResendFrom").fields == [first.token, 3], "a gap is asked for"
+    worker.send("Scored", first.token, 1.0)
+    assert worker.take("ResendFrom").fields == [first.token, 3], "so is a last chunk"
+
+    partial = worker.next_training_lease([0, 0])
+    worker.generate(partial, 4, [0, 0])
+    worker.leases.pop(partial.token)
+    pending = learner.send("Fetch", 0)
+    completed = make_batch(worker, [0, 0])
+    batch = learner.take("Batch")
+    assert batch.sequence == pending
+    step, groups = batch.fields
+    assert step == 0 and len(groups) == 4 and len(batch.arrays) == 8
+    for (group, prompt_tokens, samples), ids, logprobs in zip(
+        groups, batch.arrays[::2], batch.arrays[1::2], strict=True
+    ):
+        leases = [completed[group, index] for index, *_ in samples]
+        assert ids == [token for lease in leases for token in (*lease.prompt, *lease.ids)]
+        assert logprobs == [logprob for lease in leases for logprob in lease.logprobs]
+        for (_, length, reward, finish_reason, segments), lease in zip(samples, leases, strict=True):
+            assert prompt_tokens == len(lease.prompt) and length == len(lease.ids)
+            assert (reward, finish_reason) == (reward_of(lease), "stop")
+            assert segments == [[0, length, [0, 0]]]
+    assert learner.ask("Accepted", "Consumed", 0, {"loss": 0.5}).connection == "data"
+    assert learner.ask("Accepted", "Consumed", 0, {"loss": 0.5}), "saying so again is accepted"
+    assert learner.ask("Accepted", "Durable", 1)
+
+    abort = worker.take("Abort")
+    round, worker.watermark = abort.fields
+    assert abort.connection == "control" and round == 0 and partial.token <= worker.watermark
+    worker.give_back(partial, "abort")
+    while worker.find("Grant"):
+        lease = worker.next_lease()
+        assert lease.token <= worker.watermark, "nothing of the next round before its version"
+        worker.end(lease, [0, 0])
+    worker.send("Holding", [0, 1], 10, 0.5)
+    resumed = worker.next_training_lease([0, 1])
+    assert resumed.sample == partial.sample, "partials go first"
+    assert (resumed.ids, resumed.budget, resumed.seed) == (partial.ids, 20, partial.seed)
+    worker.generate(resumed, 2, [0, 1])
+
+    monitor = join(Client, "monitor", "raw-monitor")
+    monitor.hello()
+    status = json.loads(bytes(monitor.ask("Status", "StatusRequest").arrays[0]))
+    assert status["step"] == 1 and status["state"] == "running" and status["ledger_closed"]
+    assert [known["name"] for known in status["workers"]] == ["raw-worker"]
+    monitor.ask("Accepted", "StopRun", "seen enough", "stopped")
+    stop = worker.take("Stop")
+    assert stop.connection == "control" and stop.fields == ["seen enough"]
+    worker.receive(100)
+    while worker.find("Grant"):
+        worker.next_lease()
+    for lease in list(worker.leases.values()):
+        worker.give_back(lease, "leave")
+    worker.send("Goodbye")
+    assert learner.ask("Finished", "Fetch", 1).fields == ["seen enough"]
+    learner.send("Goodbye")
+    assert broker.wait() == 0, broker.output
+    summary = assert_closed(broker.run_dir)
+    assert summary["state"] == "stopped" and summary["steps"] == 1
+    assert {name: summary["tokens"][name] for name in worker.acknowledged} == worker.acknowledged
+    assert summary["tokens"]["emitted_unacked"] == summary["tokens"]["refused"] == 0
+    assert not (broker.run_dir / "address").exists()
+
+
+def test_what_the_page_calls_refused_is_refused(learner, worker):
+    lease = worker.next_training_lease([0, 0])
+    worker.sockets["control"].send_multipart([b"nonsense"])
+    refused = worker.take("Refused")
+    assert refused.connection == "control" and refused.fields[0].startswith("bad message: ")
+    assert (refused.session, refused.sequence, refused.fields[1]) == (0, 0, 0)
+
+    damaged = pack("Chunk", lease.token, 0, [0, 0], "", arrays=[("i4", [3]), ("f4", [-1.0])], session=worker.session)
+    damaged[2] = struct.pack("<i", 4)
+    for message in (
+        damaged,
+        pack("Fetch", 0, session=worker.session),
+        pack("Scored", lease.token, float("nan"), session=worker.session),
+        pack("Scored", lease.token, session=worker.session),
+        pack("Scored", lease.token, 1.0, "more", session=worker.session),
+        pack("Chunk", lease.token, 0.0, [0, 0], "", session=worker.session),
+        pack("GiveBack", lease.token, 0, "boredom", "", session=worker.session),
+        pack("Hurrah", session=worker.session),
+    ):
+        worker.sockets["data"].send_multipart(message)
+        assert worker.take("Refused").fields[0].startswith("bad message: "), message
+
+    worker.sockets["data"].send_multipart(pack("Scored", lease.token, 1.0, session=987654, sequence=77))
+    refused = worker.take("Refused")
+    assert refused.fields == ["unknown session; say hello", lease.token] and refused.sequence == 77
+
+    worker.generate(lease, 1, [0, 0])
+    late = worker.send_chunk(lease, 1, [5] * 24, [-1.0] * 24, [0, 0])
+    refused = worker.take("Refused")
+    assert refused.fields == ["chunk refused: invalid", lease.token], "beyond the budget"
+    assert (refused.sequence, refused.session) == (late, worker.session)
+    worker.send_chunk(lease, 1, [5], [-1.0], [0, 0])
+    assert worker.take("Refused").fields == ["the lease is not current", lease.token]
+
+    sequence = learner.send("Fetch", 7)
+    refused = learner.take("Refused")
+    assert refused.sequence == sequence and refused.fields[1] == 0
+
+
+def test_a_new_hello_keeps_the_leases_that_it_lists(worker):
+    kept, dropped = worker.next_training_lease([0, 0]), worker.next_training_lease([0, 0])
+    worker.generate(kept, 2, [0, 0])
+    old_session = worker.session
+    welcome = worker.hello([kept.token, 12345])
+    assert welcome[0] == worker.session != old_session and welcome[5] == [12345]
+    worker.send("Holding", [0, 0], 10, 0.0)
+    worker.complete(kept, 2, [0, 0])
+    worker.send("GiveBack", dropped.token, 0, "abort", "")
+    assert worker.take("Refused").fields == ["the lease is not current", dropped.token]
+    worker.send("Heartbeat", [kept.token], 4, over="control")
+    while not (renewed := worker.take("Renewed")).fields[0]:
+        pass
+    assert renewed.connection == "control" and renewed.fields == [[kept.token]]
+
+
+# --- the tables ---------------------------------------------------------------------------------------------------
+
+
+def rows(text):
+    """(name, [(field, type, default)], the cells behind) of every table row that describes a message or a part."""
+    for line in text.splitlines():
+        if found := re.match(r"\| `([A-Z]\w+)` \|(.*)\|$", line):
+            fields, *cells = found[2].split("|")
+            pattern = r"`(\w+)` (.+?)(?: = (.+?))?(?:, (?=`)|$)"
+            yield found[1], re.findall(pattern, fields.strip()), [cell.strip() for cell in cells]
+
+
+def name_of(kind):
+    """A field's type as the page writes it."""
+    arguments = [name_of(argument) for argument in typing.get_args(kind)]
+    if typing.get_origin(kind) is list:
+        return f"[{arguments[0]}]"
+    if typing.get_origin(kind) is tuple:
+        return f"({', '.join(arguments)})"
+    if typing.get_origin(kind) is dict:
+        return f"{{{arguments[0]}: {arguments[1]}}}"
+    return kind.__name__.replace("Version", "version")
+
+
+def test_the_page_names_every_message_with_its_fields_types_and_defaults_in_order():
+    import msgspec
+
+    from april import wire
+
+    described = {name: fields for name, fields, _ in rows(PAGE)}
+    assert len(described) == len(list(rows(PAGE))), "a message is described once"
+    kinds = [*wire.MESSAGES, wire.GroupHead, wire.SampleHead, wire.TensorHead]
+    assert sorted(described) == sorted(kind.__name__ for kind in kinds)
+    for kind in kinds:
+        expected = []
+        for field in msgspec.structs.fields(kind):
+            factory = field.default_factory
+            default = field.default if factory is msgspec.NODEFAULT else factory()
+            text = "" if default is msgspec.NODEFAULT else json.dumps(default)
+            expected.append((field.name, name_of(field.type), text))
+        assert described[kind.__name__] == expected, kind.__name__
+
+
+def test_the_page_says_who_may_send_what():
+    from april.broker.service import MAY_SEND
+
+    senders = {name: cells[0] for name, _, cells in rows(PAGE.partition("## Weight lanes")[0]) if len(cells) == 3}
+    always = {"Hello", "Bind", "Goodbye"}
+    for role, permitted in MAY_SEND.items():
+        assert {name for name, sender in senders.items() if sender in ("any", role)} - always == permitted
+
+
+def test_the_page_s_example_is_what_its_client_sends():
+    header, body = (bytes.fromhex(line) for line in re.findall(r"^    ((?:[0-9a-f]{2} ?)+)$", PAGE, re.M))
+    assert pack("Hello", "worker", "w0", "u0", [], sequence=1) == [header, body]
+
+
+def test_the_page_states_the_broker_s_limits_and_deadlines():
+    from april import wire
+    from april.broker import server
+    from april.config import BrokerSection
+
+    broker = BrokerSection()
+    for key in ("lease_s", "session_timeout_s", "abort_deadline_s", "readopt_s"):
+        assert f"`broker.{key}` ({getattr(broker, key):g})" in PROSE
+    assert f"`broker.attempts`, {broker.attempts}" in PROSE
+    assert f"after {server.LEAVE_S:g} s ({server.LEAVE_AFTER_SIGNAL_S:g} s" in PROSE
+    assert f"{wire.MAX_ARRAYS:,} arrays" in PROSE and f"{server.OUTBOX_MESSAGES:,} messages" in PROSE
+    assert f"a body has at most {wire.MAX_BODY_BYTES >> 20} MiB" in PROSE
+    assert f"an array {wire.MAX_ARRAY_BYTES >> 30} GiB" in PROSE
