@@ -1,6 +1,8 @@
 """The `april` command: its subcommands, their options, and errors as sentences."""
 
 import argparse
+import os
+import socket
 import sys
 from pathlib import Path
 
@@ -37,7 +39,8 @@ def build_parser() -> argparse.ArgumentParser:
 
     worker = add(commands, "worker", worker_command, "one generation worker", config=True)
     worker.add_argument("--connect", required=True, metavar="ADDRESS", help="the broker's, as tcp://HOST:PORT")
-    worker.add_argument("--name", default="worker", help="unique among the run's workers [default worker]")
+    name = f"{socket.gethostname()}-{os.getpid()}"
+    worker.add_argument("--name", default=name, help="unique among the run's workers [default HOST-PID]")
 
     for name, command, help in (
         ("status", status_command, "the state of a run: steps, rewards, ledger"),
@@ -103,9 +106,13 @@ def broker_command(options, overrides: list[str]) -> int:
     die_with_parent()
     log_to_stderr("broker")
     try:
-        Server(configuration.load(options.config, overrides)).serve()
+        server = Server(configuration.load(options.config, overrides))
+        server.serve()
     except JournalError as error:
         print(f"april broker: {error}", file=sys.stderr)
+        return 1
+    if server.service.state == "failed":
+        print(f"april broker: the run has failed: {server.service.over}", file=sys.stderr)
         return 1
     return 0
 

@@ -41,6 +41,8 @@ class BrokerConnection:
     def _connect(self) -> zmq.Socket:
         socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 2000)
+        socket.setsockopt(zmq.SNDHWM, 10_000)
+        socket.setsockopt(zmq.SNDTIMEO, 10_000)
         socket.setsockopt(zmq.RECONNECT_IVL, 100)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
         socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
@@ -48,9 +50,10 @@ class BrokerConnection:
         socket.connect(self.address)
         return socket
 
-    def hello(self, leases: list[int], timeout_s: float = 30.0) -> wire.Welcome:
+    def hello(self, leases: list[int], acknowledged_tokens: int = 0, timeout_s: float = 30.0) -> wire.Welcome:
         """Open a session, or open it anew. Raises BrokerUnreachable after `timeout_s`."""
-        sequence = self.send(wire.Hello(self.role, self.name, self.uid, leases))
+        self.session = 0
+        sequence = self.send(wire.Hello(self.role, self.name, self.uid, leases, acknowledged_tokens))
         welcome = self._await(sequence, timeout_s).message
         if not isinstance(welcome, wire.Welcome):
             raise BrokerUnreachable(f"the broker at {self.address} refuses this {self.role}: {welcome}")
@@ -61,11 +64,22 @@ class BrokerConnection:
     def send(self, message: wire.Message, arrays: list[np.ndarray] = ()) -> int:
         """Queue a message on the data connection; returns its sequence number."""
         self._sequence += 1
-        self._data.send_multipart(wire.encode(message, arrays, self.session, self._sequence), copy=False)
+        self._send(self._data, wire.encode(message, arrays, self.session, self._sequence))
         return self._sequence
 
     def send_control(self, message: wire.Message) -> None:
-        self._control.send_multipart(wire.encode(message, (), self.session))
+        self._send(self._control, wire.encode(message, (), self.session))
+
+    def _send(self, socket: zmq.Socket, frames: list) -> None:
+        try:
+            socket.send_multipart(frames, copy=False)
+        except zmq.Again:
+            raise BrokerUnreachable(f"the broker at {self.address} takes no messages; is it running?") from None
+
+    def is_disowned(self, received: wire.Received) -> bool:
+        """Whether the broker does not know this session (any more): say hello again."""
+        refused = isinstance(received.message, wire.Refused) and "unknown session" in received.message.reason
+        return refused and received.session == self.session
 
     def receive(self, timeout_ms: int = 0) -> Iterator[wire.Received]:
         """What has arrived on both connections, waiting at most `timeout_ms` for the first."""
@@ -81,14 +95,15 @@ class BrokerConnection:
         return self._await(self.send(message), timeout_s)
 
     def _await(self, sequence: int, timeout_s: float | None) -> wire.Received:
+        self.heard_at = clock.now()
         deadline = None if timeout_s is None else clock.now() + timeout_s
         next_beat = clock.now() + HEARTBEAT_S
         while deadline is None or clock.now() < deadline:
             for received in self.receive(timeout_ms=200):
                 if received.sequence == sequence:
                     return received
-                if isinstance(received.message, wire.Refused) and self.session:
-                    raise BrokerUnreachable(f"the broker at {self.address} refuses: {received.message.reason}")
+                if self.session and self.is_disowned(received):
+                    raise BrokerUnreachable(f"the broker at {self.address} does not know this {self.role} any more")
             if self.session and clock.now() >= next_beat:
                 next_beat = clock.now() + HEARTBEAT_S
                 self.send_control(wire.Heartbeat())

@@ -5,6 +5,7 @@ that names the key, the value and the mend.
 """
 
 import difflib
+import json
 import tomllib
 from pathlib import Path
 from typing import Any, Literal
@@ -159,6 +160,19 @@ class Config(Section):
     def run_dir(self) -> Path:
         return self.run.dir / self.run.name
 
+    @property
+    def context_tokens(self) -> int | None:
+        """Longest prompt and response together that the model takes; None if its folder does not say."""
+        shape = json.loads((self.model.path / "config.json").read_text())
+        return shape.get("max_position_embeddings")
+
+    @property
+    def longest_prompt_tokens(self) -> int:
+        """What `data.max_prompt_tokens` and the model's context leave for a prompt."""
+        context = self.context_tokens
+        room = self.data.max_prompt_tokens if context is None else context - self.sampling.max_response_tokens
+        return min(self.data.max_prompt_tokens, room)
+
     def to_toml(self) -> str:
         """The resolved configuration; `load` reads it back unchanged."""
         return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
@@ -307,6 +321,18 @@ def check(config: Config) -> None:
         raise ConfigError(
             f"key 'model.path' = {str(config.model.path)!r} is not a Hugging Face model folder (no config.json); "
             "give one, or make the quickstart's with `april make-policy`"
+        )
+    try:
+        room = config.longest_prompt_tokens
+    except (OSError, ValueError, AttributeError):
+        raise ConfigError(
+            f"key 'model.path' = {str(config.model.path)!r} has a config.json that is not a JSON object; "
+            "give a whole Hugging Face folder"
+        ) from None
+    if room < 1:
+        raise ConfigError(
+            f"key 'sampling.max_response_tokens' = {config.sampling.max_response_tokens} leaves no room for a prompt "
+            f"in the model's context of {config.context_tokens} tokens; lower it"
         )
     for key, path in [("data.path", config.data.path), ("data.eval_path", config.data.eval_path)]:
         if path is not None and not path.is_file():

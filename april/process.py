@@ -9,14 +9,18 @@ from typing import NoReturn
 
 PR_SET_PDEATHSIG = 1
 
-SUPERVISED = "APRIL_SUPERVISED"
-"""set in the environment of processes whose parent watches them"""
+SUPERVISED = "APRIL_SUPERVISED_BY"
+"""set in the environment of processes whose parent watches them, to the parent's process id"""
 
 
 def die_with_parent() -> None:
     """Let the kernel end this process when its parent dies, if `april run` stands behind it (Linux)."""
-    if os.environ.get(SUPERVISED) and sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    parent = os.environ.get(SUPERVISED)
+    if not parent or sys.platform != "linux":
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(parent):
+        sys.exit("april run has ended before this process could start")
 
 
 def log_to_stderr(who: str) -> None:

@@ -21,8 +21,8 @@ POLL_MS = 200
 STATUS_S = 0.5
 START_S = 120.0
 """longest start of the broker: imports, dataset, replay of the journal"""
-STOP_S = 60.0
-"""longest wait for a run that was asked to stop; then its processes are killed"""
+STOP_S = 600.0
+"""longest wait for a run that was asked to stop, its last checkpoint included; then its processes are killed"""
 CLOSE_S = 5.0
 """longest wait for workers and broker to leave in order after a failure"""
 TAIL_LINES = 15
@@ -55,7 +55,7 @@ class Part:
     process: subprocess.Popen | None = None
 
     def start(self) -> None:
-        environment = os.environ | dict.fromkeys(THREAD_SETTINGS, str(self.threads)) | {SUPERVISED: "1"}
+        environment = os.environ | dict.fromkeys(THREAD_SETTINGS, str(self.threads)) | {SUPERVISED: str(os.getpid())}
         with self.log.open("ab") as output:
             self.process = subprocess.Popen(
                 self.command,
@@ -192,8 +192,7 @@ class Supervisor:
     def _fail(self, part: Part) -> None:
         """Let workers hand in what they have and the broker close the books, then give up."""
         failure = f"{part.name} ended with status {part.status}; its last lines:\n{part.last_lines()}"
-        with contextlib.suppress(BrokerUnreachable):
-            self.connection.request(wire.StopRun(f"{part.name} ended with status {part.status}", "failed"), 5.0)
+        self._stop_run(f"{part.name} ended with status {part.status}", "failed")
         deadline = clock.now() + CLOSE_S
         while clock.now() < deadline and self.broker.status is None:
             self._poll_status()
@@ -218,10 +217,19 @@ class Supervisor:
             raise RunFailed("stopped at once, at the third signal")
 
     def _ask_to_stop(self) -> None:
-        self.view.note("stopping; what is acknowledged is kept")
+        self.view.note("stopping: what is acknowledged is kept, the learner writes a checkpoint; Ctrl-C twice: at once")
         self.stop_by = clock.now() + STOP_S
-        with contextlib.suppress(BrokerUnreachable):
-            self.connection.request(wire.StopRun("stopped by the user", "stopped"), 10.0)
+        self._stop_run("stopped by the user", "stopped")
+
+    def _stop_run(self, reason: str, state: str) -> None:
+        """Tell the broker; a broker that does not answer is seen, or killed, by whoever calls."""
+        for _ in range(2):
+            try:
+                self.connection.request(wire.StopRun(reason, state), 5.0)
+                return
+            except BrokerUnreachable:
+                with contextlib.suppress(BrokerUnreachable):
+                    self.connection.hello([], timeout_s=5.0)
 
     # --- showing --------------------------------------------------------------------------------------------
 
@@ -234,10 +242,17 @@ class Supervisor:
             self._next_status = clock.now() + STATUS_S
             self.connection.send(wire.StatusRequest())
         for received in self.connection.receive(POLL_MS):
+            if self.connection.is_disowned(received):
+                return self._say_hello_again()
             if isinstance(received.message, wire.Status):
                 status = orjson.loads(received.arrays[0].tobytes())
                 self._over = status["phase"] == "finished"
                 self.view.update(status)
+
+    def _say_hello_again(self) -> None:
+        """After a pause, say of this process's terminal, the broker has ended the session."""
+        with contextlib.suppress(BrokerUnreachable):
+            self.connection.hello([])
 
     def _show_new_steps(self) -> None:
         metrics = self.run_dir / "metrics.jsonl"

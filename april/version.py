@@ -1,6 +1,11 @@
 """The name of one set of policy weights."""
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
+
+import msgspec
+
+Number = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+"""what a count may be, wherever it comes from: no sum of such overflows, and every JSON reader can hold it"""
 
 
 class Version(NamedTuple):
@@ -10,8 +15,8 @@ class Version(NamedTuple):
     share a name. Staleness and ordering are measured in steps alone.
     """
 
-    branch: int
-    step: int
+    branch: Number
+    step: Number
 
     def __str__(self) -> str:
         return f"{self.branch}.{self.step}"

@@ -8,12 +8,12 @@ decode raises `WireError` and nothing else.
 import struct
 import zlib
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 
-from april.version import Version
+from april.version import Number, Version
 
 MAGIC = b"AP"
 PROTOCOL = 1
@@ -22,7 +22,6 @@ HEADER = struct.Struct("<2sBxHxxQQ")
 
 DTYPES = {"i4": np.dtype("<i4"), "f4": np.dtype("<f4"), "u1": np.dtype("u1")}
 MAX_BODY_BYTES = 1 << 20
-MAX_ARRAYS = 65_535
 MAX_ARRAY_BYTES = 1 << 30
 
 
@@ -44,6 +43,8 @@ class Hello(Message):
     name: str
     uid: str
     leases: list[int] = []
+    acknowledged_tokens: Number = 0
+    """of its own, by its own count"""
 
 
 class Welcome(Message):
@@ -65,7 +66,8 @@ class Heartbeat(Message):
     """A live peer, at least every second. A non-empty `leases` renews them."""
 
     leases: list[int] = []
-    emitted_tokens: int = 0
+    emitted_tokens: Number = 0
+    """sampled since its process started"""
 
 
 class Renewed(Message):
@@ -98,7 +100,7 @@ class Holding(Message):
     """The weights a worker samples from, and how many samples it takes at once."""
 
     version: Version
-    capacity: int
+    capacity: Number
     loaded_in_s: float = 0.0
 
 
@@ -126,9 +128,9 @@ class Chunk(Message):
     Arrays: ids int32 [T], behaviour logprobs float32 [T]."""
 
     token: int
-    start: int
+    start: Number
     version: Version
-    finish_reason: str = ""
+    finish_reason: Literal["", "stop", "length"] = ""
 
 
 class ChunkAck(Message):
@@ -152,8 +154,8 @@ class GiveBack(Message):
     """The worker stops working on a sample; cause: abort | leave | generation_failed | scoring_failed."""
 
     token: int
-    length: int
-    cause: str
+    length: Number
+    cause: Literal["abort", "leave", "generation_failed", "scoring_failed"]
     error: str = ""
 
 
@@ -190,7 +192,7 @@ class Lane(Message):
 class LearnerStart(Message):
     """The learner holds checkpoint `step`; deliveries after it are wanted again."""
 
-    step: int
+    step: Number
     weights_address: str
 
 
@@ -204,7 +206,7 @@ class WeightsAt(Message):
 
 
 class Fetch(Message):
-    step: int
+    step: Number
 
 
 class SampleHead(msgspec.Struct, array_like=True, frozen=True):
@@ -236,12 +238,12 @@ class Finished(Message):
 
 
 class Consumed(Message):
-    step: int
+    step: Number
     metrics: dict[str, float]
 
 
 class Durable(Message):
-    step: int
+    step: Number
 
 
 class Accepted(Message):
@@ -263,7 +265,7 @@ class StopRun(Message):
     """End the run; `state` is what summary.json says of it: stopped | failed."""
 
     reason: str
-    state: str = "stopped"
+    state: Literal["stopped", "failed"] = "stopped"
 
 
 # --- weight lanes (learner rank 0 <-> worker) ---------------------------------------------------------------
@@ -275,6 +277,8 @@ class LaneJoin(Message):
     uid: str
     name: str
     device: str
+    held: Version | None
+    """what it samples from already, and need not be sent"""
 
 
 class LaneInvite(Message):
@@ -395,12 +399,12 @@ def decode(frames: list) -> Received:
 def decode_array(head: ArrayHead, frame) -> np.ndarray:
     dtype = DTYPES.get(head.dtype)
     if dtype is None or any(extent < 0 for extent in head.shape):
-        raise WireError(f"array of unknown kind {head.dtype!r} {head.shape}")
+        raise WireError("array of an unknown type or of negative size")
     count = 1
     for extent in head.shape:
         count *= extent
-    if count * dtype.itemsize != len(frame) or len(frame) > MAX_ARRAY_BYTES:
-        raise WireError("array size does not agree with its shape")
+    if len(head.shape) > 1 or count * dtype.itemsize != len(frame) or len(frame) > MAX_ARRAY_BYTES:
+        raise WireError("array is not flat, or its size does not agree with its shape")
     if zlib.crc32(frame) != head.checksum:
         raise WireError("array checksum does not agree")
     return np.frombuffer(frame, dtype=dtype).reshape(head.shape)

@@ -72,6 +72,16 @@ def test_a_damaged_message_is_refused_or_harmless(example, data):
     assert which < 2, "damage in an array must be found by its checksum"
 
 
+@pytest.mark.parametrize("shape", [[1] * 100, [2**63, 0], [2**40, 2**40, 0], [-1], [3, 1]])
+def test_an_absurd_shape_is_a_wire_error(shape):
+    frames = frames_of(*EXAMPLES[2])
+    body = msgspec.msgpack.decode(frames[1])
+    body[1][0][1] = shape
+    frames[1] = msgspec.msgpack.encode(body)
+    with pytest.raises(wire.WireError):
+        wire.decode(frames)
+
+
 def test_a_huge_claimed_array_is_refused_before_it_is_made():
     frames = frames_of(*EXAMPLES[2])
     body = msgspec.msgpack.decode(frames[1])

@@ -17,6 +17,10 @@ class RunStarted(Event):
     seed: int
     batch_groups: int
     group_size: int
+    max_staleness: int
+    max_attempts: int
+    min_group_size: int | None
+    max_response_tokens: int
 
 
 class BrokerStarted(Event):

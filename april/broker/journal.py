@@ -110,9 +110,9 @@ class Journal:
 
     def _cut_torn_tail(self, offset: int) -> None:
         rest = os.pread(self._file, self._end - offset, offset)
-        start = rest.find(ARRAY_UINT32, 1)
+        start, view = rest.find(ARRAY_UINT32, 1), memoryview(rest)
         while start >= 0:
-            if record_body(rest[start:], exact=False) is not None:
+            if record_body(view[start:], exact=False) is not None:
                 raise JournalError(
                     f"journal {self.path} is damaged at byte {offset}, with good records from byte {offset + start}; "
                     "restore it from a copy"
@@ -128,7 +128,7 @@ class Journal:
         os.close(self._file)
 
 
-def record_body(record: bytes, exact: bool = True) -> bytes | None:
+def record_body(record: bytes | memoryview, exact: bool = True) -> bytes | memoryview | None:
     """The body of a record if its form and checksum are right; `exact`: the bytes end with it."""
     if len(record) < PREFIX.size:
         return None

@@ -32,10 +32,14 @@ class LearnerDesk:
         self.waiting = None
 
     def on_LearnerStart(self, session: Session, received: wire.Received, now: float) -> None:
+        consumed_before = self.ledger.consumed
         try:
             self.ledger.start_learner(received.message.step)
         except LedgerError as error:
             return self._refuse(session, received, str(error))
+        for step in range(consumed_before, received.message.step):
+            self.service.step_trained(step, {}, now)
+        session.started = True
         self.weights_address = received.message.weights_address
         self.sessions.broadcast(wire.WeightsAt(self.weights_address))
         answer = wire.LearnerStarted(self.ledger.branch, self.ledger.frontier)
@@ -43,6 +47,8 @@ class LearnerDesk:
 
     def on_Fetch(self, session: Session, received: wire.Received, now: float) -> None:
         step = received.message.step
+        if not session.started:
+            return self._refuse(session, received, "say first which checkpoint you hold")
         if step != self.ledger.consumed:
             return self._refuse(session, received, f"batch {step} does not follow {self.ledger.consumed} consumed ones")
         self.waiting = (session, received)
@@ -77,9 +83,11 @@ class LearnerDesk:
 
     def on_Consumed(self, session: Session, received: wire.Received, now: float) -> None:
         step = received.message.step
-        if self.ledger.consume(step) is Verdict.INVALID:
+        verdict = self.ledger.consume(step)
+        if verdict is Verdict.INVALID:
             return self._refuse(session, received, f"batch {step} is not the next one, {self.ledger.consumed}")
-        self.service.step_trained(step, received.message.metrics, now)
+        if verdict is Verdict.OK:
+            self.service.step_trained(step, received.message.metrics, now)
         self.sessions.send(session, wire.Accepted(), sequence=received.sequence)
 
     def on_Durable(self, session: Session, received: wire.Received, now: float) -> None:

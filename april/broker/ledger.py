@@ -93,6 +93,11 @@ class Ledger:
         self.durable = 0
         """batches in the newest checkpoint on disk"""
         self.branch = -1
+        self.dead_in_a_row = 0
+        """groups that lost a sample for good since the last one that became ready"""
+        self.last_error = ""
+        self.voided: list[tuple[str, int]] = []
+        """(worker, token) of leases that ended with their group, until somebody tells the workers"""
         self.round = -1
         self.round_open = False
         self.watermark = 0
@@ -158,7 +163,9 @@ class Ledger:
             return Verdict.GAP
         if version.step < max(lease.step, sample.first_step):
             return Verdict.FENCED
-        if not lease.generating or count < 1 or sample.length + count > self.rules.max_response_tokens:
+        left = self.rules.max_response_tokens - sample.length - count
+        within_budget = count > 0 and (left > 0 or (left == 0 and finish_reason))
+        if not lease.generating or not within_budget or version.step > self.frontier:
             return Verdict.INVALID
         self.commit(events.ChunkAccepted(token, start, count, version, finish_reason, ids, logprobs))
         return Verdict.OK
@@ -174,31 +181,24 @@ class Ledger:
 
     def end_lease(self, token: int, cause: str, error: str = "") -> Verdict:
         """The sample goes back to where it waits; too many failures make it dead, and perhaps its group."""
-        lease = self.leases.get(token)
-        if lease is None:
+        if token not in self.leases:
             return Verdict.FENCED
-        group = lease.sample.group
         self.commit(events.LeaseEnded(token, cause, error))
-        least = self.rules.min_group_size or len(group.samples)
-        if group.state is GroupState.OPEN and len(group.live_samples) < least:
-            self.discard(group, "dead_sample")
         return Verdict.OK
 
     def renew(self, tokens: list[int], expires_at: float) -> list[int]:
-        """Prolong leases; returns the tokens that are not current any more."""
-        lost = []
+        """Prolong leases, but for aborted ones; returns the tokens that are not current any more."""
         for token in tokens:
-            if lease := self.leases.get(token):
-                lease.expires_at = expires_at
-            else:
-                lost.append(token)
-        return lost
+            if token in self.leases and not self.is_aborted(token):
+                self.leases[token].expires_at = expires_at
+        return [token for token in tokens if token not in self.leases]
 
     def expire(self, now: float) -> list[Lease]:
         """End the leases whose time is over."""
         expired = [lease for lease in self.leases.values() if lease.expires_at <= now]
         for lease in expired:
-            self.end_lease(lease.token, "expired", "the lease was not renewed")
+            cause = "abort" if self.is_aborted(lease.token) else "expired"
+            self.end_lease(lease.token, cause, "" if cause == "abort" else "the lease was not renewed")
         return expired
 
     def discard(self, group: Group, reason: str) -> None:
@@ -263,6 +263,11 @@ class Ledger:
     @property
     def first_kept_step(self) -> int:
         return min(self.deliveries, default=self.consumed)
+
+    def is_aborted(self, token: int) -> bool:
+        """Whether the sample is to be handed back: generated for training under a grant of an ended round."""
+        lease = self.leases.get(token)
+        return bool(lease and token <= self.watermark and lease.generating and not lease.sample.group.evaluation)
 
     @property
     def undelivered(self) -> int:
@@ -383,10 +388,13 @@ class Ledger:
         sample.token = 0
         if event.cause not in NO_ATTEMPT:
             sample.attempts += 1
-            sample.last_error = event.error or event.cause
+            sample.last_error = self.last_error = event.error or event.cause
         if sample.attempts >= self.rules.max_attempts:
             sample.state = SampleState.DEAD
-            self._complete(sample.group)
+            if len(sample.group.live_samples) < self._least_samples(sample.group):
+                self._end_group(sample.group, "dead_sample")
+            else:
+                self._complete(sample.group)
             return
         if sample.state is SampleState.SCORING:
             sample.state = SampleState.GENERATED
@@ -394,17 +402,25 @@ class Ledger:
             sample.state = SampleState.PARTIAL if sample.length else SampleState.WAITING
         self.queue.push(sample)
 
+    def _least_samples(self, group: Group) -> int:
+        return 1 if group.evaluation else self.rules.min_group_size or len(group.samples)
+
     def _complete(self, group: Group) -> None:
-        """Make the group ready if none of its samples is on the way and enough are done."""
-        live = group.live_samples
-        least = self.rules.min_group_size or len(group.samples)
-        if len(live) < (1 if group.evaluation else least) or any(s.state is not SampleState.DONE for s in live):
+        """Make the group ready if none of its samples is on the way; what dead ones had is discarded."""
+        if any(sample.state is not SampleState.DONE for sample in group.live_samples):
             return
         if group.evaluation:
             group.state = GroupState.READY
+            del self.groups[group.id]
             return
+        lost = sum(sample.length for sample in group.samples if sample.state is SampleState.DEAD)
+        group.tokens -= lost
+        self.tokens[group.state] -= lost
+        if lost:
+            self.discarded["dead_sample"] += lost
         self._move(group, GroupState.READY)
         self.ready.append(group)
+        self.dead_in_a_row = 0
 
     def _move(self, group: Group, state: GroupState) -> None:
         """Change a training group's state and the tokens and counts that go with it."""
@@ -416,22 +432,27 @@ class Ledger:
         group.state = state
 
     def _on_GroupDiscarded(self, event: events.GroupDiscarded, reference: Any) -> None:
-        group = self.groups[event.group]
+        self._end_group(self.groups[event.group], event.reason)
+
+    def _end_group(self, group: Group, reason: str) -> None:
         for sample in group.samples:
             if sample.token:
-                self._stops_generating(self.leases.pop(sample.token))
+                lease = self.leases.pop(sample.token)
+                self._stops_generating(lease)
+                self.voided.append((lease.worker, lease.token))
                 sample.token = 0
+        del self.groups[group.id]
         if group.evaluation:
             group.state = GroupState.DISCARDED
             return
+        self.dead_in_a_row += reason == "dead_sample"
         if group in self.ready:
             self.ready.remove(group)
         self._move(group, GroupState.DISCARDED)
-        self.discarded[event.reason] += group.tokens
-        self.counts[event.reason] += 1
+        self.discarded[reason] += group.tokens
+        self.counts[reason] += 1
         self.bound.remove(group.opened_at)
-        self.cohorts.finish(group.ordinal, [sample.length for sample in group.samples], trained=False)
-        del self.groups[group.id]
+        self.cohorts.finish(group.ordinal, [sample.length for sample in group.samples], [])
 
     def _on_RoundStarted(self, event: events.RoundStarted, reference: Any) -> None:
         self.round, self.round_open = event.round, True
@@ -452,7 +473,8 @@ class Ledger:
     def _on_BatchConsumed(self, event: events.BatchConsumed, reference: Any) -> None:
         for group in self.deliveries[event.step]:
             self._move(group, GroupState.TRAINED)
-            self.cohorts.finish(group.ordinal, [sample.length for sample in group.live_samples], trained=True)
+            created = [sample.length for sample in group.samples]
+            self.cohorts.finish(group.ordinal, created, [sample.length for sample in group.live_samples])
         self.consumed = event.step + 1
         self.frontier = max(self.frontier, self.consumed)
 

@@ -37,19 +37,19 @@ class LengthCohorts:
         self.settled = 0
         self.created: list[int] = []
         self.trained: list[int] = []
-        self._open: dict[int, dict[int, tuple[list[int], bool]]] = {}
+        self._open: dict[int, dict[int, tuple[list[int], list[int]]]] = {}
 
-    def finish(self, ordinal: int, lengths: list[int], trained: bool) -> None:
-        """The `ordinal`-th group created has come to its end with responses of these lengths (tokens).
-        Doing so again, as a learner does that restarts, changes nothing."""
+    def finish(self, ordinal: int, created: list[int], trained: list[int]) -> None:
+        """The `ordinal`-th group created has come to its end; lengths of all its responses and of those trained
+        (tokens). Doing so again, as a learner does that restarts, changes nothing."""
         cohort = ordinal // self.cohort_groups
         if cohort < self.settled:
             return
-        self._open.setdefault(cohort, {})[ordinal] = (lengths, trained)
+        self._open.setdefault(cohort, {})[ordinal] = (created, trained)
         while len(self._open.get(self.settled, ())) == self.cohort_groups:
-            for group_lengths, was_trained in self._open.pop(self.settled).values():
-                self.created += group_lengths
-                self.trained += group_lengths if was_trained else []
+            for group_created, group_trained in self._open.pop(self.settled).values():
+                self.created += group_created
+                self.trained += group_trained
             self.settled += 1
 
     def summary(self) -> dict:

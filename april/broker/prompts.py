@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+from functools import lru_cache
 
 import numpy as np
 
@@ -24,9 +25,13 @@ class PromptBook:
             self.evaluation_rows = rows[: config.evaluation.prompts]
         self.tokenizer = Tokenizer(config.model.path)
         self.fingerprint = fingerprint(data.path)
+        self.max_prompt_tokens = config.longest_prompt_tokens
         self.skipped_prompts = 0
         self._config = config
-        self._order: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
+        self._order = lru_cache(maxsize=2)(self._epoch_order)
+        encoded = [(position, self._encode(row)) for position, row in enumerate(self.evaluation_rows)]
+        self.evaluation_tokens = [(position, tokens) for position, tokens in encoded if tokens is not None]
+        """(position, token ids) of the evaluation prompts that are short enough"""
 
     def draw(self, cursor: tuple[int, int]) -> tuple[int, int, bytes] | None:
         """(epoch, position, token ids) of the first prompt at the cursor or behind it that is short enough."""
@@ -41,28 +46,26 @@ class PromptBook:
                 return epoch, position, tokens
             position += 1
         raise ConfigError(
-            f"key 'data.max_prompt_tokens' = {self._config.data.max_prompt_tokens} leaves no prompt of "
-            f"{self._config.data.path}; raise it"
+            f"prompts of at most {self.max_prompt_tokens} tokens are wanted, and {self._config.data.path} has none; "
+            "raise data.max_prompt_tokens, or lower sampling.max_response_tokens if the model's context is short"
         )
 
     def row(self, epoch: int, position: int) -> Row:
-        if self._order[0] != epoch:
-            shuffle = self._config.data.shuffle
-            self._order = (epoch, epoch_order(len(self.rows), self._config.seed, epoch, shuffle))
-        return self.rows[int(self._order[1][position])]
+        return self.rows[int(self._order(epoch)[position])]
 
-    def evaluation_tokens(self) -> list[tuple[int, bytes]]:
-        """(position, token ids) of the evaluation prompts that are short enough."""
-        encoded = ((position, self._encode(row)) for position, row in enumerate(self.evaluation_rows))
-        return [(position, tokens) for position, tokens in encoded if tokens is not None]
+    def _epoch_order(self, epoch: int) -> np.ndarray:
+        return epoch_order(len(self.rows), self._config.seed, epoch, self._config.data.shuffle)
 
     def _encode(self, row: Row) -> bytes | None:
         tokens = self.tokenizer.encode_prompt(row.prompt)
-        if 0 < len(tokens) <= self._config.data.max_prompt_tokens:
+        if 0 < len(tokens) <= self.max_prompt_tokens:
             return tokens.astype("<i4").tobytes()
         self.skipped_prompts += 1
         log.warning(
-            "prompt of %d tokens skipped, %d so far (data.max_prompt_tokens)", len(tokens), self.skipped_prompts
+            "prompt of %d tokens skipped, %d so far; at most %d fit",
+            len(tokens),
+            self.skipped_prompts,
+            self.max_prompt_tokens,
         )
         return None
 

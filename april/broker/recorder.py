@@ -10,27 +10,30 @@ import orjson
 from april.broker.ledger import Ledger
 from april.broker.lengths import describe, histogram
 from april.broker.samples import Group, SampleState
+from april.broker.sessions import Sessions
 
 BYTES_PER_TOKEN = 8
 """an int32 id and a float32 logprob"""
 
 
 class Recorder:
-    def __init__(self, run_dir: Path, run: str, max_steps: int, started_at: float, ledger: Ledger):
+    def __init__(self, run_dir: Path, run: str, max_steps: int, started_at: float, ledger: Ledger, sessions: Sessions):
         self.run_dir = run_dir
         self.run = run
         self.max_steps = max_steps
         self.started_at = started_at
+        self.sessions = sessions
         self.metrics_path = run_dir / "metrics.jsonl"
         self.steps: dict[int, dict[str, Any]] = read_steps(self.metrics_path)
         """by batch, from 0"""
-        self.wall_before_s = read_wall_s(run_dir / "summary.json")
+        before = read_summary(run_dir / "summary.json")
+        self.wall_before_s = before.get("wall_s", 0.0)
+        self.peak_tokens = before.get("buffer_peak", {}).get("tokens", 0)
+        self.unacknowledged_before = before.get("tokens", {}).get("emitted_unacked", 0)
+        self.refused_before = before.get("tokens", {}).get("refused", 0)
         self.evaluations: dict[int, dict[str, Any]] = {}
         self.generating_s = sum(step["rollout_s"] for step in self.steps.values())
         self.rollout_tokens = sum(step["rollout_tokens"] for step in self.steps.values())
-        self.peak_tokens = 0
-        self.unacknowledged_tokens = 0
-        self.refused_tokens = 0
         self._lanes: list[dict[str, Any]] = []
         self._step_generating_s = 0.0
         self._step_tokens = 0
@@ -68,10 +71,9 @@ class Recorder:
         """
         if step not in self.steps:
             record = self._describe(step, ledger, learner, now)
-            self.steps[step] = record
             with self.metrics_path.open("ab") as file:
                 file.write(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE))
-        self.write_summary(ledger, "running", now)
+            self.steps[step] = without_lanes(record)
         return self.steps[step]
 
     def _describe(self, step: int, ledger: Ledger, learner: dict[str, float], now: float) -> dict[str, Any]:
@@ -124,7 +126,10 @@ class Recorder:
         return self.evaluations[step]
 
     def account(self, ledger: Ledger) -> dict[str, Any]:
-        return ledger.account() | {"emitted_unacked": self.unacknowledged_tokens, "refused": self.refused_tokens}
+        return ledger.account() | {
+            "emitted_unacked": self.unacknowledged_before + self.sessions.unacknowledged_tokens(),
+            "refused": self.refused_before + self.sessions.refused_tokens(),
+        }
 
     def write_summary(self, ledger: Ledger, state: str, now: float) -> None:
         steps = [self.steps[step] for step in sorted(self.steps) if step < ledger.consumed]
@@ -189,13 +194,18 @@ def read_steps(path: Path) -> dict[int, dict[str, Any]]:
             os.truncate(path, good)
             break
         record = orjson.loads(line)
-        steps[record["step"] - 1] = record
+        steps[record["step"] - 1] = without_lanes(record)
         good += len(line)
     return steps
 
 
-def read_wall_s(path: Path) -> float:
-    return orjson.loads(path.read_bytes())["wall_s"] if path.exists() else 0.0
+def without_lanes(record: dict[str, Any]) -> dict[str, Any]:
+    """What is kept in memory of a step."""
+    return {key: value for key, value in record.items() if key != "lanes"}
+
+
+def read_summary(path: Path) -> dict[str, Any]:
+    return orjson.loads(path.read_bytes()) if path.exists() else {}
 
 
 def replace_file(path: Path, data: bytes) -> None:

@@ -40,7 +40,7 @@ class RoundSchedule:
             ended = schedule.advance(ledger)      # True: broadcast abort with ledger.watermark
             sample = schedule.next_sample(ledger, worker_step)
 
-    Round r makes batch r. It starts when every grant of the round before is back, and ends when N complete
+    A round makes the next batch. It starts when every grant of the round before is back, and ends when N complete
     groups can be delivered within the staleness bound; then all unfinished work is handed back.
     """
 
@@ -68,8 +68,8 @@ class RoundSchedule:
         return nothing_left and len(ledger.ready) < (1 if self.rules.train_last_batch else self.rules.batch_groups)
 
     def floor(self, ledger: Ledger) -> int:
-        """The policy step that leases of the current round need."""
-        return max(0, ledger.round - 1) if self.rules.overlap else ledger.round
+        """The policy step that leases for the batch being made need."""
+        return max(0, ledger.next_step - 1) if self.rules.overlap else ledger.next_step
 
     def next_sample(self, ledger: Ledger, step: int) -> Sample | None:
         """What a worker at policy step `step` generates next: what a deadline needs, then started groups, oldest

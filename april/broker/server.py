@@ -53,6 +53,7 @@ class Server:
         self.address_file: Path = config.run_dir / "address"
         replace_file(self.address_file, self.address.encode())
         self._leave_s = LEAVE_S
+        self._signal = ""
         self._late: dict[bytes, deque[Outgoing]] = {}
 
     def serve(self) -> None:
@@ -72,19 +73,22 @@ class Server:
 
     def turn(self) -> None:
         """One drain of the socket, one sync, the answers."""
-        if self.socket.poll(POLL_MS):
-            self._drain()
-        self.service.tick(clock.now())
+        caught_up = not self.socket.poll(POLL_MS) or self._drain()
+        if self._signal:
+            self.service.stop(f"signal {self._signal}", "stopped", clock.now())
+        self.service.tick(clock.now(), caught_up)
         self.journal.sync()
         self._send_all()
 
-    def _drain(self) -> None:
+    def _drain(self) -> bool:
+        """Handle what has arrived; True if nothing is left."""
         for _ in range(DRAIN_MESSAGES):
             try:
                 route, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
-                return
+                return True
             self.service.handle(route, frames, clock.now())
+        return False
 
     def _send_all(self) -> None:
         for route in list(self._late):
@@ -104,7 +108,8 @@ class Server:
                 self._drop_peer(message.route)
 
     def _send(self, message: Outgoing) -> bool:
-        """False if the peer does not read at present; a peer that is gone gets nothing and loses its session."""
+        """False if the peer does not read at present. One that is gone gets nothing: it says hello when it is back,
+        and if it does not, its silence ends its session."""
         frames = wire.encode(message.message, message.arrays, message.session, message.sequence)
         try:
             self.socket.send_multipart([message.route, *frames], zmq.NOBLOCK)
@@ -128,7 +133,7 @@ class Server:
 
     def _on_signal(self, number: int, frame) -> None:
         self._leave_s = LEAVE_AFTER_SIGNAL_S
-        self.service.stop(f"signal {signal.Signals(number).name}", "stopped", clock.now())
+        self._signal = signal.Signals(number).name
 
     def close(self) -> None:
         self.service.close(clock.now())

@@ -27,6 +27,8 @@ from april.data.prompts import Row
 
 log = logging.getLogger(__name__)
 
+DEAD_ROUNDS = 2
+"""rounds in which every group dies before the run is given up"""
 SWEEP_S = 0.25
 """how often silent sessions and old leases are looked for"""
 
@@ -72,7 +74,8 @@ class Service:
             prompts,
         )
         self._recover(now)
-        self.recorder = Recorder(config.run_dir, config.run.name, schedule.max_steps, now, self.ledger)
+        self.sessions.number_from(self.ledger.epoch)
+        self.recorder = Recorder(config.run_dir, config.run.name, schedule.max_steps, now, self.ledger, self.sessions)
         self.workers = WorkerDesk(self)
         self.learner = LearnerDesk(self)
         for step in self.ledger.evaluations:
@@ -92,6 +95,10 @@ class Service:
             self.config.seed,
             self.ledger.rules.batch_groups,
             self.ledger.rules.group_size,
+            self.ledger.rules.max_staleness,
+            self.ledger.rules.max_attempts,
+            self.ledger.rules.min_group_size,
+            self.ledger.rules.max_response_tokens,
         )
         if self.ledger.header is None:
             self.ledger.commit(header)
@@ -112,7 +119,7 @@ class Service:
             received = wire.decode(frames)
             self._dispatch(route, received, now)
         except wire.WireError as error:
-            self.bad_messages[str(error)[:60]] += 1
+            self.bad_messages[str(error).split(":")[0]] += 1
             log.warning("bad message: %s", error)
             self.sessions.outgoing.append(Outgoing(route, wire.Refused(f"bad message: {error}")))
 
@@ -121,9 +128,10 @@ class Service:
         if isinstance(message, wire.Hello):
             return self._hello(route, received, now)
         session = self.sessions.by_id.get(received.session)
-        if session is None:
+        binds = isinstance(message, wire.Bind) and session is not None and session.control_route is None
+        if session is None or not (binds or route in (session.data_route, session.control_route)):
             refusal = wire.Refused("unknown session; say hello", getattr(message, "token", 0))
-            self.sessions.outgoing.append(Outgoing(route, refusal, sequence=received.sequence))
+            self.sessions.outgoing.append(Outgoing(route, refusal, [], received.session, received.sequence))
             return
         session.last_seen = now
         kind = type(message).__name__
@@ -132,7 +140,7 @@ class Service:
         elif isinstance(message, wire.Goodbye):
             self._goodbye(session, now)
         elif kind not in MAY_SEND[session.role]:
-            raise wire.WireError(f"{kind} is not for a {session.role} to send")
+            raise wire.WireError(f"not for a {session.role} to send: {kind}")
         elif session.role == "worker":
             getattr(self.workers, f"on_{kind}")(session, received, now)
         elif kind == "Heartbeat":
@@ -144,7 +152,7 @@ class Service:
     def _hello(self, route: bytes, received: wire.Received, now: float) -> None:
         hello = received.message
         if hello.role not in MAY_SEND:
-            raise wire.WireError(f"role {hello.role!r} is unknown")
+            raise wire.WireError(f"unknown role: {hello.role}")
         session, lost = self.sessions.open(hello, route, now), []
         if hello.role == "worker":
             lost = self.workers.hello(session, hello, now)
@@ -179,18 +187,22 @@ class Service:
 
     # --- time -----------------------------------------------------------------------------------------------
 
-    def tick(self, now: float) -> None:
-        """What follows from the messages handled since the last tick, and from time passing."""
+    def tick(self, now: float, caught_up: bool = True) -> None:
+        """What follows from the messages handled since the last tick, and from time passing.
+
+        `caught_up`: no message waits to be handled, so that who seems silent is silent.
+        """
         if self.ledger.generating:
             self.recorder.generating(now - self._last_tick)
         self._last_tick = now
-        if now >= self._next_sweep:
+        if caught_up and now >= self._next_sweep:
             self._sweep(now)
         if not self.over:
             self._advance(now)
         self.learner.answer_fetch()
         if not self.over:
             self.workers.hand_out(now)
+        self.workers.cancel_voided()
         self.recorder.buffered(self.ledger)
 
     def _sweep(self, now: float) -> None:
@@ -209,20 +221,23 @@ class Service:
         for opened in self.ledger.evaluations:
             if opened not in self.recorder.evaluations:
                 self._record_evaluation(opened)
+        if self.ledger.dead_in_a_row >= DEAD_ROUNDS * self.schedule.rules.round_groups:
+            count, error = self.ledger.dead_in_a_row, self.ledger.last_error
+            return self.stop(f"{count} groups in a row lost samples for good, the last to: {error}", "failed", now)
         all_trained = self.schedule.finished(self.ledger) and step == self.ledger.next_step
         if all_trained and all(opened in self.recorder.evaluations for opened in self.ledger.evaluations):
             why = "all steps are done" if step >= self.config.schedule.max_steps else "the prompts are exhausted"
             self.stop(why, "finished", now)
 
     def _evaluation_due(self, step: int) -> bool:
-        if not self.prompts.evaluation_rows or step in self.ledger.evaluations or step < self.ledger.frontier:
+        if not self.prompts.evaluation_tokens or step in self.ledger.evaluations or step < self.ledger.frontier:
             return False
         every = self.config.evaluation.every
         at_the_end = self.schedule.finished(self.ledger) and step == self.ledger.next_step
         return step == 0 or at_the_end or bool(every and step % every == 0)
 
     def _open_evaluation(self, step: int) -> None:
-        for position, tokens in self.prompts.evaluation_tokens():
+        for position, tokens in self.prompts.evaluation_tokens:
             self.ledger.open_group(step, position, floor=step, evaluation=True, size=1, prompt=tokens)
 
     def _record_evaluation(self, step: int) -> None:
@@ -233,6 +248,7 @@ class Service:
 
     def step_trained(self, step: int, metrics: dict[str, float], now: float) -> None:
         record = self.recorder.consumed(step, self.ledger, metrics, now)
+        self.recorder.write_summary(self.ledger, self.state, now)
         log.info("step %d trained: reward %.3f, %d tokens", step, record["reward"], record["tokens"])
 
     # --- the end --------------------------------------------------------------------------------------------

@@ -1,11 +1,15 @@
 """Who is connected: one session per peer, with a data and a control connection, and what it was last known to do."""
 
+from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from april import wire
 from april.version import Version
+
+PACE_S = 5.0
+"""window over which a worker's speed is told"""
 
 
 @dataclass(slots=True)
@@ -20,20 +24,28 @@ class Session:
     control_route: bytes | None = None
     version: Version | None = None
     capacity: int = 0
-    emitted_tokens: int = 0
-    """sampled by its engine, by its own count"""
-    acknowledged_tokens: int = 0
-    refused_tokens: int = 0
-    recent: list[tuple[float, int]] = field(default_factory=list)
+    started: bool = False
+    """a learner that has said which checkpoint it holds"""
+    recent: deque[tuple[float, int]] = field(default_factory=deque)
     """(time, tokens) of the chunks of the last seconds"""
 
-    @property
-    def unacknowledged_tokens(self) -> int:
-        return max(0, self.emitted_tokens - self.acknowledged_tokens - self.refused_tokens)
+    def acknowledged(self, now: float, tokens: int) -> None:
+        self.recent.append((now, tokens))
+        while self.recent[0][0] < now - PACE_S:
+            self.recent.popleft()
 
-    def tokens_per_s(self, now: float, window_s: float = 5.0) -> float:
-        self.recent = [(at, tokens) for at, tokens in self.recent if at > now - window_s]
-        return sum(tokens for _, tokens in self.recent) / window_s
+    def tokens_per_s(self, now: float) -> float:
+        return sum(tokens for at, tokens in self.recent if at > now - PACE_S) / PACE_S
+
+
+@dataclass(slots=True)
+class Tally:
+    """Tokens of one worker process, over all its sessions."""
+
+    emitted: int = 0
+    """sampled by its engine, by its own count"""
+    acknowledged: int = 0
+    refused: int = 0
 
 
 @dataclass(slots=True)
@@ -50,17 +62,34 @@ class Outgoing:
 class Sessions:
     def __init__(self):
         self.by_id: dict[int, Session] = {}
+        self.tallies: dict[str, Tally] = {}
+        """by the uid of the worker process"""
         self.outgoing: list[Outgoing] = []
         self._next = 1
+
+    def number_from(self, epoch: int) -> None:
+        """A session's number is never used again, not even by a restarted broker."""
+        self._next = (epoch << 32) + 1
 
     def open(self, hello: wire.Hello, route: bytes, now: float) -> Session:
         session = Session(self._next, hello.role, hello.name, hello.uid, route, now)
         self.by_id[session.id] = session
         self._next += 1
+        if session.uid not in self.tallies:
+            self.tallies[session.uid] = Tally(acknowledged=hello.acknowledged_tokens)
         return session
 
     def close(self, session: Session) -> None:
         self.by_id.pop(session.id, None)
+
+    def unacknowledged_tokens(self) -> int:
+        """Tokens that workers which have left or were lost had sampled and never got acknowledged."""
+        here = {session.uid for session in self.by_id.values()}
+        gone = (tally for uid, tally in self.tallies.items() if uid not in here)
+        return sum(max(0, tally.emitted - tally.acknowledged - tally.refused) for tally in gone)
+
+    def refused_tokens(self) -> int:
+        return sum(tally.refused for tally in self.tallies.values())
 
     def workers(self) -> list[Session]:
         return [session for session in self.by_id.values() if session.role == "worker"]

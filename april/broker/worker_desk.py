@@ -1,5 +1,6 @@
 """The broker's side of the conversation with workers: leases out, chunks and scores in, aborts and losses."""
 
+import heapq
 import logging
 import math
 from typing import TYPE_CHECKING
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-GIVE_BACK_CAUSES = ("abort", "leave", "generation_failed", "scoring_failed")
-
 
 class WorkerDesk:
     def __init__(self, service: "Service"):
@@ -34,12 +33,13 @@ class WorkerDesk:
     def hello(self, session: Session, hello: wire.Hello, now: float) -> list[int]:
         """Take in a worker; returns those of its leases that are lost. A namesake of another process is dead."""
         for other in self.sessions.workers():
-            if other is not session and (other.name == hello.name or other.uid == hello.uid):
-                if other.uid != hello.uid:
-                    self.lose(other, "its successor has arrived", now)
+            if other is not session and other.uid == hello.uid:
                 self.sessions.close(other)
-        held = [token for token in hello.leases if self._holds(hello.uid, token)]
-        self.ledger.renew(held, now + self.config.broker.lease_s)
+            elif other is not session and other.name == hello.name:
+                self.sessions.send_control(other, wire.Stop(f"another worker has taken the name {hello.name}"))
+                self.lose(other, "its successor has arrived", now)
+        held = {token for token in hello.leases if self._holds(hello.uid, token)}
+        self.ledger.renew(list(held), now + self.config.broker.lease_s)
         for lease in self.leases_of(hello.uid):
             if lease.token not in held:
                 self.ledger.end_lease(lease.token, "lost", "its worker came back without it")
@@ -53,13 +53,11 @@ class WorkerDesk:
         for lease in leases:
             self.ledger.end_lease(lease.token, "lost", f"worker {session.name} was lost: {why}")
         self.recorder.lane(session.name, "lost", now, now)
-        self.recorder.unacknowledged_tokens += session.unacknowledged_tokens
         self.sessions.close(session)
 
     def goodbye(self, session: Session, now: float) -> None:
         for lease in self.leases_of(session.uid):
             self.ledger.end_lease(lease.token, "leave")
-        self.recorder.unacknowledged_tokens += session.unacknowledged_tokens
         self.sessions.close(session)
 
     def leases_of(self, uid: str) -> list[Lease]:
@@ -73,13 +71,16 @@ class WorkerDesk:
 
     def on_Heartbeat(self, session: Session, received: wire.Received, now: float) -> None:
         message = received.message
-        session.emitted_tokens = message.emitted_tokens
-        tokens = [token for token in message.leases if not self._is_aborted(token)]
-        lost = self.ledger.renew(tokens, now + self.config.broker.lease_s)
+        self.sessions.tallies[session.uid].emitted = message.emitted_tokens
+        mine = [token for token in message.leases if self._holds(session.uid, token)]
+        self.ledger.renew(mine, now + self.config.broker.lease_s)
+        lost = [token for token in message.leases if token not in set(mine)]
         self.sessions.send_control(session, wire.Renewed(lost))
 
     def on_Holding(self, session: Session, received: wire.Received, now: float) -> None:
         message = received.message
+        if message.version.step > self.ledger.frontier:
+            raise wire.WireError("nobody can hold a version that was never published")
         session.version, session.capacity = message.version, message.capacity
         if message.loaded_in_s:
             self.recorder.lane(session.name, "weights", now - message.loaded_in_s, now)
@@ -93,8 +94,8 @@ class WorkerDesk:
         if len(received.arrays) != 2 or [array.dtype.str for array in received.arrays] != ["<i4", "<f4"]:
             raise wire.WireError("a chunk carries ids int32 and logprobs float32")
         ids, logprobs = received.arrays
-        if ids.ndim != 1 or ids.shape != logprobs.shape or message.finish_reason not in ("", "stop", "length"):
-            raise wire.WireError("a chunk's arrays are flat and of one length, its finish reason stop or length")
+        if not len(ids) or ids.shape != logprobs.shape or ids.min() < 0 or not np.isfinite(logprobs).all():
+            raise wire.WireError("a chunk has at least one token, ids from 0, and a finite logprob for each")
         if not self._holds(session.uid, message.token):
             return self._refuse(session, received, "the lease is not current", len(ids))
         lease = self.ledger.leases[message.token]
@@ -103,8 +104,8 @@ class WorkerDesk:
             ids.tobytes(), logprobs.tobytes(),
         )  # fmt: skip
         if verdict is Verdict.OK:
-            session.acknowledged_tokens += len(ids)
-            session.recent.append((now, len(ids)))
+            self.sessions.tallies[session.uid].acknowledged += len(ids)
+            session.acknowledged(now, len(ids))
             if not lease.sample.group.evaluation:
                 self.recorder.tokens(len(ids))
         elif verdict is Verdict.GAP:
@@ -127,8 +128,6 @@ class WorkerDesk:
 
     def on_GiveBack(self, session: Session, received: wire.Received, now: float) -> None:
         message = received.message
-        if message.cause not in GIVE_BACK_CAUSES:
-            raise wire.WireError(f"a sample is given back for {', '.join(GIVE_BACK_CAUSES)}, not {message.cause!r}")
         if not self._holds(session.uid, message.token):
             return self._refuse(session, received, "the lease is not current")
         sample = self.ledger.leases[message.token].sample
@@ -140,25 +139,25 @@ class WorkerDesk:
         self.sessions.send(session, wire.Done(message.token))
 
     def _refuse(self, session: Session, received: wire.Received, reason: str, tokens: int = 0) -> None:
-        session.refused_tokens += tokens
-        self.recorder.refused_tokens += tokens
+        self.sessions.tallies[session.uid].refused += tokens
         self.sessions.send(session, wire.Refused(reason, received.message.token), sequence=received.sequence)
 
     # --- leases ---------------------------------------------------------------------------------------------
 
     def hand_out(self, now: float) -> None:
         """Fill every worker as far as it has room, the emptiest first."""
-        ready = [session for session in self.sessions.workers() if session.version and session.control_route]
-        while ready:
-            ready.sort(key=self._load_share)
-            if self._load_share(ready[0]) >= 1.0:
-                return
-            if not self._grant_one(ready[0], now):
-                ready.pop(0)
+        able = [s for s in self.sessions.workers() if s.version and s.control_route and self._load(s) < s.capacity]
+        emptiest = [(self._load(session) / session.capacity, session.id, session) for session in able]
+        heapq.heapify(emptiest)
+        while emptiest:
+            _, number, session = emptiest[0]
+            if not self._grant_one(session, now) or self._load(session) >= session.capacity:
+                heapq.heappop(emptiest)
+            else:
+                heapq.heapreplace(emptiest, (self._load(session) / session.capacity, number, session))
 
-    def _load_share(self, session: Session) -> float:
-        load = self.ledger.load
-        return (load[session.uid, False] + load[session.uid, True]) / max(1, session.capacity)
+    def _load(self, session: Session) -> int:
+        return self.ledger.load[session.uid, False] + self.ledger.load[session.uid, True]
 
     def _grant_one(self, session: Session, now: float) -> bool:
         step = session.version.step
@@ -176,7 +175,7 @@ class WorkerDesk:
 
     def _evaluation_sample(self, session: Session) -> Sample | None:
         """Evaluation has a capped share of the slots, unless there is nothing else to do."""
-        share = self.ledger.load[session.uid, True] / max(1, session.capacity)
+        share = self.ledger.load[session.uid, True] / session.capacity
         if share >= self.config.evaluation.share and self.ledger.round_open:
             return None
         return self.ledger.queue.take_evaluation(session.version.step)
@@ -214,7 +213,7 @@ class WorkerDesk:
     def abort(self, now: float) -> None:
         """The round is over: every training sample that is being generated comes back, within a deadline."""
         deadline = now + self.config.broker.abort_deadline_s
-        aborted = [lease for lease in self.ledger.leases.values() if self._is_aborted(lease.token)]
+        aborted = [lease for lease in self.ledger.leases.values() if self.ledger.is_aborted(lease.token)]
         for lease in aborted:
             lease.expires_at = min(lease.expires_at, deadline)
         self.recorder.aborted(len(aborted))
@@ -224,19 +223,23 @@ class WorkerDesk:
                 self.recorder.lane(session.name, "abort", now, now)
         self.sessions.broadcast(wire.Abort(self.ledger.round, self.ledger.watermark))
 
-    def _is_aborted(self, token: int) -> bool:
-        lease = self.ledger.leases.get(token)
-        handed_back = token <= self.ledger.watermark
-        return bool(lease and handed_back and lease.generating and not lease.sample.group.evaluation)
-
     def drop_silent(self, now: float) -> None:
         """End the sessions of workers that have not been heard of, and the leases that were not renewed."""
         for session in self.sessions.workers():
             if now - session.last_seen > self.config.broker.session_timeout_s:
                 self.lose(session, f"silent for {self.config.broker.session_timeout_s:g} s", now)
         for lease in self.ledger.expire(now):
-            if session := self.sessions.of_uid(lease.worker):
-                self.sessions.send_control(session, wire.Cancel([lease.token]))
+            self._cancel(lease.worker, lease.token)
+
+    def cancel_voided(self) -> None:
+        """Tell the workers which of their samples have gone with their group."""
+        voided, self.ledger.voided = self.ledger.voided, []
+        for worker, token in voided:
+            self._cancel(worker, token)
+
+    def _cancel(self, worker: str, token: int) -> None:
+        if session := self.sessions.of_uid(worker):
+            self.sessions.send_control(session, wire.Cancel([token]))
 
 
 def chunk_arrays(event: ChunkAccepted) -> tuple[np.ndarray, np.ndarray]:

@@ -37,7 +37,6 @@ class LaneLost(RuntimeError):
 class PeerLane:
     name: str
     worker: str
-    uid: str
     route: bytes
     backend: str
     last_seen: float
@@ -116,7 +115,7 @@ class WeightPublisher:
             ready = dict(poller.poll(500))
             if self._wake_reader in ready:
                 os.read(self._wake_reader, 4096)
-            while self._socket in ready and self._socket.poll(0):
+            while self._socket.poll(0):
                 route, *frames = self._socket.recv_multipart()
                 self._receive(route, frames)
             while not self._outbox.empty():
@@ -137,6 +136,7 @@ class WeightPublisher:
             return
         lane = self._lanes.get(getattr(message, "lane", ""))
         if lane is None or lane.route != route:
+            self._outbox.put((route, wire.LaneFailed(getattr(message, "lane", ""), "the lane has ended")))
             return
         lane.last_seen = clock.now()
         if not isinstance(message, wire.LaneAlive):
@@ -150,7 +150,7 @@ class WeightPublisher:
                     self._lose(lane, "its worker asks for a new lane")
             self._count += 1
             name = f"w-{self.run}-{join.name}-{self._count}"
-            lane = PeerLane(name, join.name, join.uid, route, self._backend(join.device), clock.now())
+            lane = PeerLane(name, join.name, route, self._backend(join.device), clock.now(), acknowledged=join.held)
             self._lanes[name] = lane
         self._start_thread(name, self._run_lane, lane)
 
@@ -221,14 +221,14 @@ class WeightPublisher:
         self._await(lane, wire.LaneLoaded, snapshot.version, timeout_s)
 
     def _await(self, lane: PeerLane, kind: type, version: Version | None, timeout_s: float) -> Any:
-        deadline = clock.now() + timeout_s
+        deadline, silent_since = clock.now() + timeout_s, clock.now()
         while lane.state != "lost" and not self._closed:
             try:
                 message = lane.inbox.get(timeout=min(0.2, max(0.001, deadline - clock.now())))
             except queue.Empty:
                 if clock.now() >= deadline:
                     raise LaneLost(f"no {kind.__name__} within {timeout_s:g} s") from None
-                if clock.now() - lane.last_seen > SILENCE_S:
+                if clock.now() - max(lane.last_seen, silent_since) > SILENCE_S:
                     raise LaneLost(f"silent for {SILENCE_S:g} s while {kind.__name__} was due") from None
                 continue
             if isinstance(message, wire.LaneFailed):

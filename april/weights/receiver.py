@@ -47,6 +47,8 @@ class WeightReceiver:
         self._lock = threading.Lock()
         self._staged: Staged | None = None
         self._loaded: Version | None = None
+        self.held: Version | None = None
+        """what the engine samples from"""
         self._address = ""
         self._closed = False
         self._wake_reader, self._wake_writer = os.pipe()
@@ -68,7 +70,7 @@ class WeightReceiver:
     def loaded(self, version: Version) -> None:
         """The engine samples from `version` now."""
         with self._lock:
-            self._loaded = version
+            self._loaded = self.held = version
         self._wake()
 
     def close(self, timeout_s: float = 2.0) -> bool:
@@ -92,7 +94,13 @@ class WeightReceiver:
                 continue
             socket = context.socket(zmq.DEALER)
             socket.setsockopt(zmq.LINGER, 0)
-            socket.connect(address)
+            try:
+                socket.connect(address)
+            except zmq.ZMQError as error:
+                log.error("the learner's address %r is not one (%s)", address, error)
+                socket.close()
+                self._sleep()
+                continue
             connection = LearnerConnection(self, socket, address)
             try:
                 connection.run()
@@ -152,7 +160,7 @@ class LearnerConnection:
             self._send(wire.LaneAlive(self.lane.lane))
         elif clock.now() >= self._ask_again_at:
             self._ask_again_at = clock.now() + INVITATION_S
-            self._send(wire.LaneJoin(self.receiver.uid, self.receiver.name, self.receiver.device))
+            self._send(wire.LaneJoin(self.receiver.uid, self.receiver.name, self.receiver.device, self.receiver.held))
 
     def _send(self, message: wire.Message) -> None:
         self.socket.send_multipart(wire.encode(message))
@@ -164,6 +172,10 @@ class LearnerConnection:
                 self._join(message)
             elif isinstance(message, wire.LaneManifest) and self.lane and message.lane == self.lane.lane:
                 self._receive_weights(message)
+            elif isinstance(message, wire.LaneFailed) and self.lane and message.lane == self.lane.lane:
+                log.info("the learner has ended the lane: %s", message.error)
+                self.leave()
+                self._ask_again_at = 0.0
         except (wire.WireError, SnapshotError, RuntimeError, OSError) as error:
             log.warning("lane to the learner failed: %s", error)
             if self.lane:

@@ -53,6 +53,7 @@ class Worker:
         self.stop_tokens = self.tokenizer.eos_token_ids | frozenset(config.sampling.stop_token_ids)
         self.rewards = RewardPool(config.reward.processes, config.reward.timeout_s)
         self.works: dict[int, Work] = {}
+        self.acknowledged_tokens = 0
         self.watermark = 0
         self.renew_s = config.broker.renew_s
         self.stopping = ""
@@ -98,7 +99,7 @@ class Worker:
         return SCORING_POLL_MS if self.rewards.pending else IDLE_POLL_MS
 
     def _say_hello(self) -> None:
-        welcome = self.connection.hello(list(self.works))
+        welcome = self.connection.hello(list(self.works), self.acknowledged_tokens)
         self.renew_s, self.watermark = welcome.renew_s, max(self.watermark, welcome.watermark)
         for token in welcome.lost:
             self._drop(token)
@@ -160,9 +161,9 @@ class Worker:
                 self.receiver.connect(message.address)
             case wire.Stop():
                 self.stop(message.reason)
-            case wire.Refused() if "unknown session" in message.reason:
+            case wire.Refused() if self.connection.is_disowned(received):
                 self._say_hello()
-            case wire.Refused():
+            case wire.Refused() if "unknown session" not in message.reason:
                 log.warning("refused: %s", message.reason)
                 self._drop(message.token)
 
@@ -191,7 +192,9 @@ class Worker:
 
     def _acknowledged(self, token: int, length: int) -> None:
         if work := self.works.get(token):
-            work.unacknowledged = [(start, chunk) for start, chunk in work.unacknowledged if start >= length]
+            done = sum(start < length for start, _ in work.unacknowledged)
+            self.acknowledged_tokens += sum(len(chunk.tokens) for _, chunk in work.unacknowledged[:done])
+            del work.unacknowledged[:done]
 
     # --- tokens ---------------------------------------------------------------------------------------------
 

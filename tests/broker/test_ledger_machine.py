@@ -247,7 +247,8 @@ class Pipeline(RuleBasedStateMachine):
         training = [group for group in self.ledger.groups.values() if not group.evaluation]
         for state in (GroupState.OPEN, GroupState.READY, GroupState.DELIVERED):
             members = [group for group in training if group.state is state]
-            assert self.ledger.tokens[state] == sum(s.length for group in members for s in group.samples)
+            kept = [s for group in members for s in (group.samples if state == "open" else group.live_samples)]
+            assert self.ledger.tokens[state] == sum(sample.length for sample in kept)
             assert self.ledger.counts[state] == len(members)
 
     @invariant()

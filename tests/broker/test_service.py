@@ -118,7 +118,7 @@ def test_an_older_holder_is_refused_for_ever_and_its_tokens_counted(talk, worker
     worker.chunk(grant, 3, 4)
     refusal = worker.take(wire.Refused)[-1].message
     assert refusal.token == grant.token and "not current" in refusal.reason
-    assert talk.service.recorder.refused_tokens == 4
+    assert talk.service.sessions.refused_tokens() == 4
     assert talk.ledger.closed
 
 
@@ -129,6 +129,27 @@ def test_a_budget_that_is_exceeded_is_a_failed_lease_not_more_tokens(talk, worke
     assert "invalid" in worker.take(wire.Refused)[-1].message.reason
     assert talk.ledger.tokens["generated"] + talk.ledger.tokens["evaluation"] == generated
     assert grant.token not in talk.ledger.leases
+
+
+def test_a_full_budget_without_a_finish_reason_is_refused(worker):
+    grant = worker.grants()[0]
+    worker.chunk(grant, 0, 24)
+    assert "invalid" in worker.take(wire.Refused)[-1].message.reason
+
+
+def test_a_version_that_was_never_published_is_refused(talk, worker):
+    grant = worker.grants()[0]
+    worker.chunk(grant, 0, 3, version=Version(0, 1))
+    assert "invalid" in worker.take(wire.Refused)[-1].message.reason
+    worker.say(wire.Holding(Version(0, 1), 5))
+    assert "never published" in worker.take(wire.Refused)[-1].message.reason
+    assert next(iter(talk.service.sessions.workers())).version == Version(0, 0)
+
+
+def test_a_worker_without_room_gets_nothing(talk):
+    worker = FakeWorker(talk)
+    worker.join(capacity=0)
+    assert worker.grants() == []
 
 
 def test_a_lost_worker_s_sample_goes_on_elsewhere_with_every_acknowledged_token(talk, worker):
@@ -157,6 +178,33 @@ def test_a_worker_that_fell_silent_may_come_back_with_what_is_still_its_own(talk
     welcome = worker.join(leases=[*tokens, 12345])
     assert welcome.lost == [12345]
     assert set(tokens) <= set(talk.ledger.leases)
+
+
+def test_a_predecessor_that_still_lives_is_told_to_stop(talk, worker):
+    successor = FakeWorker(talk, "w0-again")
+    successor.say(wire.Hello("worker", "w0", "another-process"))
+    assert "taken the name" in worker.take(wire.Stop)[-1].message.reason
+    assert [session.uid for session in talk.service.sessions.workers()] == ["another-process"]
+
+
+def test_a_reconnected_peer_has_to_say_hello_before_it_is_heard(talk, worker):
+    frames = [bytes(f) for f in wire.encode(wire.Heartbeat([]), [], worker.session, 1)]
+    talk.service.handle(b"w0/new-connection", frames, talk.now)
+    talk.tick()
+    refusal = worker.take(wire.Refused)[-1]
+    assert "unknown session" in refusal.message.reason and refusal.session == worker.session
+
+
+def test_a_session_s_number_is_never_given_to_another(talk, worker):
+    before = worker.session
+    talk.restart_broker()
+    other = FakeWorker(talk, "w1")
+    other.join()
+    assert other.session != before
+    worker.conversation.peers[b"w0"] = worker
+    worker.say(wire.Holding(Version(0, 0), 999))
+    assert "unknown session" in worker.take(wire.Refused)[-1].message.reason
+    assert [session.capacity for session in talk.service.sessions.workers()] == [10]
 
 
 def test_what_was_generated_but_not_scored_is_only_scored_again(talk, worker):
@@ -188,6 +236,28 @@ def test_a_sample_that_keeps_failing_is_dead_and_its_group_discarded_with_the_re
                 worker.say(wire.GiveBack(token, lease.sample.length, "generation_failed", "no"))
     assert talk.ledger.counts["dead_sample"] == 1
     assert talk.ledger.closed
+
+
+def test_a_run_in_which_every_sample_fails_is_given_up(talk, worker, learner):
+    for _ in range(500):
+        if talk.service.over:
+            break
+        for grant in worker.grants():
+            worker.say(wire.GiveBack(grant.token, 0, "scoring_failed", "the verifier is broken"))
+    assert talk.service.state == "failed" and "the verifier is broken" in talk.service.over
+    assert worker.take(wire.Stop) and talk.ledger.closed
+
+
+def test_a_discarded_group_s_other_samples_are_cancelled(talk, worker):
+    grants = finish_evaluation(worker)
+    group = grants[0].group
+    siblings = [grant.token for grant in grants if grant.group == group][1:]
+    token = grants[0].token
+    while token in talk.ledger.leases:
+        sample = talk.ledger.leases[token].sample
+        worker.say(wire.GiveBack(token, 0, "generation_failed", "no"))
+        token = sample.token
+    assert {token for cancel in worker.take(wire.Cancel) for token in cancel.message.tokens} >= set(siblings)
 
 
 def test_n_complete_groups_make_a_batch_and_abort_the_rest(talk, worker, learner):
@@ -232,7 +302,9 @@ def test_an_abort_that_is_not_answered_ends_with_its_deadline(talk, worker, lear
         worker.say(wire.Heartbeat(held))
         talk.tick(1.0)
     assert not set(held) & set(talk.ledger.leases)
-    assert training(worker.grants())
+    resumed = training(worker.grants())
+    assert resumed
+    assert all(talk.ledger.leases[grant.token].sample.attempts == 0 for grant in resumed)
 
 
 def test_an_older_version_than_the_lease_s_is_refused(talk, worker, learner):
@@ -265,6 +337,31 @@ def test_a_learner_from_an_older_checkpoint_gets_the_same_deliveries_again(talk,
         assert again.fetch(step) == batch
         again.consume(step)
     assert talk.ledger.tokens["delivered"] == 0 and talk.ledger.closed
+
+
+def test_a_checkpoint_ahead_of_the_last_report_counts_as_that_report(talk, worker, learner):
+    make_batch(worker)
+    learner.fetch(0)
+    again = FakeLearner(talk)
+    assert again.join(step=1).frontier == 1
+    assert talk.ledger.tokens["delivered"] == 0 and talk.ledger.tokens["trained"] > 0
+    (line,) = (talk.config.run_dir / "metrics.jsonl").read_bytes().splitlines()
+    assert orjson.loads(line)["step"] == 1
+
+
+def test_a_report_that_is_repeated_is_written_down_once(talk, worker, learner):
+    make_batch(worker)
+    learner.fetch(0)
+    learner.consume(0)
+    learner.consume(0)
+    assert len((talk.config.run_dir / "metrics.jsonl").read_bytes().splitlines()) == 1
+
+
+def test_a_learner_says_its_checkpoint_before_it_fetches(talk):
+    learner = FakeLearner(talk)
+    learner.hello()
+    learner.say(wire.Fetch(0))
+    assert "checkpoint" in learner.take(wire.Refused)[-1].message.reason
 
 
 def test_a_learner_that_this_run_cannot_serve_is_refused(talk):
@@ -301,7 +398,15 @@ def test_leases_of_workers_that_do_not_come_back_end_after_a_restart(talk, worke
 
 @pytest.mark.parametrize(
     "change",
-    [["--seed", "5"], ["--n-samples-per-prompt", "4"], ["--rollout-batch-size", "6"]],
+    [
+        ["--seed", "5"],
+        ["--n-samples-per-prompt", "4"],
+        ["--rollout-batch-size", "6"],
+        ["--schedule.max_staleness", "4"],
+        ["--schedule.min_group_size", "1"],
+        ["--broker.attempts", "2"],
+        ["--sampling.max_response_tokens", "25"],
+    ],
 )
 def test_a_journal_of_another_run_is_refused(talk, config_file, change):
     talk.journal.close()
@@ -323,6 +428,13 @@ def test_peers_may_send_only_what_their_role_permits(talk, worker, learner):
         (wire.Chunk(1, 0, Version(0, 0)), [np.ones(2, "f4"), np.ones(2, "f4")]),
         (wire.Chunk(1, 0, Version(0, 0)), [np.ones(2, "i4"), np.ones(3, "f4")]),
         (wire.Chunk(1, 0, Version(0, 0), "maybe"), [np.ones(2, "i4"), np.ones(2, "f4")]),
+        (wire.Chunk(1, 0, Version(0, 0)), [-np.ones(2, "i4"), np.ones(2, "f4")]),
+        (wire.Chunk(1, 0, Version(0, 0)), [np.ones(2, "i4"), np.full(2, np.nan, "f4")]),
+        (wire.Chunk(1, 0, Version(0, 0)), [np.ones(0, "i4"), np.ones(0, "f4")]),
+        (wire.Chunk(1, -1, Version(0, 0)), [np.ones(2, "i4"), np.ones(2, "f4")]),
+        (wire.Chunk(1, 0, Version(0, 2**60)), [np.ones(2, "i4"), np.ones(2, "f4")]),
+        (wire.Holding(Version(0, 0), -1), []),
+        (wire.Heartbeat([], 2**63), []),
         (wire.Scored(1, float("nan")), []),
         (wire.GiveBack(1, 0, "boredom"), []),
         (wire.Hello("king", "k", "k"), []),
@@ -334,6 +446,28 @@ def test_a_message_that_makes_no_sense_is_refused_and_changes_nothing(talk, work
     worker.say(message, arrays)
     assert worker.take(wire.Refused)
     assert (talk.ledger.account(), sorted(talk.ledger.leases)) == before
+
+
+def test_with_a_smaller_least_group_the_dead_sample_s_tokens_are_counted_apart(config_file):
+    talk = Conversation(configuration.load(config_file, ["--schedule.min_group_size", "1", "--broker.attempts", "1"]))
+    worker, learner = FakeWorker(talk), FakeLearner(talk)
+    worker.join()
+    learner.join()
+    victim = finish_evaluation(worker)[0]
+    worker.chunk(victim, 0, 5)
+    worker.say(wire.GiveBack(victim.token, 5, "generation_failed", "no"))
+    held = [lease for lease in talk.ledger.leases.values() if not lease.sample.group.evaluation]
+    for lease in held:
+        worker.complete(lease)
+    batch = None
+    for _ in range(20):
+        batch = batch or learner.fetch(0)
+        for grant in training(worker.grants()):
+            worker.complete(grant)
+    sizes = {group.group: len(group.samples) for group in batch[0].groups}
+    assert sizes[victim.group] == 1 and sum(sizes.values()) == 7
+    assert talk.ledger.discarded["dead_sample"] == 5 and talk.ledger.closed
+    assert talk.ledger.tokens["delivered"] == 7 * 4
 
 
 def test_garbage_is_counted_and_survived(talk, worker):

@@ -1,6 +1,8 @@
 """Processes of a run are killed for real: what must go on goes on, what must end ends, and nobody is orphaned."""
 
+import os
 import signal
+import time
 
 import pytest
 
@@ -37,6 +39,25 @@ def test_a_killed_worker_is_restarted_and_the_run_comes_to_its_end(run, run_dir)
     found = assert_closed(run_dir)
     assert found["steps"] == 6 and found["state"] == "finished"
     assert job.descendants() == []
+
+
+def test_a_worker_that_slept_too_long_comes_back_by_itself(run, run_dir):
+    """Its session and its lane have ended meanwhile; it says hello again and goes on, without a restart."""
+    job = run("--broker.session_timeout_s", "2", "--schedule.max_steps", "100000")
+    wait_until(lambda: steps_recorded(run_dir) >= 1, job)
+    ((sleeper, _),) = job.descendants("--name worker-0")
+    os.kill(sleeper, signal.SIGSTOP)
+    wait_until(lambda: "worker worker-0 is lost" in (run_dir / "logs/broker.log").read_text(), job)
+    time.sleep(3.0)
+    os.kill(sleeper, signal.SIGCONT)
+    last = '"worker": "worker-0"'.replace(" ", "")
+    behind = steps_recorded(run_dir) + 2
+    wait_until(lambda: steps_recorded(run_dir) > behind, job)
+    wait_until(lambda: last in (run_dir / "metrics.jsonl").read_text().splitlines()[-1], job)
+    job.process.send_signal(signal.SIGINT)
+    assert job.wait() == 130
+    assert "restart" not in job.output
+    assert_closed(run_dir)
 
 
 def test_a_worker_that_keeps_dying_ends_the_run(run, run_dir):

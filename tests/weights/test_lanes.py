@@ -13,7 +13,7 @@ import torch
 
 from april.config import WeightsSection
 from april.version import Version
-from april.weights.publisher import WeightPublisher
+from april.weights.publisher import SILENCE_S, WeightPublisher
 
 PATIENCE_S = 60.0
 
@@ -135,6 +135,18 @@ def test_a_hung_worker_costs_its_own_lane_and_comes_back_when_it_wakes(publisher
     hung.process.send_signal(signal.SIGCONT)
     publisher.publish(Version(0, 2), weights(2))
     assert [each.await_version(Version(0, 2)) for each in (hung, other)] == [total(2)] * 2
+
+
+def test_a_worker_that_slept_between_two_publishes_gets_a_new_lane(publisher, worker):
+    sleeper = worker("w0")
+    publisher.publish(Version(0, 0), weights(0))
+    sleeper.await_version(Version(0, 0))
+    sleeper.process.send_signal(signal.SIGSTOP)
+    time.sleep(SILENCE_S + 1.5)
+    sleeper.process.send_signal(signal.SIGCONT)
+    time.sleep(1.0)
+    publisher.publish(Version(0, 1), weights(1))
+    assert sleeper.await_version(Version(0, 1)) == total(1)
 
 
 def test_a_publish_without_workers_returns_at_once(publisher):

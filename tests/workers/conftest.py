@@ -51,9 +51,7 @@ class TinyModel:
 def build(architecture: str, seed: int) -> PreTrainedModel:
     torch.manual_seed(seed)
     if architecture == "qwen3":
-        model = Qwen3ForCausalLM(
-            Qwen3Config(**COMMON, num_key_value_heads=2, head_dim=16, tie_word_embeddings=True)
-        )
+        model = Qwen3ForCausalLM(Qwen3Config(**COMMON, num_key_value_heads=2, head_dim=16, tie_word_embeddings=True))
     elif architecture == "qwen2":
         model = Qwen2ForCausalLM(Qwen2Config(**COMMON, num_key_value_heads=1, tie_word_embeddings=False))
     else:

@@ -8,7 +8,7 @@ until `cancel`. Every generated token leaves the engine exactly once, in order:
     while not done:
         for chunk in engine.step():       # one decode step of every running sequence
             ...                           # chunk.start == tokens of this request handed over before
-    rest = engine.cancel(request.id)      # None when the request has ended already
+    rest = engine.cancel(request.id)      # empty when the request has ended already
 """
 
 from collections.abc import Mapping
