@@ -396,6 +396,12 @@ def rows(text):
 
 def name_of(kind):
     """A field's type as the page writes it."""
+    from april.version import Number
+
+    if kind == Number:
+        return "count"
+    if typing.get_origin(kind) is typing.Literal:
+        return "/".join(json.dumps(value) for value in typing.get_args(kind))
     arguments = [name_of(argument) for argument in typing.get_args(kind)]
     if typing.get_origin(kind) is list:
         return f"[{arguments[0]}]"
@@ -403,6 +409,8 @@ def name_of(kind):
         return f"({', '.join(arguments)})"
     if typing.get_origin(kind) is dict:
         return f"{{{arguments[0]}: {arguments[1]}}}"
+    if type(None) in typing.get_args(kind):
+        return " or ".join(argument.replace("NoneType", "null") for argument in arguments)
     return kind.__name__.replace("Version", "version")
 
 
@@ -436,7 +444,7 @@ def test_the_page_says_who_may_send_what():
 
 def test_the_page_s_example_is_what_its_client_sends():
     header, body = (bytes.fromhex(line) for line in re.findall(r"^    ((?:[0-9a-f]{2} ?)+)$", PAGE, re.M))
-    assert pack("Hello", "worker", "w0", "u0", [], sequence=1) == [header, body]
+    assert pack("Hello", "worker", "w0", "u0", [], 0, sequence=1) == [header, body]
 
 
 def test_the_page_states_the_broker_s_limits_and_deadlines():
@@ -449,6 +457,6 @@ def test_the_page_states_the_broker_s_limits_and_deadlines():
         assert f"`broker.{key}` ({getattr(broker, key):g})" in PROSE
     assert f"`broker.attempts`, {broker.attempts}" in PROSE
     assert f"after {server.LEAVE_S:g} s ({server.LEAVE_AFTER_SIGNAL_S:g} s" in PROSE
-    assert f"{wire.MAX_ARRAYS:,} arrays" in PROSE and f"{server.OUTBOX_MESSAGES:,} messages" in PROSE
+    assert f"{server.OUTBOX_MESSAGES:,} messages" in PROSE
     assert f"a body has at most {wire.MAX_BODY_BYTES >> 20} MiB" in PROSE
     assert f"an array {wire.MAX_ARRAY_BYTES >> 30} GiB" in PROSE
