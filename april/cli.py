@@ -8,11 +8,12 @@ from pathlib import Path
 
 from april import __version__
 from april import config as configuration
-from april.config import Config, ConfigError
+from april.config import ConfigError
 
+REFUSED = 2
+"""exit status of a configuration that cannot work"""
 INTERRUPTED = 130
 """exit status of a run that was stopped by the user"""
-OVERRIDES = "every key of the configuration can be given as --section.key value:\n"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -24,7 +25,9 @@ def main(arguments: list[str] | None = None) -> int:
         return options.command(options, overrides)
     except ConfigError as error:
         print(f"april {options.name}: {error}", file=sys.stderr)
-        return 2
+        return REFUSED
+    except KeyboardInterrupt:
+        return INTERRUPTED
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -65,7 +68,7 @@ def add(commands, name: str, command, help: str, config: bool = False) -> argpar
         name,
         help=help,
         description=help[0].upper() + help[1:] + ".",
-        epilog=OVERRIDES + configuration.describe_keys() if config else None,
+        epilog=configuration.OVERRIDES + configuration.describe_keys() if config else None,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -79,28 +82,36 @@ def add(commands, name: str, command, help: str, config: bool = False) -> argpar
 
 
 def run_command(options, overrides: list[str]) -> int:
+    from april import preflight
     from april.report.html import write_report
     from april.report.live import LiveView
     from april.supervisor import RunFailed, Supervisor
 
-    config = choose_folder(configuration.load(options.config, overrides), options.resume)
-    check_inputs(config)
+    config = configuration.load(options.config, overrides)
+    changes = preflight.check_resume(config) if options.resume else []
+    preflight.check_inputs(config)
+    if not options.resume:
+        config = preflight.make_run_folder(config)
+    failure = ""
     with LiveView() as view:
+        for change in changes:
+            view.note(f"resumed with a changed key: {change}")
         try:
             state = Supervisor(config, view).run()
-            status = INTERRUPTED if state == "stopped" else 0
         except RunFailed as error:
-            view.note(f"april run: {error}")
-            status = 1
-    if (config.run_dir / "summary.json").exists():
+            state, failure = "failed", str(error)
+    preflight.mark_ended(config.run_dir, state)
+    if (config.run_dir / "metrics.jsonl").exists():
         print_status(config.run_dir)
         print(f"report: {write_report(config.run_dir)}")
-    return status
+    if failure:
+        print(f"april run: {failure}", file=sys.stderr)
+    return {"finished": 0, "stopped": INTERRUPTED, "failed": 1}[state]
 
 
 def broker_command(options, overrides: list[str]) -> int:
     from april.broker.journal import JournalError
-    from april.broker.server import Server
+    from april.broker.server import BindError, Server
     from april.process import die_with_parent, log_to_stderr
 
     die_with_parent()
@@ -108,7 +119,7 @@ def broker_command(options, overrides: list[str]) -> int:
     try:
         server = Server(configuration.load(options.config, overrides))
         server.serve()
-    except JournalError as error:
+    except (JournalError, BindError) as error:
         print(f"april broker: {error}", file=sys.stderr)
         return 1
     if server.service.state == "failed":
@@ -122,7 +133,8 @@ def worker_command(options, overrides: list[str]) -> int:
     from april.workers.process import run_worker
 
     die_with_parent()
-    return run_worker(configuration.load(options.config, overrides), options.connect, options.name)
+    config = configuration.load(options.config, overrides)
+    return run_worker(config, configuration.check_address(options.connect), options.name)
 
 
 def status_command(options, overrides: list[str]) -> int:
@@ -153,33 +165,6 @@ def make_data_command(options, overrides: list[str]) -> int:
 
 
 # --- helpers ------------------------------------------------------------------------------------------------
-
-
-def choose_folder(config: Config, resume: bool) -> Config:
-    """A run never writes into another's folder: without --resume a taken name gets a number."""
-    name, number = config.run.name, 1
-    if resume:
-        if not (config.run_dir / "journal").is_dir():
-            raise ConfigError(
-                f"key 'run.name' = {name!r} names no run in {config.run.dir} to resume; give one that does"
-            )
-        return config
-    while (config.run.dir / name).exists():
-        number += 1
-        name = f"{config.run.name}-{number}"
-    return config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
-
-
-def check_inputs(config: Config) -> None:
-    """Read the datasets and name the verifiers before anything is started."""
-    from april.data.prompts import load_rows
-    from april.workers.rewards.verifiers import check_verifier
-
-    check_verifier(config.reward.name)
-    for path in filter(None, (config.data.path, config.data.eval_path)):
-        for row in load_rows(path, config.data.prompt_key, config.data.label_key):
-            if row.reward:
-                check_verifier(row.reward)
 
 
 def print_status(run_dir: Path) -> None:

@@ -6,12 +6,15 @@ that names the key, the value and the mend.
 
 import difflib
 import json
+import re
 import tomllib
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+OVERRIDES = "every key of the configuration can be given as --section.key value:\n"
 
 PUBLISHED_FLAGS = {
     "rollout-batch-size": "schedule.rollout_batch_size",
@@ -27,11 +30,13 @@ class ConfigError(ValueError):
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
 
 class RunSection(Section):
-    name: str = Field("run", min_length=1, pattern=r"^[A-Za-z0-9._-]+$", description="folder name of the run")
+    name: str = Field(
+        "run", min_length=1, pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$", description="folder name of the run"
+    )
     dir: Path = Field(Path("runs"), description="where run folders are written")
 
 
@@ -59,7 +64,7 @@ class ScheduleSection(Section):
     partial_rollout: bool = Field(True, description="resume aborted samples instead of discarding them")
     overlap: bool = Field(False, description="let the next round start while the learner trains")
     max_staleness: int = Field(5, ge=0, description="S: largest age of a trained token (policy steps)")
-    max_steps: int = Field(100, ge=1, description="batches to train")
+    max_steps: int = Field(100, ge=1, le=10**9, description="batches to train")
     last_batch: Literal["train", "drop"] = Field("train", description="what to do with a short last batch")
     min_group_size: int | None = Field(
         None, ge=1, description="a group may lose dead samples down to this size; none: n"
@@ -73,10 +78,12 @@ class ScheduleSection(Section):
 
 class SamplingSection(Section):
     max_response_tokens: int = Field(512, ge=1, description="budget of a response over all its segments (tokens)")
-    temperature: float = Field(1.0, gt=0, description="softmax temperature of training samples")
+    temperature: float = Field(1.0, ge=0.01, description="softmax temperature of training samples")
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus mass; training needs 1.0")
     top_k: int = Field(0, ge=0, description="most likely tokens kept, 0 keeps all; training needs 0")
-    stop_token_ids: list[int] = Field([], description="further stop tokens beside the tokenizer's end of text")
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(
+        [], description="further stop tokens beside the tokenizer's end of text"
+    )
 
 
 class EvaluationSection(Section):
@@ -107,7 +114,9 @@ class RewardSection(Section):
 class LearnerSection(Section):
     ranks: int = Field(2, ge=1, description="torchrun processes")
     lr: float = Field(1e-6, gt=0, description="AdamW learning rate")
-    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW betas")
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
+        (0.9, 0.95), description="AdamW betas"
+    )
     weight_decay: float = Field(0.0, ge=0, description="AdamW weight decay")
     warmup_steps: int = Field(0, ge=0, description="optimizer steps of linear warm-up")
     clip_low: float = Field(0.2, gt=0, lt=1, description="ratio clipped below 1 - this")
@@ -254,7 +263,9 @@ def describe_keys() -> str:
     lines = []
     for key, field in known_keys().items():
         default = "required" if field.is_required() else f"default {field.default}"
-        lines.append(f"  --{key:38} {field.description} [{default}]")
+        choices = "|".join(map(str, get_args(field.annotation))) if get_origin(field.annotation) is Literal else ""
+        choices = "true|false" if field.annotation is bool else choices
+        lines.append(f"  --{key:38} {field.description} [{choices}{', ' if choices else ''}{default}]")
     lines.append("\nthe published flags by their own names:")
     lines += [f"  --{flag:38} = --{key}" for flag, key in PUBLISHED_FLAGS.items()]
     return "\n".join(lines)
@@ -268,10 +279,20 @@ def sentence(error: dict) -> str:
         mend = f"did you mean {close[0]!r}?" if close else "`april run --help` lists the keys"
         return f"unknown key {key!r} = {error['input']!r}; {mend}"
     if error["type"] == "missing":
+        key = {"model": "model.path", "data": "data.path"}.get(key, key)
         return f"key {key!r} is missing; set it in the file or with --{key} VALUE"
-    expected = error["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
-    refused = f"key {key!r} = {error['input']!r} is refused"
-    return f"{refused}: it should be {expected}; mend it in the file or with --{key} VALUE"
+    if error["type"] == "model_type":
+        return f"key {key!r} = {error['input']!r} is refused: it is a section; write its keys under [{key}]"
+    expected = re.sub(r"^\w+ should ", "should ", error["msg"])
+    return f"key {key!r} = {error['input']!r} is refused: it {expected}; mend it in the file or with --{key} VALUE"
+
+
+def check_address(address: str) -> str:
+    """A broker's address as peers connect to it: tcp://HOST:PORT."""
+    found = re.fullmatch(r"tcp://[^:/\s]+:(\d+)", address)
+    if not found or not 0 < int(found[1]) < 65536:
+        raise ConfigError(f"option '--connect' = {address!r} is no address; give the broker's as tcp://HOST:PORT")
+    return address
 
 
 def check(config: Config) -> None:
@@ -312,6 +333,11 @@ def check(config: Config) -> None:
             f"key 'sampling.{key}' = {value} cuts the distribution that behaviour log-probabilities describe, so "
             "training on it would be biased; use top_p = 1.0 and top_k = 0"
         )
+    port = re.fullmatch(r"tcp://[^:/\s]+:(\*|\d+)", config.broker.bind)
+    if not port or (port[1] != "*" and not 0 < int(port[1]) < 65536):
+        raise ConfigError(
+            f"key 'broker.bind' = {config.broker.bind!r} is no address; use tcp://INTERFACE:PORT, * for a free port"
+        )
     if config.broker.renew_s >= config.broker.lease_s:
         raise ConfigError(
             f"key 'broker.renew_s' = {config.broker.renew_s} is not below broker.lease_s = {config.broker.lease_s}; "
@@ -337,6 +363,6 @@ def check(config: Config) -> None:
     for key, path in [("data.path", config.data.path), ("data.eval_path", config.data.eval_path)]:
         if path is not None and not path.is_file():
             raise ConfigError(
-                f"key {key!r} = {str(path)!r} does not exist; give a JSONL file, or make the quickstart's "
+                f"key {key!r} = {str(path)!r} is not a file; give a JSONL file, or make the quickstart's "
                 "with `april make-data`"
             )

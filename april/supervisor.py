@@ -25,7 +25,9 @@ STOP_S = 600.0
 """longest wait for a run that was asked to stop, its last checkpoint included; then its processes are killed"""
 CLOSE_S = 5.0
 """longest wait for workers and broker to leave in order after a failure"""
-TAIL_LINES = 15
+REFUSED = 2
+"""exit status of a part that refuses its configuration; starting it again would not help"""
+TAIL_LINES = 25
 THREAD_SETTINGS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
@@ -112,12 +114,13 @@ class Supervisor:
             self.broker = self._part("broker", ["broker", str(config_path)])
             self.broker.start()
             address = self._wait_for_broker()
+            if address is None:
+                return "stopped"
             self.learner = self._learner_part(config_path, address)
             self.workers = [self._worker_part(index, config_path, address) for index in range(self.config.worker.count)]
             for part in (self.learner, *self.workers):
                 part.start()
-            self._connect(address)
-            return self._watch()
+            return self._watch(address)
         finally:
             for part in (*self.workers, getattr(self, "learner", None), getattr(self, "broker", None)):
                 if part:
@@ -144,7 +147,8 @@ class Supervisor:
         command = [*torchrun, "-m", "april.learner", str(config_path), "--connect", address]
         return Part("learner", command, self.logs / "learner.log", self.config.learner.threads)
 
-    def _wait_for_broker(self) -> str:
+    def _wait_for_broker(self) -> str | None:
+        """The broker's address; None if the user stops the run before there is one."""
         address_file = self.run_dir / "address"
         deadline = clock.now() + START_S
         while not address_file.exists():
@@ -153,7 +157,7 @@ class Supervisor:
             if clock.now() > deadline:
                 raise RunFailed(f"the broker did not start within {START_S:g} s:\n{self.broker.last_lines()}")
             if self._stop_signals:
-                raise RunFailed("stopped before the broker had started")
+                return None
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.broker.process.wait(timeout=0.05)
         return address_file.read_text()
@@ -164,7 +168,11 @@ class Supervisor:
 
     # --- watching -------------------------------------------------------------------------------------------
 
-    def _watch(self) -> str:
+    def _watch(self, address: str) -> str:
+        try:
+            self._connect(address)
+        except BrokerUnreachable as error:
+            raise RunFailed(f"{error}\n{self.broker.last_lines()}") from None
         while True:
             self._show()
             if self.broker.status is not None:
@@ -182,7 +190,7 @@ class Supervisor:
         for worker in self.workers:
             if worker.status in (None, 0):
                 continue
-            if worker.restarts >= self.config.worker.max_restarts:
+            if worker.status == REFUSED or worker.restarts >= self.config.worker.max_restarts:
                 self._fail(worker)
             worker.restarts += 1
             limit = self.config.worker.max_restarts
@@ -202,14 +210,16 @@ class Supervisor:
         if self.broker.status != 0:
             status, lines = self.broker.status, self.broker.last_lines()
             raise RunFailed(f"the broker ended with status {status}; its last lines:\n{lines}")
-        deadline = clock.now() + STOP_S
+        deadline = clock.now() + CLOSE_S
         for part in (self.learner, *self.workers):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 part.process.wait(timeout=max(0.1, deadline - clock.now()))
-        if self.learner.status != 0:
-            raise RunFailed(f"the learner did not end well:\n{self.learner.last_lines()}")
         self._show_new_steps()
-        return "stopped" if self._stop_signals else "finished"
+        if self._stop_signals:
+            return "stopped"
+        if self.learner.status != 0:
+            raise RunFailed(f"learner ended with status {self.learner.status}:\n{self.learner.last_lines()}")
+        return "finished"
 
     def _on_signal(self, number: int, frame) -> None:
         self._stop_signals += 1

@@ -15,7 +15,7 @@ path = "{folder}/train.jsonl"
 
 @pytest.fixture
 def file(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 1024}')
     (tmp_path / "train.jsonl").write_text('{"prompt": "1+1=", "label": "2"}\n')
     path = tmp_path / "run.toml"
     path.write_text(MINIMAL.format(folder=tmp_path))
@@ -44,7 +44,14 @@ def file(tmp_path):
         (["--data.eval_path", "/nowhere.jsonl"], ["data.eval_path", "/nowhere.jsonl"]),
         (["--model.path.deep", "1"], ["model.path.deep", "'path'", "not a section"]),
         (["stray"], ["stray", "--section.key"]),
-        (["--run.name", "a/b"], ["run.name", "a/b"]),
+        (["--run.name", "a/b"], ["run.name", "a/b", "it should match"]),
+        (["--run.name", ".."], ["run.name", ".."]),
+        (["--learner.lr", "inf"], ["learner.lr", "inf", "finite"]),
+        (["--learner.betas", "[2, 3]"], ["learner.betas", "2", "less than 1"]),
+        (["--broker.bind", "tcp://127.0.0.1:99999"], ["broker.bind", "99999", "tcp://INTERFACE:PORT"]),
+        (["--sampling.max_response_tokens", "2000"], ["max_response_tokens", "2000", "1024", "lower it"]),
+        (["--sampling.stop_token_ids", "[-1]"], ["sampling.stop_token_ids", "-1"]),
+        (["--model", "3"], ["'model'", "3", "[model]"]),
     ],
 )
 def test_what_cannot_work_is_refused_with_a_sentence(file, overrides, named):

@@ -32,6 +32,7 @@ class PromptBook:
         encoded = [(position, self._encode(row)) for position, row in enumerate(self.evaluation_rows)]
         self.evaluation_tokens = [(position, tokens) for position, tokens in encoded if tokens is not None]
         """(position, token ids) of the evaluation prompts that are short enough"""
+        self.draw((0, 0))
 
     def draw(self, cursor: tuple[int, int]) -> tuple[int, int, bytes] | None:
         """(epoch, position, token ids) of the first prompt at the cursor or behind it that is short enough."""
@@ -46,8 +47,9 @@ class PromptBook:
                 return epoch, position, tokens
             position += 1
         raise ConfigError(
-            f"prompts of at most {self.max_prompt_tokens} tokens are wanted, and {self._config.data.path} has none; "
-            "raise data.max_prompt_tokens, or lower sampling.max_response_tokens if the model's context is short"
+            f"no prompt of {self._config.data.path} has between 1 and {self.max_prompt_tokens} tokens with the "
+            f"tokeniser of {self._config.model.path}; mend the prompts, raise data.max_prompt_tokens, or lower "
+            "sampling.max_response_tokens if the model's context is short"
         )
 
     def row(self, epoch: int, position: int) -> Row:
@@ -61,12 +63,11 @@ class PromptBook:
         if 0 < len(tokens) <= self.max_prompt_tokens:
             return tokens.astype("<i4").tobytes()
         self.skipped_prompts += 1
-        log.warning(
-            "prompt of %d tokens skipped, %d so far; at most %d fit",
-            len(tokens),
-            self.skipped_prompts,
-            self.max_prompt_tokens,
-        )
+        if self.skipped_prompts.bit_count() == 1:
+            log.warning(
+                "prompt of %d tokens skipped, between 1 and %d are wanted; %d skipped so far",
+                len(tokens), self.max_prompt_tokens, self.skipped_prompts,
+            )  # fmt: skip
         return None
 
 

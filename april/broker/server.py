@@ -29,6 +29,10 @@ LEAVE_AFTER_SIGNAL_S = 60.0
 """the same after a signal"""
 
 
+class BindError(RuntimeError):
+    """The broker's address cannot be used; the text says why."""
+
+
 class Server:
     """Serves one run from start to end.
 
@@ -48,7 +52,12 @@ class Server:
         self.socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
         self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
         self.socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_ARRAY_BYTES)
-        self.socket.bind(config.broker.bind)
+        try:
+            self.socket.bind(config.broker.bind)
+        except zmq.ZMQError as error:
+            raise BindError(
+                f"key 'broker.bind' = {config.broker.bind!r} cannot be used ({error}); give a free one of this machine"
+            ) from None
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.address_file: Path = config.run_dir / "address"
         replace_file(self.address_file, self.address.encode())

@@ -44,8 +44,8 @@ def status(service: "Service", now: float) -> dict[str, Any]:
         "workers": [
             {
                 "name": session.name,
-                "version": str(session.version) if session.version else None,
-                "slots": session.capacity,
+                "version": str(session.version) if session.version else "loading",
+                "slots": max(0, session.capacity - service.config.worker.prefetch),
                 "leased": ledger.load[session.uid, False] + ledger.load[session.uid, True],
                 "tokens_per_s": round(session.tokens_per_s(now), 1),
             }

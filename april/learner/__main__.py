@@ -18,7 +18,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="torchrun -m april.learner",
         description=HELP,
-        epilog=configuration.describe_keys(),
+        epilog=configuration.OVERRIDES + configuration.describe_keys(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("config", help="TOML file of the run")
@@ -27,6 +27,7 @@ def main(arguments: list[str]) -> int:
     die_with_parent()
     try:
         config = configuration.load(options.config, overrides)
+        configuration.check_address(options.connect)
     except configuration.ConfigError as error:
         print(f"april.learner: {error}", file=sys.stderr)
         return 2

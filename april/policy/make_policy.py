@@ -10,6 +10,7 @@ from pathlib import Path
 
 import orjson
 import torch
+import transformers
 
 from april.config import ConfigError
 from april.policy.model import build_model, save_policy
@@ -38,6 +39,7 @@ def make_policy(
         with one_thread():
             model = build_model(recipe.hidden_size, recipe.layers, seed)
             warm_start(model, recipe, seed, log)
+        transformers.utils.logging.disable_progress_bar()
         save_policy(model, draft)
         record = {**made_from, "parameters": model.num_parameters(), "seconds": round(time.monotonic() - started, 1)}
         (draft / RECORD).write_bytes(orjson.dumps(record, option=orjson.OPT_INDENT_2))

@@ -117,7 +117,7 @@ def workers_table(workers: list[dict]) -> Table:
             Text(str(worker.get("name"))),
             Text(f"version {worker.get('version', '–')}", style="dim"),
             ProgressBar(total=max(slots, 1), completed=min(leased, slots), width=16, **BAR_STYLE),
-            f"{leased}/{slots} slots",
+            f"{min(leased, slots)}/{slots} slots",
             speed(worker.get("tokens_per_s")) or "–",
         )
     return table

@@ -4,10 +4,14 @@ import logging
 import signal
 import sys
 import uuid
+from typing import TYPE_CHECKING
 
 from april import clock
-from april.config import Config
+from april.config import Config, ConfigError
 from april.process import leave_at_once, log_to_stderr
+
+if TYPE_CHECKING:
+    from april.workers.engines.base import Engine
 
 log = logging.getLogger(__name__)
 
@@ -18,7 +22,6 @@ def run_worker(config: Config, address: str, name: str) -> int:
 
     from april.client import BrokerConnection, BrokerUnreachable
     from april.weights.receiver import WeightReceiver
-    from april.workers.engines.torch_engine import TorchEngine
     from april.workers.worker import Worker
 
     log_to_stderr(name)
@@ -26,14 +29,11 @@ def run_worker(config: Config, address: str, name: str) -> int:
     device = config.worker.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    engine = TorchEngine(
-        config.model.path,
-        slots=config.worker.slots,
-        device=device,
-        chunk_tokens=config.worker.chunk_tokens,
-        chunk_s=config.worker.chunk_s,
-    )
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("key 'worker.device' = 'cuda' finds no accelerator here; use 'auto' or 'cpu'")
+    engine = make_engine(config, device)
     uid = uuid.uuid4().hex
+    log.info("connecting to %s", address)
     connection = BrokerConnection(address, "worker", name, uid)
     worker = Worker(config, engine, connection, WeightReceiver(config.weights, uid, name, device))
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -48,3 +48,19 @@ def run_worker(config: Config, address: str, name: str) -> int:
     if not worker.close():
         leave_at_once(status)
     return status
+
+
+def make_engine(config: Config, device: str) -> "Engine":
+    from april.workers.engines.base import EngineError
+    from april.workers.engines.torch_engine import TorchEngine
+
+    try:
+        return TorchEngine(
+            config.model.path,
+            slots=config.worker.slots,
+            device=device,
+            chunk_tokens=config.worker.chunk_tokens,
+            chunk_s=config.worker.chunk_s,
+        )
+    except EngineError as error:
+        raise ConfigError(f"key 'model.path' = {str(config.model.path)!r} cannot be used: {error}") from None

@@ -77,6 +77,7 @@ def test_a_dead_broker_or_learner_ends_the_run_with_its_last_lines(run, run_dir,
     wait_until(lambda: steps_recorded(run_dir) >= 1, job)
     job.kill(victim)
     assert job.wait() == 1
+    assert summary(run_dir)["state"] == "failed"
     part = "broker" if "broker" in victim else "learner"
     assert f"{part} ended with status" in job.output and f"  {part} | " in job.output
     assert job.descendants() == []
@@ -91,6 +92,16 @@ def test_ctrl_c_stops_everything_and_keeps_what_is_acknowledged(run, run_dir):
     found = assert_closed(run_dir)
     assert found["state"] == "stopped" and found["tokens"]["emitted_unacked"] == 0
     assert (run_dir / "checkpoints" / "policy" / "config.json").exists()
+
+
+@pytest.mark.parametrize("after_s", [0.0, 1.0, 4.0])
+def test_ctrl_c_during_the_start_ends_at_once(run, run_dir, after_s):
+    job = run()
+    wait_until(run_dir.exists, job)
+    time.sleep(after_s)
+    job.process.send_signal(signal.SIGINT)
+    assert job.wait(timeout_s=30) == 130, job.output
+    assert job.descendants() == []
 
 
 def test_nobody_outlives_a_killed_supervisor(run, run_dir):

@@ -131,7 +131,14 @@ def test_status_prints_the_table(finished, capfd):
     assert "closed" in printed and "3 of 3" in printed
 
 
-def test_a_taken_name_gets_a_number_and_resume_goes_on(finished, policy_folder, data_folder, tmp_path):
+def test_a_finished_run_is_not_resumed_for_nothing(finished, capsys):
+    from april.cli import main
+
+    assert main(["run", str(finished[0] / "config.toml"), "--resume"]) == 2
+    assert "finished at 3 steps" in capsys.readouterr().err
+
+
+def test_resume_goes_on_from_journal_and_checkpoints(finished, policy_folder, data_folder, tmp_path):
     """The finished run is copied, then trained for one more step from its journal and checkpoints."""
     import shutil
 
@@ -144,6 +151,7 @@ def test_a_taken_name_gets_a_number_and_resume_goes_on(finished, policy_folder, 
         assert job.wait() == 0, job.output
     finally:
         job.end()
+    assert "resumed with a changed key: schedule.max_steps: 3 -> 4" in job.output
     again = assert_closed(tmp_path / "runs" / "small")
     assert again["steps"] == 4
     assert [entry["step"] for entry in again["evaluation"]] == [0, 3, 4]

@@ -70,6 +70,59 @@ def test_a_broken_dataset_is_refused_before_any_process_starts(config_file, tmp_
     assert not (tmp_path / "runs").exists()
 
 
+def refusal(capsys, *arguments):
+    from april.cli import main
+
+    assert main(list(arguments)) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "Traceback" not in error
+    return error
+
+
+def test_a_policy_folder_without_weights_or_tokeniser_is_refused_before_any_process_starts(
+    config_file, policy_folder, tmp_path, capsys
+):
+    for missing in ("model.safetensors", "tokenizer.json"):
+        broken = tmp_path / missing
+        broken.mkdir()
+        for path in policy_folder.iterdir():
+            if path.name != missing:
+                (broken / path.name).write_bytes(path.read_bytes())
+        error = refusal(capsys, "run", str(config_file), "--model.path", str(broken))
+        assert str(broken) in error
+    assert not (tmp_path / "runs").exists()
+
+
+def test_prompts_that_are_all_too_long_are_refused(config_file, capsys):
+    assert "between 1 and 3 tokens" in refusal(capsys, "run", str(config_file), "--data.max_prompt_tokens", "3")
+
+
+def test_a_run_folder_that_cannot_be_made_is_refused(config_file, tmp_path, capsys):
+    assert "run.dir" in refusal(capsys, "run", str(config_file), "--run.dir", str(config_file))
+
+
+def test_a_run_that_does_not_exist_cannot_be_resumed(config_file, capsys):
+    assert "names no run" in refusal(capsys, "run", str(config_file), "--resume")
+
+
+@pytest.mark.parametrize("address", ["garbage", "tcp://127.0.0.1", "tcp://127.0.0.1:99999", "http://127.0.0.1:5"])
+def test_an_address_that_is_none_is_refused(config_file, capsys, address):
+    assert address in refusal(capsys, "worker", str(config_file), "--connect", address)
+
+
+def test_a_port_in_use_is_said_so(config_file, capsys, tmp_path):
+    import socket
+
+    from april.cli import main
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        assert main(["broker", str(config_file), "--broker.bind", address]) == 1
+    assert f"key 'broker.bind' = '{address}'" in capsys.readouterr().err
+
+
 def test_an_unknown_verifier_is_refused_before_any_process_starts(config_file, capsys):
     from april.cli import main
 

@@ -1,0 +1,88 @@
+"""What `april run` makes sure of before it starts a process: inputs that can be read, a folder of its own."""
+
+import tomllib
+from pathlib import Path
+
+import orjson
+
+from april.broker.journal import Journal, JournalError
+from april.broker.prompts import PromptBook
+from april.config import Config, ConfigError
+from april.workers.rewards.verifiers import check_verifier
+
+
+def check_inputs(config: Config) -> None:
+    """Read model folder and datasets as the parts will. Raises ConfigError."""
+    folder = config.model.path
+    if not any(folder.glob("*.safetensors")):
+        raise ConfigError(
+            f"key 'model.path' = {str(folder)!r} has no weights (*.safetensors); give a whole Hugging Face folder"
+        )
+    check_verifier(config.reward.name)
+    book = PromptBook(config)
+    for path, rows in ((config.data.path, book.rows), (config.data.eval_path, book.evaluation_rows)):
+        for name in {row.reward for row in rows if row.reward}:
+            check_verifier(name, f"reward of a row in {path}")
+
+
+def make_run_folder(config: Config) -> Config:
+    """A run never writes into another's folder: a taken name gets a number. The configuration with its name."""
+    name, number = config.run.name, 1
+    while True:
+        named = config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
+        try:
+            named.run_dir.mkdir(parents=True)
+            return named
+        except FileExistsError:
+            number += 1
+            name = f"{config.run.name}-{number}"
+            if not config.run.dir.is_dir():
+                raise ConfigError(f"key 'run.dir' = {str(config.run.dir)!r} is not a folder; give one") from None
+        except OSError as error:
+            raise ConfigError(
+                f"key 'run.dir' = {str(config.run.dir)!r} cannot be written ({error.strerror}); give a writable folder"
+            ) from None
+
+
+def check_resume(config: Config) -> list[str]:
+    """That the named run can go on now; what differs from its configuration so far, one line a key."""
+    run_dir = config.run_dir
+    if not (run_dir / "journal").is_dir():
+        raise ConfigError(
+            f"key 'run.name' = {config.run.name!r} names no run in {config.run.dir} to resume; give one that does"
+        )
+    try:
+        Journal(run_dir / "journal").close()
+    except JournalError as error:
+        raise ConfigError(f"run {config.run.name} cannot be resumed: {error}") from None
+    summary = read_json(run_dir / "summary.json")
+    if summary.get("state") == "finished" and summary.get("steps", 0) >= config.schedule.max_steps:
+        raise ConfigError(
+            f"run {config.run.name} is finished at {summary['steps']} steps; "
+            f"raise key 'schedule.max_steps' = {config.schedule.max_steps} to train it further"
+        )
+    before = tomllib.loads((run_dir / "config.toml").read_text()) if (run_dir / "config.toml").exists() else {}
+    return differences(before, tomllib.loads(config.to_toml()))
+
+
+def differences(before: dict, after: dict, prefix: str = "") -> list[str]:
+    lines = []
+    for key in sorted(before.keys() | after.keys()):
+        old, new = before.get(key), after.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            lines += differences(old, new, f"{prefix}{key}.")
+        elif old != new:
+            lines.append(f"{prefix}{key}: {old} -> {new}")
+    return lines
+
+
+def mark_ended(run_dir: Path, state: str) -> None:
+    """Let summary.json not say "running" of a run whose broker could not say how it ended."""
+    path = run_dir / "summary.json"
+    summary = read_json(path)
+    if summary.get("state") == "running":
+        path.write_bytes(orjson.dumps(summary | {"state": state}, option=orjson.OPT_INDENT_2))
+
+
+def read_json(path: Path) -> dict:
+    return orjson.loads(path.read_bytes()) if path.exists() else {}
