@@ -155,7 +155,7 @@ def main() -> None:
 
     for side in (ours, theirs):
         side(equal_work(vocabulary, SLOTS, 16, seed=99))
-    equal_runs, longtail_runs, requests = (2, 1, 2 * SLOTS) if options.quick else (5, 3, 4 * SLOTS)
+    equal_runs, longtail_runs, requests = (2, 1, 2 * SLOTS) if options.quick else (15, 3, 4 * SLOTS)
     rows = compare(
         "torch_engine_vs_generate", ours, theirs, [equal_work(vocabulary, SLOTS, 128, run) for run in range(equal_runs)]
     )
