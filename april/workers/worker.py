@@ -78,6 +78,7 @@ class Worker:
         """One pass: messages, weights, one decode step, scores, heartbeat."""
         for received in self.connection.receive(self._patience_ms()):
             self._handle(received)
+        self.connection.check_alive()
         self._take_weights()
         if self._can_generate():
             self._open_span()
@@ -135,7 +136,6 @@ class Worker:
             self._next_renewal = now + self.renew_s
         self._next_heartbeat = now + HEARTBEAT_S
         self.connection.send_control(wire.Heartbeat(leases, self.engine.generated_tokens))
-        self.connection.check_alive()
 
     # --- messages -------------------------------------------------------------------------------------------
 
