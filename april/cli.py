@@ -5,6 +5,7 @@ import os
 import socket
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from april import __version__
 from april import config as configuration
@@ -128,13 +129,13 @@ def broker_command(options, overrides: list[str]) -> int:
     return 0
 
 
-def worker_command(options, overrides: list[str]) -> int:
+def worker_command(options, overrides: list[str]) -> NoReturn:
     from april.process import die_with_parent
     from april.workers.process import run_worker
 
     die_with_parent()
     config = configuration.load(options.config, overrides)
-    return run_worker(config, configuration.check_address(options.connect), options.name)
+    run_worker(config, configuration.check_address(options.connect), options.name)
 
 
 def status_command(options, overrides: list[str]) -> int:

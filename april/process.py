@@ -33,9 +33,13 @@ def log_to_stderr(who: str) -> None:
     )
 
 
-def leave_at_once(status: int) -> NoReturn:
-    """End the process although a thread is stuck in a call that cannot be interrupted."""
-    logging.getLogger(__name__).warning("a transfer of weights is stuck; the process ends without waiting for it")
+def end(status: int) -> NoReturn:
+    """End a process that has done its work, without taking the interpreter down around native threads.
+
+    Those of torch's process groups outlive their groups; one that asks for the interpreter while it is being
+    taken down aborts the process, and one that is stuck in a transfer keeps it from ending.
+    """
     logging.shutdown()
     sys.stdout.flush()
+    sys.stderr.flush()
     os._exit(status)

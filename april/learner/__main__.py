@@ -5,7 +5,7 @@ import logging
 import sys
 
 from april import config as configuration
-from april.process import die_with_parent, leave_at_once, log_to_stderr
+from april.process import die_with_parent, end, log_to_stderr
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ def main(arguments: list[str]) -> int:
         print(f"april.learner: {error}", file=sys.stderr)
         return 2
     train(config, options.connect)
-    return 0
+    end(0)
 
 
 def train(config: configuration.Config, address: str) -> None:
@@ -55,9 +55,8 @@ def train(config: configuration.Config, address: str) -> None:
     process_group.leave()
     if source:
         source.close()
+        publisher.close()
     log.info("rank %d is done", rank)
-    if publisher and not publisher.close():
-        leave_at_once(0)
 
 
 if __name__ == "__main__":

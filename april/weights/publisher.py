@@ -94,8 +94,8 @@ class WeightPublisher:
         live = [lane for lane in self._lanes.values() if lane.state in ("ready", "sending")]
         return [lane for lane in live if lane.acknowledged != version]
 
-    def close(self, timeout_s: float = 2.0) -> bool:
-        """End all threads; False if one is stuck in a lane that has yet to time out."""
+    def close(self, timeout_s: float = 2.0) -> None:
+        """End all threads, but for those that are stuck in a lane that has yet to time out."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -103,7 +103,6 @@ class WeightPublisher:
         deadline = clock.now() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, deadline - clock.now()))
-        return not any(thread.is_alive() for thread in self._threads)
 
     # --- control thread: the only one that touches the socket ---------------------------------------------------
 

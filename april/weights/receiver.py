@@ -73,12 +73,11 @@ class WeightReceiver:
             self._loaded = self.held = version
         self._wake()
 
-    def close(self, timeout_s: float = 2.0) -> bool:
-        """End the thread; False if it is stuck in a transfer that has yet to time out."""
+    def close(self, timeout_s: float = 2.0) -> None:
+        """End the thread, unless it is stuck in a transfer that has yet to time out."""
         self._closed = True
         self._wake()
         self._thread.join(timeout_s)
-        return not self._thread.is_alive()
 
     def _wake(self) -> None:
         os.write(self._wake_writer, b"x")

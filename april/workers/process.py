@@ -4,11 +4,11 @@ import logging
 import signal
 import sys
 import uuid
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from april import clock
 from april.config import Config, ConfigError
-from april.process import leave_at_once, log_to_stderr
+from april.process import end, log_to_stderr
 
 if TYPE_CHECKING:
     from april.workers.engines.base import Engine
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def run_worker(config: Config, address: str, name: str) -> int:
-    """Work for the broker at `address` until the run is over. Returns the exit status."""
+def run_worker(config: Config, address: str, name: str) -> NoReturn:
+    """Work for the broker at `address` until the run is over, then end the process. Raises ConfigError before."""
     import torch
 
     from april.client import BrokerConnection, BrokerUnreachable
@@ -45,9 +45,8 @@ def run_worker(config: Config, address: str, name: str) -> int:
     except BrokerUnreachable as error:
         print(f"april worker: {error}", file=sys.stderr)
         status = 1
-    if not worker.close():
-        leave_at_once(status)
-    return status
+    worker.close()
+    end(status)
 
 
 def make_engine(config: Config, device: str) -> "Engine":

@@ -120,12 +120,12 @@ class Worker:
         self.connection.send(wire.Heartbeat([], self.engine.generated_tokens))
         self.connection.send(wire.Goodbye())
 
-    def close(self) -> bool:
-        """Let go of everything; False if the weights thread is stuck and the process must be ended hard."""
+    def close(self) -> None:
+        """Let go of everything; the weights thread may still be stuck in a transfer."""
         self.rewards.close()
         self.connection.close()
         self.engine.close()
-        return self.receiver.close()
+        self.receiver.close()
 
     def _heartbeat(self) -> None:
         now = clock.now()

@@ -12,6 +12,7 @@ from april.config import Config
 from april.learner import loop, process_group
 from april.learner.batch import decode, share_batch
 from april.learner.trainer import Trainer
+from april.process import end
 
 
 def run(job: dict, device: torch.device) -> dict:
@@ -64,6 +65,7 @@ def main(folder: Path) -> None:
         torch.save(results, folder / "results.pt")
     assert dist.get_rank() == 0 or not any(result["weights"] for result in results)
     process_group.leave()
+    end(0)
 
 
 if __name__ == "__main__":
