@@ -7,6 +7,7 @@ import orjson
 
 from april.broker.journal import Journal, JournalError
 from april.broker.prompts import PromptBook
+from april.broker.recorder import replace_file
 from april.config import Config, ConfigError
 from april.workers.rewards.verifiers import check_verifier
 
@@ -81,7 +82,7 @@ def mark_ended(run_dir: Path, state: str) -> None:
     path = run_dir / "summary.json"
     summary = read_json(path)
     if summary.get("state") == "running":
-        path.write_bytes(orjson.dumps(summary | {"state": state}, option=orjson.OPT_INDENT_2))
+        replace_file(path, orjson.dumps(summary | {"state": state}, option=orjson.OPT_INDENT_2))
 
 
 def read_json(path: Path) -> dict:

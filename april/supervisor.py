@@ -97,6 +97,7 @@ class Supervisor:
         self.run_dir = config.run_dir
         self.logs = self.run_dir / "logs"
         self.workers: list[Part] = []
+        self._started: list[Part] = []
         self.connection: BrokerConnection | None = None
         self.stop_by: float | None = None
         self._stop_signals = 0
@@ -112,23 +113,26 @@ class Supervisor:
         previous = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             self.broker = self._part("broker", ["broker", str(config_path)])
-            self.broker.start()
+            self._start(self.broker)
             address = self._wait_for_broker()
             if address is None:
                 return "stopped"
             self.learner = self._learner_part(config_path, address)
             self.workers = [self._worker_part(index, config_path, address) for index in range(self.config.worker.count)]
             for part in (self.learner, *self.workers):
-                part.start()
+                self._start(part)
             return self._watch(address)
         finally:
-            for part in (*self.workers, getattr(self, "learner", None), getattr(self, "broker", None)):
-                if part:
-                    part.kill()
+            for part in reversed(self._started):
+                part.kill()
             if self.connection:
                 self.connection.close()
             for number, handler in previous.items():
                 signal.signal(number, handler)
+
+    def _start(self, part: Part) -> None:
+        self._started.append(part)
+        part.start()
 
     # --- parts ----------------------------------------------------------------------------------------------
 
