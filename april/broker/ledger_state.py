@@ -1,0 +1,269 @@
+"""The state of the ledger, and what each journalled event does to it.
+
+`apply` alone changes the state, so replaying the journal into an empty one rebuilds it.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from april.broker import events
+from april.broker.bound import StalenessBound
+from april.broker.lengths import LengthCohorts
+from april.broker.samples import Group, GroupState, HandOutQueue, Lease, Sample, SampleState
+
+EPOCH_BITS = 32
+"""a lease token is (broker epoch << 32) | counter, so that it never repeats"""
+
+NO_ATTEMPT = ("abort", "leave")
+"""causes of a lease's end that are nobody's failure"""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What stays the same over a run."""
+
+    batch_groups: int
+    """N"""
+    group_size: int
+    """n"""
+    max_staleness: int
+    """S, policy steps"""
+    max_attempts: int = 5
+    min_group_size: int | None = None
+    max_response_tokens: int = 1 << 30
+
+
+class LedgerState:
+    def __init__(self, rules: Rules):
+        self.rules = rules
+        self.groups: dict[int, Group] = {}
+        self.leases: dict[int, Lease] = {}
+        self.load: Counter[tuple[str, bool]] = Counter()
+        """leases that generate, by (worker, evaluation)"""
+        self.queue = HandOutQueue()
+        self.bound = StalenessBound(rules.max_staleness, rules.batch_groups)
+        self.cohorts = LengthCohorts(rules.batch_groups)
+        self.tokens: Counter[str] = Counter()
+        """acknowledged tokens: generated, trained, delivered, ready, open, evaluation"""
+        self.discarded: Counter[str] = Counter()
+        """acknowledged tokens of discarded groups by reason"""
+        self.counts: Counter[str] = Counter()
+        """training groups by state"""
+        self.deliveries: dict[int, list[Group]] = {}
+        self.ready: list[Group] = []
+        """complete groups that wait for a batch, in order of completion"""
+        self.evaluations: dict[int, list[Group]] = {}
+        """evaluation groups by the policy step they were opened for"""
+        self.next_step = 0
+        """the next batch to deliver"""
+        self.consumed = 0
+        """batches in the learner's weights"""
+        self.frontier = 0
+        """most batches any learner of this run has consumed"""
+        self.durable = 0
+        """batches in the newest checkpoint on disk"""
+        self.branch = -1
+        self.dead_in_a_row = 0
+        """groups that lost a sample for good since the last one that became ready"""
+        self.last_error = ""
+        self.voided: list[tuple[str, int]] = []
+        """(worker, token) of leases that ended with their group, until somebody tells the workers"""
+        self.round = -1
+        self.round_open = False
+        self.watermark = 0
+        self.cursor: tuple[int, int] = (0, 0)
+        """(epoch, row position) of the next prompt"""
+        self.epoch = 0
+        self.header: events.RunStarted | None = None
+        self._next_group = 0
+        self._next_ordinal = 0
+        self._grants = 0
+
+    def apply(self, event: events.Event, reference: Any = None) -> None:
+        """Change the state by one recorded fact."""
+        getattr(self, f"_on_{type(event).__name__}")(event, reference)
+
+    def _on_RunStarted(self, event: events.RunStarted, reference: Any) -> None:
+        self.header = event
+
+    def _on_BrokerStarted(self, event: events.BrokerStarted, reference: Any) -> None:
+        self.epoch, self._grants = event.epoch, 0
+
+    def _on_GroupOpened(self, event: events.GroupOpened, reference: Any) -> None:
+        ordinal = -1
+        if not event.evaluation:
+            ordinal, self._next_ordinal = self._next_ordinal, self._next_ordinal + 1
+            self.cursor = (event.epoch, event.row + 1)
+            self.counts[GroupState.OPEN] += 1
+            self.bound.add(event.floor)
+        prompt_tokens = len(event.prompt) // 4
+        group = Group(
+            event.group, ordinal, event.evaluation, event.epoch, event.row, event.floor, reference, prompt_tokens
+        )
+        group.samples = [Sample(group, index) for index in range(event.size)]
+        if event.evaluation:
+            self.evaluations.setdefault(event.epoch, []).append(group)
+        self.groups[group.id] = group
+        self._next_group = group.id + 1
+        for sample in group.samples:
+            self.queue.push(sample)
+
+    def _on_Leased(self, event: events.Leased, reference: Any) -> None:
+        group = self.groups[event.group]
+        sample = group.samples[event.index]
+        self._grants = event.token & ((1 << EPOCH_BITS) - 1)
+        sample.token = event.token
+        sample.state = SampleState.SCORING if event.scoring else SampleState.LEASED
+        self.leases[event.token] = Lease(event.token, sample, event.worker, event.step, event.scoring, float("inf"))
+        if not event.scoring:
+            self.load[event.worker, group.evaluation] += 1
+        if not group.started:
+            self._start(group, event.step)
+
+    def _stops_generating(self, lease: Lease) -> None:
+        if lease.generating:
+            self.load[lease.worker, lease.sample.group.evaluation] -= 1
+
+    def _start(self, group: Group, step: int) -> None:
+        group.started = True
+        if not group.evaluation:
+            self.bound.remove(group.opened_at)
+            self.bound.add(step)
+        group.opened_at = step
+        for sibling in group.samples:
+            if sibling.state is SampleState.WAITING and not group.evaluation:
+                self.queue.push(sibling)
+
+    def _on_ChunkAccepted(self, event: events.ChunkAccepted, reference: Any) -> None:
+        sample = self.leases[event.token].sample
+        end = event.start + event.count
+        if sample.segments and sample.segments[-1][2] == event.version:
+            sample.segments[-1] = (sample.segments[-1][0], end, event.version)
+        else:
+            sample.segments.append((event.start, end, event.version))
+        sample.chunks.append(reference)
+        sample.length = end
+        sample.group.tokens += event.count
+        if sample.group.evaluation:
+            self.tokens["evaluation"] += event.count
+        else:
+            self.tokens["generated"] += event.count
+            self.tokens["open"] += event.count
+        if event.finish_reason:
+            self._stops_generating(self.leases[event.token])
+            sample.state, sample.finish_reason = SampleState.SCORING, event.finish_reason
+
+    def _on_SampleScored(self, event: events.SampleScored, reference: Any) -> None:
+        sample = self.leases.pop(event.token).sample
+        sample.token, sample.state, sample.reward = 0, SampleState.DONE, event.reward
+        self._complete(sample.group)
+
+    def _on_LeaseEnded(self, event: events.LeaseEnded, reference: Any) -> None:
+        lease = self.leases.pop(event.token)
+        self._stops_generating(lease)
+        sample = lease.sample
+        sample.token = 0
+        if event.cause not in NO_ATTEMPT:
+            sample.attempts += 1
+            sample.last_error = self.last_error = event.error or event.cause
+        if sample.attempts >= self.rules.max_attempts:
+            sample.state = SampleState.DEAD
+            if len(sample.group.live_samples) < self._least_samples(sample.group):
+                self._end_group(sample.group, "dead_sample")
+            else:
+                self._complete(sample.group)
+            return
+        if sample.state is SampleState.SCORING:
+            sample.state = SampleState.GENERATED
+        else:
+            sample.state = SampleState.PARTIAL if sample.length else SampleState.WAITING
+        self.queue.push(sample)
+
+    def _least_samples(self, group: Group) -> int:
+        return 1 if group.evaluation else self.rules.min_group_size or len(group.samples)
+
+    def _complete(self, group: Group) -> None:
+        """Make the group ready if none of its samples is on the way; what dead ones had is discarded."""
+        if any(sample.state is not SampleState.DONE for sample in group.live_samples):
+            return
+        if group.evaluation:
+            group.state = GroupState.READY
+            del self.groups[group.id]
+            return
+        lost = sum(sample.length for sample in group.samples if sample.state is SampleState.DEAD)
+        group.tokens -= lost
+        self.tokens[group.state] -= lost
+        if lost:
+            self.discarded["dead_sample"] += lost
+        self._move(group, GroupState.READY)
+        self.ready.append(group)
+        self.dead_in_a_row = 0
+
+    def _move(self, group: Group, state: GroupState) -> None:
+        """Change a training group's state and the tokens and counts that go with it."""
+        self.counts[group.state] -= 1
+        self.counts[state] += 1
+        self.tokens[group.state] -= group.tokens
+        if state is not GroupState.DISCARDED:
+            self.tokens[state] += group.tokens
+        group.state = state
+
+    def _on_GroupDiscarded(self, event: events.GroupDiscarded, reference: Any) -> None:
+        self._end_group(self.groups[event.group], event.reason)
+
+    def _end_group(self, group: Group, reason: str) -> None:
+        for sample in group.samples:
+            if sample.token:
+                lease = self.leases.pop(sample.token)
+                self._stops_generating(lease)
+                self.voided.append((lease.worker, lease.token))
+                sample.token = 0
+        del self.groups[group.id]
+        if group.evaluation:
+            group.state = GroupState.DISCARDED
+            return
+        self.dead_in_a_row += reason == "dead_sample"
+        if group in self.ready:
+            self.ready.remove(group)
+        self._move(group, GroupState.DISCARDED)
+        self.discarded[reason] += group.tokens
+        self.counts[reason] += 1
+        self.bound.remove(group.opened_at)
+        self.cohorts.finish(group.ordinal, [sample.length for sample in group.samples], [])
+
+    def _on_RoundStarted(self, event: events.RoundStarted, reference: Any) -> None:
+        self.round, self.round_open = event.round, True
+
+    def _on_RoundEnded(self, event: events.RoundEnded, reference: Any) -> None:
+        self.round_open, self.watermark = False, event.watermark
+
+    def _on_BatchDelivered(self, event: events.BatchDelivered, reference: Any) -> None:
+        groups = [self.groups[group] for group in event.groups]
+        for group in groups:
+            self._move(group, GroupState.DELIVERED)
+            self.bound.remove(group.opened_at)
+            self.ready.remove(group)
+            group.step = event.step
+        self.deliveries[event.step] = groups
+        self.next_step = event.step + 1
+
+    def _on_BatchConsumed(self, event: events.BatchConsumed, reference: Any) -> None:
+        for group in self.deliveries[event.step]:
+            self._move(group, GroupState.TRAINED)
+            created = [sample.length for sample in group.samples]
+            self.cohorts.finish(group.ordinal, created, [sample.length for sample in group.live_samples])
+        self.consumed = event.step + 1
+        self.frontier = max(self.frontier, self.consumed)
+
+    def _on_CheckpointDurable(self, event: events.CheckpointDurable, reference: Any) -> None:
+        for step in [step for step in self.deliveries if step < min(self.durable, event.step)]:
+            for group in self.deliveries.pop(step):
+                del self.groups[group.id]
+        self.durable = event.step
+
+    def _on_LearnerStarted(self, event: events.LearnerStarted, reference: Any) -> None:
+        for step in range(event.step, self.consumed):
+            for group in self.deliveries[step]:
+                self._move(group, GroupState.DELIVERED)
+        self.consumed, self.branch = event.step, event.branch
