@@ -135,7 +135,7 @@ class Worker:
         if leases:
             self._next_renewal = now + self.renew_s
         self._next_heartbeat = now + HEARTBEAT_S
-        self.connection.send_control(wire.Heartbeat(leases, self.engine.generated_tokens))
+        self.connection.beat(wire.Heartbeat(leases, self.engine.generated_tokens))
 
     # --- messages -------------------------------------------------------------------------------------------
 
