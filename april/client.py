@@ -1,6 +1,6 @@
 """A peer's end of the conversation with the broker: two connections, one session."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import zmq
@@ -29,6 +29,8 @@ class BrokerConnection:
     def __init__(self, address: str, role: str, name: str, uid: str):
         self.address, self.role, self.name, self.uid = address, role, name, uid
         self.session = 0
+        self.received_bytes = 0
+        """of arrays in this session"""
         self.heard_at = clock.now()
         self._sequence = 0
         self._context = zmq.Context()
@@ -52,7 +54,7 @@ class BrokerConnection:
 
     def hello(self, leases: list[int], acknowledged_tokens: int = 0, timeout_s: float = 30.0) -> wire.Welcome:
         """Open a session, or open it anew. Raises BrokerUnreachable after `timeout_s`."""
-        self.session = 0
+        self.session = self.received_bytes = 0
         sequence = self.send(wire.Hello(self.role, self.name, self.uid, leases, acknowledged_tokens))
         welcome = self._await(sequence, timeout_s).message
         if not isinstance(welcome, wire.Welcome):
@@ -88,7 +90,13 @@ class BrokerConnection:
         for socket in (self._control, self._data):
             while socket.poll(0):
                 self.heard_at = clock.now()
-                yield wire.decode(socket.recv_multipart())
+                received = wire.decode(socket.recv_multipart())
+                self.received_bytes += sum(array.nbytes for array in received.arrays)
+                yield received
+
+    def beat(self, leases: Sequence[int] = (), emitted_tokens: int = 0) -> None:
+        """Say that this peer lives, renew leases, and give the broker credit for what has arrived."""
+        self.send_control(wire.Heartbeat(list(leases), emitted_tokens, self.received_bytes))
 
     def request(self, message: wire.Message, timeout_s: float | None) -> wire.Received:
         """Send and wait for the answer; None waits as long as the broker lives. Raises BrokerUnreachable."""
@@ -97,7 +105,7 @@ class BrokerConnection:
     def _await(self, sequence: int, timeout_s: float | None) -> wire.Received:
         self.heard_at = clock.now()
         deadline = None if timeout_s is None else clock.now() + timeout_s
-        next_beat = clock.now() + HEARTBEAT_S
+        next_beat = clock.now()
         while deadline is None or clock.now() < deadline:
             for received in self.receive(timeout_ms=200):
                 if received.sequence == sequence:
@@ -106,7 +114,7 @@ class BrokerConnection:
                     raise BrokerUnreachable(f"the broker at {self.address} does not know this {self.role} any more")
             if self.session and clock.now() >= next_beat:
                 next_beat = clock.now() + HEARTBEAT_S
-                self.send_control(wire.Heartbeat())
+                self.beat()
             self.check_alive()
         raise BrokerUnreachable(f"the broker at {self.address} does not answer within {timeout_s:g} s; is it running?")
 

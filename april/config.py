@@ -138,6 +138,9 @@ class BrokerSection(Section):
     attempts: int = Field(5, ge=1, description="lost or failed leases before a sample is dead")
     abort_deadline_s: float = Field(5.0, gt=0, description="longest wait for an aborted sample (seconds)")
     readopt_s: float = Field(10.0, gt=0, description="wait for former lease holders after a restart (seconds)")
+    credit_mb: int = Field(64, ge=1, description="sent to a peer ahead of what it says has reached it (MiB)")
+    segment_mb: int = Field(512, ge=1, description="size of a journal file; a snapshot is taken with each (MiB)")
+    segment_records: int = Field(250_000, ge=100, description="most records in a journal file")
 
 
 class WeightsSection(Section):
