@@ -41,6 +41,8 @@ class LedgerState:
         self.leases: dict[int, Lease] = {}
         self.load: Counter[tuple[str, bool]] = Counter()
         """leases that generate, by (worker, evaluation)"""
+        self.generating = 0
+        """training samples that some worker generates now"""
         self.queue = HandOutQueue()
         self.bound = StalenessBound(rules.max_staleness, rules.batch_groups)
         self.cohorts = LengthCohorts(rules.batch_groups)
@@ -118,12 +120,14 @@ class LedgerState:
         self.leases[event.token] = Lease(event.token, sample, event.worker, event.step, event.scoring, float("inf"))
         if not event.scoring:
             self.load[event.worker, group.evaluation] += 1
+            self.generating += not group.evaluation
         if not group.started:
             self._start(group, event.step)
 
     def _stops_generating(self, lease: Lease) -> None:
         if lease.generating:
             self.load[lease.worker, lease.sample.group.evaluation] -= 1
+            self.generating -= not lease.sample.group.evaluation
 
     def _start(self, group: Group, step: int) -> None:
         group.started = True
