@@ -75,7 +75,7 @@ class Pipeline(RuleBasedStateMachine):
         batch_groups=st.integers(1, 4),
         group_size=st.integers(2, 3),
         max_staleness=st.integers(0, 3),
-        rows=st.integers(1, 60),
+        rows=st.integers(1, 12) | st.integers(1, 60),
         epochs=st.sampled_from([1, 2, 50]),
         min_group_size=st.sampled_from([None, 1]),
     )
@@ -425,7 +425,7 @@ class ContinuousPipeline(Pipeline):
 
 TestRounds, TestContinuous = Pipeline.TestCase, ContinuousPipeline.TestCase
 TestRounds.settings = TestContinuous.settings = settings(
-    max_examples=100, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=200, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 
