@@ -15,6 +15,7 @@ from april.broker.samples import TO_GENERATE, GroupState, SampleState
 from april.broker.schedule import choose_sample
 from april.config import ScheduleSection
 from april.version import Version
+from tests.broker.numbered_prompts import NumberedPrompts
 
 RESPONSE_BUDGET = 12
 SLOTS = 4
@@ -27,19 +28,6 @@ BEYOND_ITS_SHARE = (5,)
 
 def trains(lease):
     return lease.generating and not lease.sample.group.evaluation
-
-
-class NumberedPrompts:
-    """`rows` prompts, `epochs` times."""
-
-    def __init__(self, rows: int, epochs: int):
-        self.rows, self.epochs = rows, epochs
-
-    def draw(self, cursor):
-        epoch, row = cursor
-        if row >= self.rows:
-            epoch, row = epoch + 1, 0
-        return None if epoch >= self.epochs else (epoch, row, b"")
 
 
 @st.composite
