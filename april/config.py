@@ -138,6 +138,7 @@ class BrokerSection(Section):
     attempts: int = Field(5, ge=1, description="lost or failed leases before a sample is dead")
     abort_deadline_s: float = Field(5.0, gt=0, description="longest wait for an aborted sample (seconds)")
     readopt_s: float = Field(10.0, gt=0, description="wait for former lease holders after a restart (seconds)")
+    max_run_s: float = Field(3600.0, gt=0, description="a lease ends after this long, renewed or not (seconds)")
 
 
 class WeightsSection(Section):

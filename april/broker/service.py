@@ -109,6 +109,7 @@ class Service:
             )
         for lease in self.ledger.leases.values():
             lease.expires_at = now + self.config.broker.readopt_s
+            lease.ends_at = now + self.config.broker.max_run_s
         self.ledger.commit(events.BrokerStarted(self.ledger.epoch + 1))
 
     # --- messages -------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ class WorkerDesk:
         self.ledger.renew(list(held), now + self.config.broker.lease_s)
         for lease in self.leases_of(hello.uid):
             if lease.token not in held:
-                self.ledger.end_lease(lease.token, "lost", "its worker came back without it")
+                self.ledger.end_lease(lease.token, "lost", "its worker came back without it", now)
         self.recorder.lane(session.name, "joined", now, now)
         return [token for token in hello.leases if token not in held]
 
@@ -51,7 +51,7 @@ class WorkerDesk:
         leases = self.leases_of(session.uid)
         log.warning("worker %s is lost (%s); %d samples wait for another", session.name, why, len(leases))
         for lease in leases:
-            self.ledger.end_lease(lease.token, "lost", f"worker {session.name} was lost: {why}")
+            self.ledger.end_lease(lease.token, "lost", f"worker {session.name} was lost: {why}", now)
         self.recorder.lane(session.name, "lost", now, now)
         self.sessions.close(session)
 
@@ -111,7 +111,7 @@ class WorkerDesk:
         elif verdict is Verdict.GAP:
             return self.sessions.send(session, wire.ResendFrom(message.token, lease.sample.length))
         elif verdict is not Verdict.DUPLICATE:
-            self.ledger.end_lease(message.token, "generation_failed", f"chunk refused: {verdict}")
+            self.ledger.end_lease(message.token, "generation_failed", f"chunk refused: {verdict}", now)
             return self._refuse(session, received, f"chunk refused: {verdict}", len(ids))
         self.sessions.send(session, wire.ChunkAck(message.token, lease.sample.length))
 
@@ -135,7 +135,7 @@ class WorkerDesk:
             return self.sessions.send(session, wire.ResendFrom(message.token, sample.length))
         if message.error:
             log.warning("sample %d.%d came back: %s: %s", sample.group.id, sample.index, message.cause, message.error)
-        self.ledger.end_lease(message.token, message.cause, message.error)
+        self.ledger.end_lease(message.token, message.cause, message.error, now)
         self.sessions.send(session, wire.Done(message.token))
 
     def _refuse(self, session: Session, received: wire.Received, reason: str, tokens: int = 0) -> None:
@@ -145,7 +145,9 @@ class WorkerDesk:
     # --- leases ---------------------------------------------------------------------------------------------
 
     def hand_out(self, now: float) -> None:
-        """Fill every worker as far as it has room, the emptiest first."""
+        """Fill every worker as far as it has room, the emptiest first; nothing while the broker is drained."""
+        if self.ledger.draining:
+            return
         able = [s for s in self.sessions.workers() if s.version and s.control_route and self._load(s) < s.capacity]
         emptiest = [(self._load(session) / session.capacity, session.id, session) for session in able]
         heapq.heapify(emptiest)
@@ -169,7 +171,8 @@ class WorkerDesk:
         )
         if sample is None:
             return False
-        lease = self.ledger.lease(sample, session.uid, step, now + self.config.broker.lease_s)
+        lease_s, max_run_s = self.config.broker.lease_s, self.config.broker.max_run_s
+        lease = self.ledger.lease(sample, session.uid, step, now + lease_s, now + max_run_s)
         self._send_grant(session, lease)
         return True
 

@@ -95,6 +95,8 @@ class Pipeline(RuleBasedStateMachine):
 
     @rule(worker=st.sampled_from(["w0", "w1"]), count=st.integers(1, 6))
     def lease(self, worker, count):
+        if self.ledger.draining:
+            return
         for _ in range(count):
             step = self.versions[worker].step
             sample = (
@@ -160,6 +162,7 @@ class Pipeline(RuleBasedStateMachine):
     def a_busy_while(self, seed, actions, stragglers):
         """Many small things happen; some groups are hardly ever worked on."""
         chance = random.Random(seed)
+        self.go_on()
         for _ in range(actions):
             worker = chance.choice(list(self.versions))
             if chance.random() < 0.2:
@@ -183,6 +186,40 @@ class Pipeline(RuleBasedStateMachine):
             if self.ledger.consumed < self.ledger.next_step and chance.random() < 0.7:
                 self.consume()
             self.the_bound_holds()
+
+    @precondition(lambda self: self.ledger.leases and not self.ledger.draining)
+    @rule(data=st.data(), generating=st.booleans(), requeue=st.booleans())
+    def fail_until_it_is_dead(self, data, generating, requeue):
+        if lease := self.a_lease(data, generating):
+            sample, worker = lease.sample, lease.worker
+            while sample.state is not SampleState.DEAD:
+                if not sample.token:
+                    self.ledger.lease(sample, worker, max(sample.first_step, self.versions[worker].step), 0.0)
+                self.ledger.end_lease(sample.token, "generation_failed", "engine fell over", 1.0)
+            if requeue:
+                self.ledger.requeue(sample.group.id)
+            self.advance()
+
+    # --- operators ---
+
+    @precondition(lambda self: self.ledger.dead_letters.letters)
+    @rule(data=st.data())
+    def requeue_a_dead_group(self, data):
+        letter = data.draw(st.sampled_from(self.ledger.dead_letters.letters))
+        verdict = {"without_it": Verdict.INVALID, "discarded": Verdict.OK}.get(letter.outcome, Verdict.DUPLICATE)
+        assert self.ledger.requeue(letter.group) is verdict
+        assert self.ledger.requeue(letter.group) is not Verdict.OK
+        self.advance()
+
+    @rule()
+    def drain(self):
+        self.ledger.start_drain()
+        generating = [t for t, lease in self.ledger.leases.items() if lease.generating]
+        assert all(self.ledger.is_aborted(token) for token in generating)
+
+    @rule()
+    def go_on(self):
+        self.ledger.end_drain()
 
     # --- learner ---
 
@@ -227,6 +264,8 @@ class Pipeline(RuleBasedStateMachine):
             self.ledger.round_open,
         )
         assert again.cohorts.summary() == self.ledger.cohorts.summary()
+        assert again.dead_letters == self.ledger.dead_letters
+        assert (again.draining, again.watermark) == (self.ledger.draining, self.ledger.watermark)
         self.ledger = again
         self.schedule.exhausted = False
 
@@ -291,9 +330,25 @@ class Pipeline(RuleBasedStateMachine):
     def no_prompt_is_drawn_twice_or_skipped(self):
         if not hasattr(self, "ledger"):
             return
-        drawn = [(e.epoch, e.row) for e in self.log if type(e).__name__ == "GroupOpened"]
+        opened = [event for event in self.log if type(event).__name__ == "GroupOpened"]
+        fresh = [(event.epoch, event.row) for event in opened if event.replaces is None]
         rows = self.schedule.prompts.rows
-        assert drawn == [(i // rows, i % rows) for i in range(len(drawn))]
+        assert fresh == [(i // rows, i % rows) for i in range(len(fresh))]
+
+    @invariant()
+    def a_requeued_prompt_is_drawn_once_more_and_ahead_of_fresh_ones(self):
+        if not hasattr(self, "ledger"):
+            return
+        waiting, place = [], {}
+        for event in self.log:
+            match type(event).__name__:
+                case "GroupRequeued":
+                    waiting.append(event.group)
+                case "GroupOpened":
+                    place[event.group] = (event.epoch, event.row)
+                    assert event.replaces == (waiting.pop(0) if waiting else None)
+                    assert event.replaces is None or place[event.replaces] == place[event.group]
+        assert list(self.ledger.dead_letters.waiting) == waiting
 
 
 TestPipeline = Pipeline.TestCase
