@@ -25,16 +25,17 @@ class DeadLetter(msgspec.Struct):
     at: float
     """when it died, Unix seconds"""
     outcome: str
-    """without_it: its group (or evaluation) goes on | discarded: with its group | requeued | redrawn: its prompt has a new group"""
+    """without_it: its group, or the evaluation, goes on | discarded: with its group | requeued: to be drawn again |
+    redrawn: as a new group"""
 
 
 class DeadLetters(msgspec.Struct):
     """A letter for each dead sample; a discarded group can be re-queued once.
 
-        letters.add(sample, at)             # outcome: without_it
-        letters.discard(group)              #          discarded
-        letters.requeue(group)              #          requeued; its prompt waits to be drawn again
-        letters.drawn(group)                #          redrawn
+    letters.add(sample, at)             # outcome: without_it
+    letters.discard(group)              #          discarded
+    letters.requeue(group)              #          requeued; its prompt waits to be drawn again
+    letters.drawn(group)                #          redrawn
     """
 
     letters: list[DeadLetter] = []
@@ -44,12 +45,19 @@ class DeadLetters(msgspec.Struct):
     """(epoch, row) of the prompts to draw again by the group that died, in the order of their re-queueing"""
 
     def add(self, sample: Sample, at: float) -> None:
-        group, error = sample.group, sample.last_error[:ERROR_CHARS]
-        self.letters.append(
-            DeadLetter(
-                group.id, sample.index, group.evaluation, group.epoch, group.row, sample.attempts, error, at, "without_it"
-            )
+        group = sample.group
+        letter = DeadLetter(
+            group=group.id,
+            index=sample.index,
+            evaluation=group.evaluation,
+            epoch=group.epoch,
+            row=group.row,
+            attempts=sample.attempts,
+            error=sample.last_error[:ERROR_CHARS],
+            at=at,
+            outcome="without_it",
         )
+        self.letters.append(letter)
         self.total += 1
         del self.letters[:-KEPT]
 

@@ -75,9 +75,7 @@ class Ledger(LedgerState):
                 return drawn
         return prompts.draw(self.cursor)
 
-    def lease(
-        self, sample: Sample, worker: str, step: int, expires_at: float, ends_at: float = float("inf")
-    ) -> Lease:
+    def lease(self, sample: Sample, worker: str, step: int, expires_at: float, ends_at: float = float("inf")) -> Lease:
         """Give a sample that waits to a worker at policy step `step`; no renewal keeps it longer than `ends_at`."""
         scoring = sample.state is SampleState.GENERATED
         if sample.token or not (scoring or sample.state in TO_GENERATE) or sample.group.state is not GroupState.OPEN:
@@ -138,7 +136,8 @@ class Ledger(LedgerState):
         return Verdict.OK
 
     def renew(self, tokens: list[int], expires_at: float) -> list[int]:
-        """Prolong leases, each to its end at most and aborted ones not at all; returns the tokens that are not current any more."""
+        """Prolong leases, each to its end at most and aborted ones not at all; returns the tokens that are not
+        current any more."""
         for token in tokens:
             if token in self.leases and not self.is_aborted(token):
                 self.leases[token].expires_at = min(expires_at, self.leases[token].ends_at)

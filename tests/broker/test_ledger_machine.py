@@ -158,9 +158,14 @@ class Pipeline(RuleBasedStateMachine):
         if self.ledger.consumed >= self.ledger.frontier:
             self.versions[worker] = Version(self.ledger.branch, self.ledger.consumed)
 
-    @rule(seed=st.integers(0, 2**32), actions=st.integers(20, 200), stragglers=st.floats(0, 0.5))
-    def a_busy_while(self, seed, actions, stragglers):
-        """Many small things happen; some groups are hardly ever worked on."""
+    @rule(
+        seed=st.integers(0, 2**32),
+        actions=st.integers(20, 200),
+        stragglers=st.floats(0, 0.5),
+        failures=st.sampled_from([0.0, 0.1, 0.5]),
+    )
+    def a_busy_while(self, seed, actions, stragglers, failures):
+        """Many small things happen; some groups are hardly ever worked on; dead ones are re-queued now and then."""
         chance = random.Random(seed)
         self.go_on()
         for _ in range(actions):
@@ -174,6 +179,9 @@ class Pipeline(RuleBasedStateMachine):
                 if lease.worker != worker or (slow and chance.random() < 0.95) or lease.token not in self.ledger.leases:
                     continue
                 sample, version = lease.sample, self.versions[worker]
+                if chance.random() < failures:
+                    self.ledger.end_lease(lease.token, "generation_failed")
+                    continue
                 if not lease.generating:
                     self.ledger.score(lease.token, 1.0)
                     continue
@@ -182,6 +190,8 @@ class Pipeline(RuleBasedStateMachine):
                 verdict = self.ledger.add_chunk(lease.token, sample.length, count, version, "stop" if ends else "")
                 assert verdict is Verdict.OK
                 self.emitted += count
+            if dead := self.ledger.dead_letters.discarded_groups():
+                self.ledger.requeue(chance.choice(dead))
             self.advance()
             if self.ledger.consumed < self.ledger.next_step and chance.random() < 0.7:
                 self.consume()
