@@ -58,6 +58,14 @@ class Journal:
         self._end += reference[1]
         return reference
 
+    @property
+    def unsynced_bytes(self) -> int:
+        return self._end - self._synced
+
+    @property
+    def bytes_on_disk(self) -> int:
+        return self._written
+
     def sync(self) -> None:
         """Write and `fdatasync` what was appended. Raises JournalError, for good, if the disk refuses."""
         if self._failed:

@@ -53,7 +53,11 @@ class PromptBook:
         )
 
     def row(self, epoch: int, position: int) -> Row:
-        return self.rows[int(self._order(epoch)[position])]
+        return self.rows[self.row_number(epoch, position)]
+
+    def row_number(self, epoch: int, position: int) -> int:
+        """Its place in the dataset, from 0."""
+        return int(self._order(epoch)[position])
 
     def _epoch_order(self, epoch: int) -> np.ndarray:
         return epoch_order(len(self.rows), self._config.seed, epoch, self._config.data.shuffle)

@@ -12,15 +12,16 @@ import numpy as np
 
 from april import wire
 from april.broker import events
+from april.broker.census import Census
 from april.broker.journal import Journal, JournalError
 from april.broker.learner_desk import LearnerDesk
 from april.broker.ledger import Ledger, Rules
+from april.broker.monitor_desk import MonitorDesk
 from april.broker.prompts import PromptBook
 from april.broker.recorder import Recorder
 from april.broker.samples import Group, GroupState, Sample
 from april.broker.schedule import RoundRules, RoundSchedule
 from april.broker.sessions import Outgoing, Session, Sessions
-from april.broker.status import describe_status
 from april.broker.worker_desk import WorkerDesk, chunk_arrays
 from april.config import Config
 from april.data.prompts import Row
@@ -35,7 +36,7 @@ SWEEP_S = 0.25
 MAY_SEND = {
     "worker": {"Heartbeat", "Holding", "Lane", "Chunk", "Scored", "GiveBack"},
     "learner": {"Heartbeat", "LearnerStart", "Fetch", "Consumed", "Durable"},
-    "monitor": {"Heartbeat", "StatusRequest", "StopRun"},
+    "monitor": {"Heartbeat", "StatusRequest", "StopRun", "Drain", "DeadLettersRequest", "Requeue"},
 }
 
 
@@ -49,6 +50,8 @@ class Service:
         self.over = ""
         """why there will be no batch any more; empty while the run goes on"""
         self.state = "running"
+        self.read_only = ""
+        """why nothing can be written any more; empty while all is well"""
         self.bad_messages: Counter[str] = Counter()
         schedule = config.schedule
         self.ledger = Ledger(
@@ -78,6 +81,8 @@ class Service:
         self.recorder = Recorder(config.run_dir, config.run.name, schedule.max_steps, now, self.ledger, self.sessions)
         self.workers = WorkerDesk(self)
         self.learner = LearnerDesk(self)
+        self.monitors = MonitorDesk(self)
+        self.census = Census(self.ledger, config.broker.max_run_s)
         for step in self.ledger.evaluations:
             self._record_evaluation(step)
         self._last_tick = now
@@ -147,7 +152,7 @@ class Service:
         elif kind == "Heartbeat":
             self.sessions.send_control(session, wire.Renewed([]))
         else:
-            desk = self.learner if session.role == "learner" else self
+            desk = self.learner if session.role == "learner" else self.monitors
             getattr(desk, f"on_{kind}")(session, received, now)
 
     def _hello(self, route: bytes, received: wire.Received, now: float) -> None:
@@ -179,13 +184,6 @@ class Service:
         else:
             self.sessions.close(session)
 
-    def on_StatusRequest(self, session: Session, received: wire.Received, now: float) -> None:
-        self.sessions.send(session, wire.Status(), [describe_status(self, now)], received.sequence)
-
-    def on_StopRun(self, session: Session, received: wire.Received, now: float) -> None:
-        self.stop(received.message.reason, received.message.state, now)
-        self.sessions.send(session, wire.Accepted(), sequence=received.sequence)
-
     # --- time -----------------------------------------------------------------------------------------------
 
     def tick(self, now: float, caught_up: bool = True) -> None:
@@ -205,6 +203,7 @@ class Service:
             self.workers.hand_out(now)
         self.workers.cancel_voided()
         self.recorder.buffered(self.ledger)
+        self.census.advance(now)
 
     def _sweep(self, now: float) -> None:
         self._next_sweep = now + SWEEP_S
@@ -249,7 +248,7 @@ class Service:
 
     def step_trained(self, step: int, metrics: dict[str, float], now: float) -> None:
         record = self.recorder.consumed(step, self.ledger, metrics, now)
-        self.recorder.write_summary(self.ledger, self.state, now)
+        self._write_summary(now)
         log.info("step %d trained: reward %.3f, %d tokens", step, record["reward"], record["tokens"])
 
     # --- the end --------------------------------------------------------------------------------------------
@@ -259,7 +258,7 @@ class Service:
         if not self.over:
             log.info("the run is over: %s", reason)
             self.over, self.state = reason, state
-            self.recorder.write_summary(self.ledger, state, now)
+            self._write_summary(now)
             self.sessions.broadcast(wire.Stop(reason))
 
     def everyone_left(self) -> bool:
@@ -267,7 +266,11 @@ class Service:
         return bool(self.over) and not self.sessions.workers() and self.sessions.of_role("learner") is None
 
     def close(self, now: float) -> None:
+        self._write_summary(now)
+
+    def _write_summary(self, now: float) -> None:
         self.recorder.write_summary(self.ledger, self.state, now)
+        self.monitors.write_dead_letters()
 
     # --- payloads -------------------------------------------------------------------------------------------
 
