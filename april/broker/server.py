@@ -1,6 +1,5 @@
 """The broker's process: one thread, one poll loop, one ROUTER. Drain, apply, sync, and only then answer."""
 
-import contextlib
 import logging
 import signal
 from collections import deque
@@ -9,7 +8,10 @@ from pathlib import Path
 import zmq
 
 from april import clock, wire
+from april.broker.exporter import Exporter, Picture
+from april.broker.health import condition
 from april.broker.journal import Journal
+from april.broker.metrics import Photographer, SyncTimes
 from april.broker.prompts import PromptBook
 from april.broker.recorder import replace_file
 from april.broker.service import Service
@@ -23,6 +25,8 @@ DRAIN_MESSAGES = 256
 """most messages between two syncs"""
 OUTBOX_MESSAGES = 1024
 """most messages kept for a peer that does not read; more end its session"""
+HTTP_FILE = "http"
+"""in the run folder: the base of the URLs of metrics and health"""
 LEAVE_S = 600.0
 """longest wait at the end of a run for workers and learner to say goodbye"""
 LEAVE_AFTER_SIGNAL_S = 60.0
@@ -61,6 +65,8 @@ class Server:
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.address_file: Path = config.run_dir / "address"
         replace_file(self.address_file, self.address.encode())
+        self.exporter = start_exporter(config)
+        self._photographer, self._sync_times = Photographer(), SyncTimes()
         self._leave_s = LEAVE_S
         self._signal = ""
         self._late: dict[bytes, deque[Outgoing]] = {}
@@ -86,8 +92,21 @@ class Server:
         if self._signal:
             self.service.stop(f"signal {self._signal}", "stopped", clock.now())
         self.service.tick(clock.now(), caught_up)
-        self.journal.sync()
+        self._sync()
         self._send_all()
+        if self.exporter:
+            self.exporter.turned(clock.now(), self._picture)
+
+    def _sync(self) -> None:
+        unsynced, began = self.journal.unsynced_bytes, clock.now()
+        self.journal.sync()
+        if unsynced:
+            self._sync_times.observe(clock.now() - began)
+
+    def _picture(self) -> Picture:
+        outbox_messages = sum(len(waiting) for waiting in self._late.values())
+        series = self._photographer.read(self.service, outbox_messages, clock.now())
+        return Picture(condition(self.service), series, self._sync_times.picture())
 
     def _drain(self) -> bool:
         """Handle what has arrived; True if nothing is left."""
@@ -146,8 +165,33 @@ class Server:
 
     def close(self) -> None:
         self.service.close(clock.now())
-        with contextlib.suppress(FileNotFoundError):
-            self.address_file.unlink()
+        if self.exporter:
+            self.exporter.close()
+        self.address_file.unlink(missing_ok=True)
+        (self.service.config.run_dir / HTTP_FILE).unlink(missing_ok=True)
         self.socket.close()
         self.context.term()
         self.journal.close()
+
+
+def start_exporter(config: Config) -> Exporter | None:
+    """Serve /metrics and /health as `operations.http` says, and leave the address in the run folder."""
+    wanted = config.operations.http_address
+    if wanted is None:
+        return None
+    try:
+        exporter = Exporter(*wanted, config.operations.stuck_after_s)
+    except OSError as error:
+        raise BindError(
+            f"key 'operations.http' = {config.operations.http!r} cannot be used ({error}); give a free address of "
+            "this machine, or none"
+        ) from None
+    replace_file(config.run_dir / HTTP_FILE, exporter.address.encode())
+    log.info("metrics and health at %s", exporter.address)
+    if not is_loopback(wanted[0]):
+        log.warning("%s can be read by whoever reaches this machine; it shows figures and names only", exporter.address)
+    return exporter
+
+
+def is_loopback(host: str) -> bool:
+    return host == "localhost" or host.startswith("127.")
