@@ -9,7 +9,7 @@ from april.broker.samples import Group, GroupState, SampleState
 
 SLICE = 1000
 """most groups and samples that are looked at in one turn: well under a millisecond"""
-PAUSE_S = 1.0
+PAUSE_S = 2.0
 """between the end of one pass and the next"""
 ENDED = (SampleState.DONE, SampleState.DEAD)
 

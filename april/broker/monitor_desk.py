@@ -27,6 +27,7 @@ class MonitorDesk:
         self.ledger = service.ledger
         self.sessions = service.sessions
         self._written = b""
+        self._logged = service.ledger.dead_letters.total
 
     def on_StatusRequest(self, session: Session, received: wire.Received, now: float) -> None:
         self._answer_json(session, received, wire.Status(), status(self.service, now))
@@ -83,6 +84,16 @@ class MonitorDesk:
             "at": letter.at,
             "outcome": letter.outcome,
         }
+
+    def log_deaths(self) -> None:
+        letters = self.ledger.dead_letters
+        new, self._logged = letters.total - self._logged, letters.total
+        for letter in letters.letters[-new:] if new else []:
+            ids = {"group": letter.group, "sample": letter.index}
+            log.warning(
+                "sample %d.%d is dead after %d attempts, the last: %s",
+                letter.group, letter.index, letter.attempts, letter.error, extra=ids,
+            )  # fmt: skip
 
     def write_dead_letters(self) -> None:
         """Leave the list in the run folder for when no broker runs."""

@@ -153,7 +153,8 @@ class Server:
         self._late.pop(route, None)
         for session in list(self.service.sessions.by_id.values()):
             if route in (session.data_route, session.control_route):
-                log.warning("%s %s does not read its messages; its session ends", session.role, session.name)
+                ids = {"role": session.role} | ({"worker": session.name} if session.role == "worker" else {})
+                log.warning("%s %s does not read its messages; its session ends", session.role, session.name, extra=ids)
                 if session.role == "worker":
                     self.service.workers.lose(session, "it does not read its messages", clock.now())
                 else:

@@ -208,6 +208,7 @@ class Service:
     def _sweep(self, now: float) -> None:
         self._next_sweep = now + SWEEP_S
         self.workers.drop_silent(now)
+        self.monitors.log_deaths()
         for session in list(self.sessions.by_id.values()):
             if session.role == "monitor" and now - session.last_seen > self.config.broker.session_timeout_s:
                 self.sessions.close(session)
@@ -244,12 +245,14 @@ class Service:
         groups = self.ledger.evaluations[step]
         if all(group.state is not GroupState.OPEN for group in groups):
             result = self.recorder.evaluated(step, groups)
-            log.info("evaluation at step %d: accuracy %s on %d prompts", step, result["accuracy"], result["prompts"])
+            accuracy, prompts = result["accuracy"], result["prompts"]
+            log.info("evaluation at step %d: accuracy %s on %d prompts", step, accuracy, prompts, extra={"step": step})
 
     def step_trained(self, step: int, metrics: dict[str, float], now: float) -> None:
         record = self.recorder.consumed(step, self.ledger, metrics, now)
         self._write_summary(now)
-        log.info("step %d trained: reward %.3f, %d tokens", step, record["reward"], record["tokens"])
+        reward, tokens = record["reward"], record["tokens"]
+        log.info("step %d trained: reward %.3f, %d tokens", step, reward, tokens, extra={"step": step})
 
     # --- the end --------------------------------------------------------------------------------------------
 

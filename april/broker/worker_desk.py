@@ -49,7 +49,8 @@ class WorkerDesk:
     def lose(self, session: Session, why: str, now: float) -> None:
         """A worker is gone: all that it held waits for another."""
         leases = self.leases_of(session.uid)
-        log.warning("worker %s is lost (%s); %d samples wait for another", session.name, why, len(leases))
+        ids = {"worker": session.name}
+        log.warning("worker %s is lost (%s); %d samples wait for another", session.name, why, len(leases), extra=ids)
         for lease in leases:
             self.ledger.end_lease(lease.token, "lost", f"worker {session.name} was lost: {why}", now)
         self.recorder.lane(session.name, "lost", now, now)
@@ -134,7 +135,10 @@ class WorkerDesk:
         if message.length > sample.length:
             return self.sessions.send(session, wire.ResendFrom(message.token, sample.length))
         if message.error:
-            log.warning("sample %d.%d came back: %s: %s", sample.group.id, sample.index, message.cause, message.error)
+            ids = {"worker": session.name, "group": sample.group.id, "sample": sample.index}
+            log.warning(
+                "sample %d.%d came back: %s: %s", ids["group"], ids["sample"], message.cause, message.error, extra=ids
+            )
         self.ledger.end_lease(message.token, message.cause, message.error, now)
         self.sessions.send(session, wire.Done(message.token))
 
