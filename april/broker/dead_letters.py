@@ -10,7 +10,7 @@ ERROR_CHARS = 500
 """what is kept of an error"""
 
 
-class DeadLetter(msgspec.Struct):
+class DeadLetter(msgspec.Struct, frozen=True):
     """A sample that has used up its attempts."""
 
     group: int
@@ -74,9 +74,14 @@ class DeadLetters(msgspec.Struct):
         self._mark(group, "redrawn")
 
     def _mark(self, group: int, outcome: str) -> None:
-        for letter in self.letters:
-            if letter.group == group:
-                letter.outcome = outcome
+        self.letters = [
+            msgspec.structs.replace(letter, outcome=outcome) if letter.group == group else letter
+            for letter in self.letters
+        ]
+
+    def copy(self) -> "DeadLetters":
+        """One that later changes do not touch."""
+        return DeadLetters(list(self.letters), self.total, dict(self.waiting))
 
     def of_group(self, group: int) -> DeadLetter | None:
         return next((letter for letter in self.letters if letter.group == group), None)

@@ -21,6 +21,7 @@ def status(service: "Service", now: float) -> dict[str, Any]:
     return {
         "run": service.config.run.name,
         "state": service.state,
+        "read_only": service.read_only,
         "step": ledger.consumed,
         "max_steps": rules.max_steps,
         "round": ledger.round,
@@ -49,8 +50,6 @@ def status(service: "Service", now: float) -> dict[str, Any]:
         "tokens": service.recorder.account(ledger),
         "ledger_closed": ledger.closed,
         "bad_messages": dict(service.bad_messages),
-        "epoch": ledger.epoch,
-        "read_only": service.read_only,
         "drain": drain_state(ledger),
         "leases": len(ledger.leases),
         "queues": dataclasses.asdict(service.census.latest),
@@ -60,11 +59,19 @@ def status(service: "Service", now: float) -> dict[str, Any]:
             "to_requeue": len(ledger.dead_letters.discarded_groups()),
             "waiting": len(ledger.dead_letters.waiting),
         },
+        "starts": {"broker": ledger.epoch, "learner": ledger.branch + 1},
+        "learner_silent_s": learner_silent_s(service, now),
     }
 
 
+def learner_silent_s(service: "Service", now: float) -> float | None:
+    """Since the learner was heard, which speaks every second but while it trains; None without one."""
+    session = service.sessions.of_role("learner")
+    return round(now - session.last_seen, 1) if session else None
+
+
 def drain_state(ledger: Ledger) -> str:
-    """ "" | draining: leases are still to come back | drained: none is left, and none is given."""
+    """draining: leases are still to come back; drained: none is left and none is given; otherwise empty."""
     if not ledger.draining:
         return ""
     return "draining" if ledger.leases else "drained"
