@@ -34,6 +34,8 @@ class Recorder:
         self.evaluations: dict[int, dict[str, Any]] = {}
         self.generating_s = sum(step["rollout_s"] for step in self.steps.values())
         self.rollout_tokens = sum(step["rollout_tokens"] for step in self.steps.values())
+        self.chunks = 0
+        """of training samples, acknowledged since the broker started"""
         self._lanes: list[dict[str, Any]] = []
         self._step_generating_s = 0.0
         self._step_tokens = 0
@@ -56,7 +58,8 @@ class Recorder:
         self.generating_s += seconds
 
     def tokens(self, count: int) -> None:
-        """Training tokens acknowledged."""
+        """The training tokens of one chunk, acknowledged."""
+        self.chunks += 1
         self._step_tokens += count
         self.rollout_tokens += count
 
