@@ -98,7 +98,8 @@ class Service:
                 "go on with that run's configuration and dataset, or choose another run.name"
             )
         for lease in self.ledger.leases.values():
-            lease.expires_at = now + self.config.broker.readopt_s
+            lease.ends_at = now + self.config.broker.max_run_s
+            self.ledger.expire_at(lease, now + self.config.broker.readopt_s)
             lease.ends_at = now + self.config.broker.max_run_s
         self.ledger.commit(events.BrokerStarted(self.ledger.epoch + 1))
 

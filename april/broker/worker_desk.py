@@ -212,7 +212,7 @@ class WorkerDesk:
         deadline = now + self.config.broker.abort_deadline_s
         aborted = [lease for lease in self.ledger.leases.values() if self.ledger.is_aborted(lease.token)]
         for lease in aborted:
-            lease.expires_at = min(lease.expires_at, deadline)
+            self.ledger.expire_at(lease, min(lease.expires_at, deadline))
         self.recorder.aborted(len(aborted))
         busy = {lease.worker for lease in aborted}
         for session in self.sessions.workers():

@@ -489,7 +489,7 @@ TestRounds.settings = TestContinuous.settings = settings(
 def test_a_snapshot_leaves_nothing_of_the_ledger_out():
     """Whoever gives the ledger a new attribute decides here whether a snapshot holds it or it follows from the rest."""
     held = {*PLAIN, *COUNTERS, "header", "groups", "ready", "deliveries", "evaluations", "cohorts"}
-    follows = {"rules", "record", "leases", "held", "load", "generating", "queue", "bound", "voided"}
+    follows = {"rules", "record", "_expiries", "leases", "held", "load", "generating", "queue", "bound", "voided"}
     assert set(vars(Ledger(Rules(1, 1, 0)))) == held | follows
 
 
