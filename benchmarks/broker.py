@@ -45,7 +45,7 @@ def described(result) -> str:
     measured = result[0] if isinstance(result, tuple) else result
     if not isinstance(measured, Measured):
         return f"{measured:,.0f} records/s"
-    return f"{measured.records_per_s:,.0f} records/s, submit p99 {p99(measured.submit_ms):.1f} ms"
+    return f"{measured.records_per_s:,.0f} records/s, submit p99 {p99(measured.submit_ms):.1f} ms, server {measured.server_us:.0f} us"
 
 
 def p99(values: np.ndarray) -> float:
@@ -67,6 +67,8 @@ def ratio_rows(name: str, load: Load, pairs: list[tuple[Measured, Measured]], ou
         Row(f"{name}_{load}", [ours.records_per_s / theirs.records_per_s for ours, theirs in pairs], "ratio"),
         Row(f"{our_name}_{load}", [ours.records_per_s for ours, _ in pairs], "records/s"),
         Row(f"{peer}_{load}", [theirs.records_per_s for _, theirs in pairs], "records/s"),
+        Row(f"{our_name}_server_us_{load}", [ours.server_us for ours, _ in pairs], "us"),
+        Row(f"{peer}_server_us_{load}", [theirs.server_us for _, theirs in pairs], "us"),
     ]
 
 

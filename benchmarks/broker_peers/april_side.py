@@ -28,7 +28,7 @@ from april.data.arithmetic import ALPHABET
 from april.policy.model import build_tokenizer
 from april.version import Version
 
-from .load import PROMPT_TOKENS, RECORD_TOKENS, BenchmarkError, Crew, Load, Measured, Window, record, steady_rate
+from .load import PROMPT_TOKENS, RECORD_TOKENS, BenchmarkError, Crew, Load, Measured, Window, measured, record
 
 GROUP_SIZE = 2
 POLL_MS = 20
@@ -150,9 +150,9 @@ def measure_with_pings(
             crew.add(ping, address)
         for number in range(load.producers):
             crew.add(produce, address, number, load.in_flight, frontier)
-        acknowledged, *others = crew.work(load)
+        acknowledged, *others = crew.work(load, broker.pid)
         round_trips = others.pop(0) if pings else np.empty(0)
-    return Measured(steady_rate(acknowledged), np.concatenate(others)), round_trips
+    return measured(crew, load, acknowledged, others), round_trips
 
 
 class Member:
@@ -166,7 +166,7 @@ class Member:
     def beat(self, leases: list[int]) -> None:
         if time.monotonic() >= self._next_beat:
             self._next_beat += HEARTBEAT_S
-            self.connection.send_control(wire.Heartbeat(leases))
+            self.connection.beat(leases)
 
     def leave(self) -> None:
         self.connection.send(wire.Goodbye())
@@ -193,12 +193,11 @@ def produce(ready, window: Window, address: str, number: int, in_flight: int, fr
                     sent_at[token] = time.monotonic()
                     connection.send(wire.Chunk(token, 0, held, "stop"), [ids, logprobs])
                     connection.send(wire.Scored(token, 1.0))
-                case wire.ChunkAck(token=token):
+                case wire.Acknowledged(done=done):
                     now = time.monotonic()
+                    times_ms = [(now - sent_at.pop(token)) * 1000 for token in done]
                     if window.covers(now):
-                        submit_ms.append((now - sent_at[token]) * 1000)
-                case wire.Done(token=token):
-                    del sent_at[token]
+                        submit_ms += times_ms
                 case wire.Renewed() | wire.WeightsAt() | wire.Abort():
                     pass
                 case unwanted:
@@ -220,10 +219,11 @@ def consume(ready, window: Window, address: str, frontier) -> list[tuple[float, 
         for received in connection.receive(POLL_MS):
             match received.message:
                 case wire.Batch() as batch:
+                    connection.beat()
                     records = count_records(batch, received.arrays)
                     waiting[connection.send(wire.Consumed(step, {}))] = records
                     step += 1
-                    connection.send(wire.Durable(step))
+                    connection.send(wire.Durable(step, step))
                     connection.send(wire.Fetch(step))
                 case wire.Accepted():
                     if received.sequence in waiting:
@@ -241,13 +241,14 @@ def consume(ready, window: Window, address: str, frontier) -> list[tuple[float, 
 
 def count_records(batch: wire.Batch, arrays: list[np.ndarray]) -> int:
     """Take a batch apart as a learner does; its records."""
-    records = 0
-    for head, ids, logprobs in zip(batch.groups, arrays[::2], arrays[1::2], strict=True):
-        response_tokens = sum(sample.response_tokens for sample in head.samples)
-        if len(logprobs) != response_tokens or len(ids) != response_tokens + head.prompt_tokens * len(head.samples):
-            raise BenchmarkError(f"group {head.group} is not whole: {len(ids)} ids, {len(logprobs)} log-probabilities")
-        records += len(head.samples)
-    return records
+    pieces = iter(arrays)
+    for group in batch.groups:
+        prompt = next(pieces)
+        for sample in group.samples:
+            ids, logprobs = next(pieces), next(pieces)
+            if len(prompt) != group.prompt_tokens or not len(ids) == len(logprobs) == sample.response_tokens:
+                raise BenchmarkError(f"group {group.group} is not whole: {len(ids)} ids, {len(logprobs)} of the rest")
+    return sum(len(group.samples) for group in batch.groups)
 
 
 def ping(ready, window: Window, address: str) -> np.ndarray:
@@ -267,8 +268,3 @@ def ping(ready, window: Window, address: str) -> np.ndarray:
     member.leave()
     return np.array(round_trips_ms)
 
-
-def cpu_s(pid: int) -> float:
-    """Processor time that a process has taken, user and system."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

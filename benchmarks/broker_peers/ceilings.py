@@ -94,14 +94,12 @@ def route(ready, window: Window, address_file: Path, load: Load, batch_groups: i
 def broker_messages(batch_groups: int) -> tuple[list[list], list, list, list]:
     """Frames of: the acknowledgements of a record, a grant, the answer to Consumed or Durable, a batch."""
     prompt = np.zeros(PROMPT_TOKENS, np.int32)
-    done = [wire.encode(wire.ChunkAck(TOKEN, RECORD_TOKENS)), wire.encode(wire.Done(TOKEN))]
-    grant = wire.Grant(
-        TOKEN, 1, 1, False, False, PROMPT_TOKENS, RECORD_TOKENS, 1 << 62, 1.0, 1.0, 0, "0", "final_answer", ""
-    )
+    done = [wire.encode(wire.Acknowledged([(TOKEN, RECORD_TOKENS)], [TOKEN]))]
+    grant = wire.Grant(TOKEN, 1, 1, False, False, RECORD_TOKENS, 1 << 62, 1.0, 1.0, 0, "0", "final_answer", "")
     sample = wire.SampleHead(1, RECORD_TOKENS, 1.0, "stop", [(0, RECORD_TOKENS, Version(0, 1))])
     head = wire.GroupHead(1, PROMPT_TOKENS, [sample] * GROUP_SIZE)
     ids, logprobs = record(0)
-    arrays = [np.concatenate([prompt, ids] * GROUP_SIZE), np.concatenate([logprobs] * GROUP_SIZE)]
+    arrays = [prompt, *[ids, logprobs] * GROUP_SIZE]
     batch = wire.encode(wire.Batch(1, [head] * batch_groups), arrays * batch_groups)
     return done, wire.encode(grant, [prompt]), wire.encode(wire.Accepted()), batch
 
