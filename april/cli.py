@@ -10,9 +10,8 @@ from typing import NoReturn
 from april import __version__
 from april import config as configuration
 from april.config import ConfigError
+from april.process import REFUSED, RUN_FAILED
 
-REFUSED = 2
-"""exit status of a configuration that cannot work"""
 INTERRUPTED = 130
 """exit status of a run that was stopped by the user"""
 
@@ -119,13 +118,17 @@ def broker_command(options, overrides: list[str]) -> int:
     log_to_stderr("broker")
     try:
         server = Server(configuration.load(options.config, overrides))
-        server.serve()
     except (JournalError, BindError) as error:
+        print(f"april broker: {error}", file=sys.stderr)
+        return REFUSED
+    try:
+        server.serve()
+    except JournalError as error:
         print(f"april broker: {error}", file=sys.stderr)
         return 1
     if server.service.state == "failed":
         print(f"april broker: the run has failed: {server.service.over}", file=sys.stderr)
-        return 1
+        return RUN_FAILED
     return 0
 
 

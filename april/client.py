@@ -1,5 +1,7 @@
 """A peer's end of the conversation with the broker: two connections, one session."""
 
+import logging
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -7,32 +9,43 @@ import zmq
 
 from april import clock, wire
 
+log = logging.getLogger(__name__)
+
 HEARTBEAT_S = 1.0
-BROKER_SILENCE_S = 120.0
-"""a peer gives up when the broker has not been heard of for this long"""
+BEATS_OVER_DATA = 5
+"""every so many heartbeats one goes over the data connection: a broker to which that connection is new says so"""
+HELLO_AGAIN_S = 5.0
+"""a hello that a dying broker took with it is said again after this long"""
 
 
 class BrokerUnreachable(RuntimeError):
     """Nobody answers at the broker's address."""
 
 
-class BrokerConnection:
-    """Owned by one thread, which keeps calling `receive` or `request`; both let the broker know it is alive.
+class BrokerRefused(RuntimeError):
+    """The broker refuses what this peer asks; the text says why."""
 
-    connection = BrokerConnection("tcp://127.0.0.1:5555", role="worker", name="worker-0", uid="...")
+
+class BrokerConnection:
+    """Owned by one thread, which keeps calling `receive` or `request`; `patience_s`: how long a silent broker may
+    be away, say for a restart, before BrokerUnreachable is raised.
+
+    connection = BrokerConnection("tcp://127.0.0.1:5555", role="worker", name="worker-0", uid="...", patience_s=600)
     welcome = connection.hello(leases=[])
     connection.send(wire.Holding(version, capacity=64))
     for received in connection.receive(timeout_ms=20):
         ...
     """
 
-    def __init__(self, address: str, role: str, name: str, uid: str):
+    def __init__(self, address: str, role: str, name: str, uid: str, patience_s: float):
         self.address, self.role, self.name, self.uid = address, role, name, uid
+        self.patience_s = patience_s
         self.session = 0
         self.received_bytes = 0
         """of arrays in this session"""
         self.heard_at = clock.now()
         self._sequence = 0
+        self._beats = 0
         self._context = zmq.Context()
         self._data = self._connect()
         self._control = self._connect()
@@ -52,11 +65,17 @@ class BrokerConnection:
         socket.connect(self.address)
         return socket
 
-    def hello(self, leases: list[int], acknowledged_tokens: int = 0, timeout_s: float = 30.0) -> wire.Welcome:
-        """Open a session, or open it anew. Raises BrokerUnreachable after `timeout_s`."""
+    def hello(self, leases: list[int], acknowledged_tokens: int = 0, timeout_s: float | None = None) -> wire.Welcome:
+        """Open a session, or open it anew. Raises BrokerUnreachable after `timeout_s`, by default the patience."""
         self.session = self.received_bytes = 0
-        sequence = self.send(wire.Hello(self.role, self.name, self.uid, leases, acknowledged_tokens))
-        welcome = self._await(sequence, timeout_s).message
+        deadline = clock.now() + (timeout_s or self.patience_s)
+        received = None
+        while received is None:
+            if clock.now() >= deadline:
+                raise BrokerUnreachable(f"no broker answers at {self.address}; is it running?")
+            sequence = self.send(wire.Hello(self.role, self.name, self.uid, leases, acknowledged_tokens))
+            received = self._await(sequence, min(deadline, clock.now() + HELLO_AGAIN_S))
+        welcome = received.message
         if not isinstance(welcome, wire.Welcome):
             raise BrokerUnreachable(f"the broker at {self.address} refuses this {self.role}: {welcome}")
         self.session = welcome.session
@@ -94,36 +113,48 @@ class BrokerConnection:
                 self.received_bytes += sum(array.nbytes for array in received.arrays)
                 yield received
 
-    def beat(self, leases: Sequence[int] = (), emitted_tokens: int = 0) -> None:
-        """Say that this peer lives, renew leases, and give the broker credit for what has arrived."""
-        self.send_control(wire.Heartbeat(list(leases), emitted_tokens, self.received_bytes))
+    def request(self, message: wire.Message, timeout_s: float | None = None) -> wire.Received:
+        """Send and wait for the answer, None: as long as the broker lives. Raises BrokerUnreachable.
 
-    def request(self, message: wire.Message, timeout_s: float | None) -> wire.Received:
-        """Send and wait for the answer; None waits as long as the broker lives. Raises BrokerUnreachable."""
-        return self._await(self.send(message), timeout_s)
+        To a broker that has been restarted meanwhile, hello and then the message are said again, so the message
+        must be one that may be repeated.
+        """
+        deadline = clock.now() + (math.inf if timeout_s is None else timeout_s)
+        while answer := self._await(self.send(message), deadline):
+            if not self.is_disowned(answer):
+                return answer
+            log.info("the broker does not know this %s any more; saying hello again", self.role)
+            self.hello(leases=[])
+        raise BrokerUnreachable(f"the broker at {self.address} does not answer within {timeout_s:g} s; is it running?")
 
-    def _await(self, sequence: int, timeout_s: float | None) -> wire.Received:
+    def _await(self, sequence: int, deadline: float) -> wire.Received | None:
+        """The answer to `sequence`, or the news that the session has ended; None at the deadline."""
         self.heard_at = clock.now()
-        deadline = None if timeout_s is None else clock.now() + timeout_s
         next_beat = clock.now()
-        while deadline is None or clock.now() < deadline:
+        while clock.now() < deadline:
             for received in self.receive(timeout_ms=200):
-                if received.sequence == sequence:
+                if received.sequence == sequence or (self.session and self.is_disowned(received)):
                     return received
-                if self.session and self.is_disowned(received):
-                    raise BrokerUnreachable(f"the broker at {self.address} does not know this {self.role} any more")
             if self.session and clock.now() >= next_beat:
                 next_beat = clock.now() + HEARTBEAT_S
                 self.beat()
             self.check_alive()
-        raise BrokerUnreachable(f"the broker at {self.address} does not answer within {timeout_s:g} s; is it running?")
+        return None
+
+    def beat(self, leases: Sequence[int] = (), emitted_tokens: int = 0) -> None:
+        """Say that this peer lives, renew leases, and give the broker credit for what has arrived; due every
+        HEARTBEAT_S."""
+        heartbeat = wire.Heartbeat(list(leases), emitted_tokens, self.received_bytes)
+        self._beats += 1
+        if self._beats % BEATS_OVER_DATA:
+            self.send_control(heartbeat)
+        else:
+            self.send(heartbeat)
 
     def check_alive(self) -> None:
         """Raise BrokerUnreachable if the broker, which answers every heartbeat, is silent for too long."""
-        if clock.now() - self.heard_at > BROKER_SILENCE_S:
-            raise BrokerUnreachable(
-                f"the broker at {self.address} is silent for {BROKER_SILENCE_S:g} s; is it running?"
-            )
+        if clock.now() - self.heard_at > self.patience_s:
+            raise BrokerUnreachable(f"the broker at {self.address} is silent for {self.patience_s:g} s; is it running?")
 
     def close(self) -> None:
         self._data.close()

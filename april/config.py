@@ -100,9 +100,10 @@ class WorkerSection(Section):
     prefetch: int = Field(8, ge=0, description="samples waiting in a worker for a free slot")
     chunk_tokens: int = Field(512, ge=1, description="a chunk is sent after this many tokens")
     chunk_s: float = Field(2.0, gt=0, description="or after this long (seconds)")
-    max_restarts: int = Field(3, ge=0, description="restarts of each worker before the run is given up")
+    max_restarts: int = Field(3, ge=0, description="restarts of each worker that bring nothing before giving up")
     threads: int = Field(1, ge=1, description="CPU threads of an engine")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: an accelerator where there is one")
+    hung_s: float = Field(600.0, gt=0, description="`april run` restarts a worker absent for this long (seconds)")
 
 
 class RewardSection(Section):
@@ -128,6 +129,8 @@ class LearnerSection(Section):
     threads: int = Field(1, ge=1, description="CPU threads of a rank")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: an accelerator where there is one")
     collective_timeout_s: float = Field(600.0, gt=0, description="longest wait in a collective (seconds)")
+    max_restarts: int = Field(5, ge=0, description="restarts without a new step in between before giving up")
+    hung_s: float = Field(3600.0, gt=0, description="longest training step; then `april run` restarts it (seconds)")
 
 
 class BrokerSection(Section):
@@ -141,6 +144,9 @@ class BrokerSection(Section):
     credit_mb: int = Field(64, ge=1, description="sent to a peer ahead of what it says has reached it (MiB)")
     segment_mb: int = Field(512, ge=1, description="size of a journal file; a snapshot is taken with each (MiB)")
     segment_records: int = Field(250_000, ge=100, description="most records in a journal file")
+    patience_s: float = Field(600.0, gt=0, description="peers wait this long for a broker that is away (seconds)")
+    max_restarts: int = Field(5, ge=0, description="restarts without a new step in between before giving up")
+    hung_s: float = Field(120.0, gt=0, description="`april run` restarts a broker silent for this long (seconds)")
 
 
 class WeightsSection(Section):

@@ -9,6 +9,11 @@ from typing import NoReturn
 
 PR_SET_PDEATHSIG = 1
 
+REFUSED = 2
+"""exit status of a process that starting it again would not help: configuration, folder, or place is not to be used"""
+RUN_FAILED = 3
+"""exit status of a broker whose run cannot go on"""
+
 SUPERVISED = "APRIL_SUPERVISED_BY"
 """set in the environment of processes whose parent watches them, to the parent's process id"""
 

@@ -115,6 +115,9 @@ class LearnerStarted(Event):
 
     branch: int
     step: int
+    uid: str = ""
+    """of the learner's process, which a restarted broker knows again"""
+    weights_address: str = ""
 
 
 AnyEvent = (

@@ -19,7 +19,6 @@ class LearnerDesk:
         self.service = service
         self.ledger = service.ledger
         self.sessions = service.sessions
-        self.weights_address = ""
         self.waiting: tuple[Session, wire.Received] | None = None
         """a fetch whose batch does not exist yet"""
 
@@ -28,18 +27,25 @@ class LearnerDesk:
             if other.role == "learner" and other is not session:
                 self.sessions.close(other)
         self.waiting = None
+        session.started = self._has_started(session)
+
+    def _has_started(self, session: Session) -> bool:
+        """Whether this process is the learner of the current branch, though the broker may have restarted since."""
+        return session.uid == self.ledger.learner_uid
 
     def on_LearnerStart(self, session: Session, received: wire.Received, now: float) -> None:
-        consumed_before = self.ledger.consumed
-        try:
-            self.ledger.start_learner(received.message.step)
-        except LedgerError as error:
-            return self._refuse(session, received, str(error))
-        for step in range(consumed_before, received.message.step):
-            self.service.step_trained(step, {}, now)
+        message = received.message
+        repeated = self._has_started(session) and message.step == self.ledger.consumed
+        if not repeated:
+            consumed_before = self.ledger.consumed
+            try:
+                self.ledger.start_learner(message.step, session.uid, message.weights_address)
+            except LedgerError as error:
+                return self._refuse(session, received, str(error))
+            for step in range(consumed_before, message.step):
+                self.service.step_trained(step, {}, now)
         session.started = True
-        self.weights_address = received.message.weights_address
-        self.sessions.broadcast(wire.WeightsAt(self.weights_address))
+        self.sessions.broadcast(wire.WeightsAt(message.weights_address))
         answer = wire.LearnerStarted(self.ledger.branch, self.ledger.frontier)
         self.sessions.send(session, answer, sequence=received.sequence)
 
@@ -58,7 +64,8 @@ class LearnerDesk:
             return
         session, received = self.waiting
         step = received.message.step
-        if self.service.over:
+        replayed = step < self.ledger.frontier
+        if self.service.over and not replayed:
             self.sessions.send(session, wire.Finished(self.service.over), sequence=received.sequence)
         elif not self.sessions.has_credit(session, self.service.credit_bytes):
             return

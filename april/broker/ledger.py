@@ -184,7 +184,7 @@ class Ledger(LedgerState):
         self.commit(events.CheckpointDurable(step, min(oldest, step)))
         return Verdict.OK
 
-    def start_learner(self, step: int) -> None:
+    def start_learner(self, step: int, uid: str = "", weights_address: str = "") -> None:
         """A learner goes on from checkpoint `step`: later groups are delivered again, under a new branch.
 
         A checkpoint may be ahead of the last report by the batches that were delivered; they are consumed, then.
@@ -196,7 +196,7 @@ class Ledger(LedgerState):
             )
         while self.consumed < step:
             self.commit(events.BatchConsumed(self.consumed))
-        self.commit(events.LearnerStarted(self.branch + 1, step))
+        self.commit(events.LearnerStarted(self.branch + 1, step, uid, weights_address))
 
     # --- questions ------------------------------------------------------------------------------------------
 

@@ -66,6 +66,10 @@ class LedgerState:
         self.durable = 0
         """batches in the newest checkpoint on disk"""
         self.branch = -1
+        self.learner_uid = ""
+        """the learner process that the branch belongs to"""
+        self.weights_address = ""
+        """where it publishes"""
         self.dead_in_a_row = 0
         """groups that lost a sample for good since the last one that became ready"""
         self.last_error = ""
@@ -282,3 +286,4 @@ class LedgerState:
             for group in self.deliveries[step]:
                 self._move(group, GroupState.DELIVERED)
         self.consumed, self.branch = event.step, event.branch
+        self.learner_uid, self.weights_address = event.uid, event.weights_address

@@ -155,6 +155,7 @@ class Recorder:
             "staleness": describe_ages(ages),
             "buffer_peak": {"tokens": self.peak_tokens, "bytes": self.peak_tokens * BYTES_PER_TOKEN},
             "lengths": ledger.cohorts.summary(),
+            "starts": {"broker": ledger.epoch, "learner": ledger.branch + 1},
         }
         replace_file(self.run_dir / "summary.json", orjson.dumps(summary, option=orjson.OPT_INDENT_2))
 

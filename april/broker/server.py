@@ -1,11 +1,11 @@
 """The broker's process: one thread, one poll loop, one ROUTER. Drain, apply, sync, and only then answer."""
 
-import contextlib
 import errno
 import logging
 import math
 import os
 import signal
+import time
 from collections import deque
 from pathlib import Path
 
@@ -31,6 +31,8 @@ RETRY_S = 5.0
 PROBE_BYTES = 16 << 20
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """refusals of a disk after which it can be written again"""
+BIND_S, BIND_AGAIN_S = 10.0, 0.2
+"""longest wait for the port of a broker that was killed, and how often it is tried"""
 LEAVE_S = 600.0
 """longest wait at the end of a run for workers and learner to say goodbye"""
 LEAVE_AFTER_SIGNAL_S = 60.0
@@ -59,14 +61,9 @@ class Server:
         self.socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
         self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
         self.socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_ARRAY_BYTES)
-        try:
-            self.socket.bind(config.broker.bind)
-        except zmq.ZMQError as error:
-            raise BindError(
-                f"key 'broker.bind' = {config.broker.bind!r} cannot be used ({error}); give a free one of this machine"
-            ) from None
-        self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.address_file: Path = config.run_dir / "address"
+        self._bind(config.broker.bind)
+        self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         replace_file(self.address_file, self.address.encode())
         self._leave_s = LEAVE_S
         self._signal = ""
@@ -80,6 +77,22 @@ class Server:
         self.service = Service(self.config, prompts, self.journal, clock.now())
         self.journal.sync()
 
+    def _bind(self, endpoint: str) -> None:
+        """Bind; where any port will do, that of a broker of this run that was killed, as its peers come back to it."""
+        mend = "give a free one of this machine"
+        deadline = clock.now()
+        if endpoint.endswith(":*") and self.address_file.exists():
+            endpoint = endpoint[:-1] + self.address_file.read_text().rpartition(":")[2]
+            mend = f"the run's peers look for it there: free it, or remove {self.address_file} if none is left"
+            deadline += BIND_S
+        while True:
+            try:
+                return self.socket.bind(endpoint)
+            except zmq.ZMQError as error:
+                if clock.now() >= deadline:
+                    raise BindError(f"key 'broker.bind' = {endpoint!r} cannot be used ({error}); {mend}") from None
+            time.sleep(BIND_AGAIN_S)
+
     def serve(self) -> None:
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGINT, self._on_signal)
@@ -92,6 +105,7 @@ class Server:
                     break
                 if self.service.over and over_since is None:
                     over_since = clock.now()
+            self.address_file.unlink(missing_ok=True)
         finally:
             self.close()
 
@@ -158,8 +172,10 @@ class Server:
                 self._drop_peer(message.route)
 
     def _send(self, message: Outgoing) -> bool:
-        """False if the peer does not read at present. One that is gone gets nothing: it says hello when it is back,
-        and if it does not, its silence ends its session."""
+        """False if the peer does not read at present. One that is gone gets nothing; its session is void, so that it
+        says hello when it is back, and if it does not, its silence ends it."""
+        if not message.route:
+            return True
         frames = wire.encode(message.message, message.arrays, message.session, message.sequence)
         try:
             self.socket.send_multipart([message.route, *frames], zmq.NOBLOCK)
@@ -169,6 +185,7 @@ class Server:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
             log.info("a peer is gone before its %s", type(message.message).__name__)
+            self.service.sessions.void(message.route)
         return True
 
     def _drop_peer(self, route: bytes) -> None:
@@ -187,8 +204,6 @@ class Server:
 
     def close(self) -> None:
         self.service.close(clock.now())
-        with contextlib.suppress(FileNotFoundError):
-            self.address_file.unlink()
         self.socket.close()
         self.context.term()
         self.journal.close()

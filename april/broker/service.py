@@ -195,7 +195,7 @@ class Service:
             watermark=self.ledger.watermark,
             lost=lost,
             renew_s=self.config.broker.renew_s,
-            weights_address=self.learner.weights_address,
+            weights_address=self.ledger.weights_address,
         )
         self.sessions.send(session, welcome, sequence=received.sequence)
         if self.over and hello.role == "worker":

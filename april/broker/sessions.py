@@ -89,6 +89,12 @@ class Sessions:
     def close(self, session: Session) -> None:
         self.by_id.pop(session.id, None)
 
+    def void(self, route: bytes) -> None:
+        """A connection is gone and what was sent over it may be lost: nothing of its session counts until a hello."""
+        for session in self.by_id.values():
+            if route in (session.data_route, session.control_route):
+                session.data_route = session.control_route = b""
+
     def unacknowledged_tokens(self) -> int:
         """Tokens that workers which have left or were lost had sampled and never got acknowledged."""
         here = {session.uid for session in self.by_id.values()}

@@ -29,7 +29,7 @@ CHECKSUM = struct.Struct("<I")
 
 PLAIN = (
     "next_step", "consumed", "frontier", "durable", "branch", "dead_in_a_row", "last_error", "round", "round_open",
-    "watermark", "cursor", "epoch", "_next_group", "_next_ordinal", "_grants",
+    "watermark", "cursor", "epoch", "learner_uid", "weights_address", "_next_group", "_next_ordinal", "_grants",
 )  # fmt: skip
 """attributes that are what they are"""
 COUNTERS = ("tokens", "discarded", "counts")

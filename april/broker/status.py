@@ -55,7 +55,15 @@ def status(service: "Service", now: float) -> dict[str, Any]:
         "tokens": service.recorder.account(ledger),
         "ledger_closed": ledger.closed,
         "bad_messages": dict(service.bad_messages),
+        "starts": {"broker": ledger.epoch, "learner": ledger.branch + 1},
+        "learner_silent_s": learner_silent_s(service, now),
     }
+
+
+def learner_silent_s(service: "Service", now: float) -> float | None:
+    """Since the learner was heard, which speaks every second but while it trains; None without one."""
+    session = service.sessions.of_role("learner")
+    return round(now - session.last_seen, 1) if session else None
 
 
 def phase(service: "Service") -> str:

@@ -5,7 +5,8 @@ import logging
 import sys
 
 from april import config as configuration
-from april.process import die_with_parent, end, log_to_stderr
+from april.client import BrokerRefused, BrokerUnreachable
+from april.process import REFUSED, die_with_parent, end, log_to_stderr
 
 log = logging.getLogger(__name__)
 
@@ -30,8 +31,12 @@ def main(arguments: list[str]) -> int:
         configuration.check_address(options.connect)
     except configuration.ConfigError as error:
         print(f"april.learner: {error}", file=sys.stderr)
-        return 2
-    train(config, options.connect)
+        return REFUSED
+    try:
+        train(config, options.connect)
+    except (BrokerUnreachable, BrokerRefused) as error:
+        print(f"april.learner: {error}", file=sys.stderr)
+        end(REFUSED if isinstance(error, BrokerRefused) else 1)
     end(0)
 
 
@@ -50,7 +55,7 @@ def train(config: configuration.Config, address: str) -> None:
     source = publisher = None
     if rank == 0:
         publisher = WeightPublisher(config.weights, config.run.name, device.type)
-        source = BrokerSource(address, publisher.address)
+        source = BrokerSource(address, publisher.address, config.broker.patience_s)
     loop.run(config, Trainer(config, device), source, publisher)
     process_group.leave()
     if source:

@@ -5,47 +5,40 @@ import uuid
 import numpy as np
 
 from april import wire
-from april.client import BrokerConnection
+from april.client import BrokerConnection, BrokerRefused
 from april.learner.batch import Batch, TrainSample
-
-ANSWER_S = 60.0
-"""longest wait for an answer that needs no work by others"""
-
-
-class LearnerRefused(RuntimeError):
-    """The broker refuses what the learner asks; the text says why."""
 
 
 class BrokerSource:
     """Implements `april.learner.loop.Source` over a broker connection, for rank 0."""
 
-    def __init__(self, address: str, weights_address: str):
+    def __init__(self, address: str, weights_address: str, patience_s: float):
         self.weights_address = weights_address
-        self.connection = BrokerConnection(address, "learner", "learner", uuid.uuid4().hex)
+        self.connection = BrokerConnection(address, "learner", "learner", uuid.uuid4().hex, patience_s)
         self.connection.hello(leases=[])
 
     def start(self, checkpoint_step: int) -> tuple[int, int]:
-        answer = self._ask(wire.LearnerStart(checkpoint_step, self.weights_address), ANSWER_S)
+        answer = self._ask(wire.LearnerStart(checkpoint_step, self.weights_address))
         return answer.message.branch, answer.message.frontier
 
     def fetch(self, step: int) -> Batch | None:
-        answer = self._ask(wire.Fetch(step), None)
+        answer = self._ask(wire.Fetch(step))
         return None if isinstance(answer.message, wire.Finished) else to_batch(answer.message, answer.arrays)
 
     def consumed(self, step: int, metrics: dict[str, float]) -> None:
-        self._ask(wire.Consumed(step, {name: float(value) for name, value in metrics.items()}), ANSWER_S)
+        self._ask(wire.Consumed(step, {name: float(value) for name, value in metrics.items()}))
 
     def durable(self, step: int, oldest: int) -> None:
-        self._ask(wire.Durable(step, oldest), ANSWER_S)
+        self._ask(wire.Durable(step, oldest))
 
     def close(self) -> None:
         self.connection.send(wire.Goodbye())
         self.connection.close()
 
-    def _ask(self, message: wire.Message, timeout_s: float | None) -> wire.Received:
-        answer = self.connection.request(message, timeout_s)
+    def _ask(self, message: wire.Message) -> wire.Received:
+        answer = self.connection.request(message)
         if isinstance(answer.message, wire.Refused):
-            raise LearnerRefused(answer.message.reason)
+            raise BrokerRefused(f"the broker refuses: {answer.message.reason}")
         return answer
 
 

@@ -34,7 +34,7 @@ def run_worker(config: Config, address: str, name: str) -> NoReturn:
     engine = make_engine(config, device)
     uid = uuid.uuid4().hex
     log.info("connecting to %s", address)
-    connection = BrokerConnection(address, "worker", name, uid)
+    connection = BrokerConnection(address, "worker", name, uid, config.broker.patience_s)
     worker = Worker(config, engine, connection, WeightReceiver(config.weights, uid, name, device))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: worker.stop(f"signal {signal.Signals(number).name}"))

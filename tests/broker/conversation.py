@@ -1,5 +1,7 @@
 """A broker without sockets, and peers that talk to it frame by frame."""
 
+import itertools
+
 import numpy as np
 
 from april import wire
@@ -7,6 +9,8 @@ from april.broker.journal import Journal
 from april.broker.prompts import PromptBook
 from april.broker.service import Service
 from april.version import Version
+
+LEARNERS = itertools.count()
 
 
 class Conversation:
@@ -99,8 +103,8 @@ class FakeWorker(Peer):
 
 
 class FakeLearner(Peer):
-    def __init__(self, conversation):
-        super().__init__(conversation, "learner", "learner")
+    def __init__(self, conversation, name=None):
+        super().__init__(conversation, "learner", name or f"learner-{next(LEARNERS)}")
 
     def join(self, step=0):
         self.hello()

@@ -389,6 +389,58 @@ def test_a_restarted_broker_remembers_everything_it_acknowledged(talk, worker, l
     assert again.fetch(0) == batch
 
 
+def test_a_learner_that_outlives_the_broker_goes_on_without_a_new_branch(talk, worker, learner):
+    make_batch(worker)
+    batch = learner.fetch(0)
+    talk.restart_broker()
+    learner = FakeLearner(talk, learner.name)
+    assert learner.hello().weights_address == "tcp://weights"
+    assert learner.fetch(0) == batch
+    learner.consume(0)
+    learner.consume(0)
+    assert (talk.ledger.branch, talk.ledger.consumed) == (0, 1)
+
+
+def test_a_start_that_is_repeated_after_a_restart_opens_no_second_branch(talk, learner):
+    talk.restart_broker()
+    learner = FakeLearner(talk, learner.name)
+    assert learner.join(step=0).branch == 0
+    assert FakeLearner(talk).join(step=0).branch == 1
+
+
+def test_a_learner_that_was_replaced_is_refused_when_it_comes_back(talk, learner):
+    successor = FakeLearner(talk)
+    successor.join(step=0)
+    learner.hello()
+    learner.say(wire.Fetch(0))
+    assert "checkpoint" in learner.take(wire.Refused)[-1].message.reason
+    successor.hello()
+    successor.say(wire.Fetch(0))
+    assert not successor.take(wire.Refused)
+
+
+def test_a_run_that_is_over_still_replays_what_a_restarted_learner_lacks(talk, worker, learner):
+    make_batch(worker)
+    batch = learner.fetch(0)
+    learner.consume(0)
+    talk.service.stop("enough", "stopped", talk.now)
+    again = FakeLearner(talk)
+    again.join(step=0)
+    assert again.fetch(0) == batch
+    again.consume(0)
+    assert again.fetch(1) is None and again.take(wire.Finished)
+
+
+def test_nothing_counts_over_a_session_whose_connection_is_gone(talk, worker):
+    talk.service.sessions.void(b"w0/data")
+    worker.take(wire.Refused)
+    worker.say(wire.Heartbeat(), connection=b"control")
+    assert "unknown session" in worker.take(wire.Refused)[-1].message.reason
+    worker.join(step=0, leases=list(talk.ledger.leases))
+    worker.say(wire.Heartbeat(), connection=b"control")
+    assert not worker.take(wire.Refused)
+
+
 def test_leases_of_workers_that_do_not_come_back_end_after_a_restart(talk, worker):
     assert talk.ledger.leases
     talk.restart_broker()
