@@ -31,6 +31,7 @@ from april.version import Version
 from .load import PROMPT_TOKENS, RECORD_TOKENS, BenchmarkError, Crew, Load, Measured, Window, measured, record
 
 GROUP_SIZE = 2
+PROMPTS = 1024
 POLL_MS = 20
 PING_S = 0.005
 """between two round trips on the control connection"""
@@ -61,25 +62,24 @@ max_steps = 1000000
 """
 
 
-def write_run(folder: Path, groups: int, response_tokens: int = RECORD_TOKENS, further: str = "") -> Path:
+def write_run(folder: Path, schedule: str, response_tokens: int = RECORD_TOKENS) -> Path:
     """The configuration of a run, with a tokeniser and prompts; returns the TOML file."""
     policy = folder / "policy"
     build_tokenizer().save_pretrained(policy)
     context = PROMPT_TOKENS + response_tokens
     (policy / "config.json").write_bytes(orjson.dumps({"model_type": "qwen3", "max_position_embeddings": context}))
     rng = np.random.default_rng(0)
-    prompts = ["".join(rng.choice(list(ALPHABET), PROMPT_TOKENS)) for _ in range(1024)]
+    prompts = ["".join(rng.choice(list(ALPHABET), PROMPT_TOKENS)) for _ in range(PROMPTS)]
     lines = [orjson.dumps({"prompt": prompt, "label": "0"}) + b"\n" for prompt in prompts]
     (folder / "prompts.jsonl").write_bytes(b"".join(lines))
     path = folder / "run.toml"
     path.write_text(f"""
 run = {{ name = "broker", dir = "{folder}/runs" }}
 model = {{ path = "{policy}" }}
-data = {{ path = "{folder}/prompts.jsonl" }}
+data = {{ path = "{folder}/prompts.jsonl", max_prompt_tokens = {PROMPT_TOKENS} }}
 sampling = {{ max_response_tokens = {response_tokens} }}
 learner = {{ ranks = 1 }}
-{schedule(groups)}
-{further}
+{schedule}
 """)
     return path
 
@@ -141,7 +141,7 @@ def measure_with_pings(
 ) -> tuple[Measured, np.ndarray]:
     """The same, with somebody beside it who asks for a sign of life on a control connection of its own; also
     float [n]: the round trips of the window, ms."""
-    config = write_run(folder, batch_groups(load))
+    config = write_run(folder, schedule(batch_groups(load)))
     with serving(config, command) as broker, Crew() as crew:
         address, frontier = broker.address(), RawValue(c_long, 0)
         crew.add(consume, address, frontier)
