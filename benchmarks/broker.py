@@ -5,6 +5,7 @@ turns, each time with new processes and an empty disk; a ratio is of two turns t
 """
 
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Callable
@@ -101,7 +102,7 @@ def below_ceilings(turns: Turns) -> list[Row]:
     shares, sockets, disks, batches = [], [], [], []
     for _ in turns.count(OTHER_TURNS):
         ours, batch_bytes = turns.take(measure_with_batches, FULL)
-        sockets.append(turns.take(ceilings.sockets_per_s, FULL, april_side.batch_groups(FULL)))
+        sockets.append(turns.take(ceilings.sockets_per_s, FULL))
         disks.append(turns.take(ceilings.disk_per_s, FULL, int(batch_bytes)))
         shares.append(ours.records_per_s / min(sockets[-1], disks[-1]))
         batches.append(batch_bytes)
@@ -130,6 +131,7 @@ FIGURES: dict[tuple[str, ...], Callable[[Turns], list[Row]]] = {
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("benchmarks/broker.py: stopped"))
     arguments = parser(__doc__.partition("\n")[0])
     names = [name for names in FIGURES for name in names]
     arguments.add_argument("--only", nargs="+", choices=names, metavar="ROW", help=f"of: {', '.join(names)}")

@@ -7,6 +7,7 @@ up: see `schedule`.
 """
 
 import contextlib
+import math
 import os
 import signal
 import subprocess
@@ -30,7 +31,8 @@ from april.version import Version
 
 from .load import PROMPT_TOKENS, RECORD_TOKENS, BenchmarkError, Crew, Load, Measured, Window, measured, record
 
-GROUP_SIZE = 2
+GROUP_SIZE, BATCH_GROUPS = 2, 64
+PATIENCE_S = 30.0
 PROMPTS = 1024
 POLL_MS = 20
 PING_S = 0.005
@@ -43,20 +45,18 @@ ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(april.__file__).parents[1])}
 COMMAND = (sys.executable, "-m", "april.cli", "broker")
 
 
-def batch_groups(load: Load) -> int:
-    return max(64, 2 * load.producers * load.in_flight)
-
-
-def schedule(groups: int) -> str:
-    """TOML of a schedule that never holds the broker up: groups of 2, the least that a run takes; rounds in which
-    every group is trained, of four times the records in flight, so that their ends hardly count; `overlap`, so that
-    a round starts while the consumer reads the one before."""
+def schedule(load: Load) -> str:
+    """TOML of a schedule that never holds the broker up: `continuous`, so that a slot is filled again at once; groups
+    of 2, the least that a run takes; and a staleness that admits enough groups for the records in flight, a batch
+    that is being made and one that is being read, but not so many that producers run away from the consumer."""
+    in_flight = load.producers * load.in_flight
+    batch_records = BATCH_GROUPS * GROUP_SIZE
     return f"""
 [schedule]
-kind = "sync"
-overlap = true
-max_staleness = 2
-rollout_batch_size = {groups}
+kind = "continuous"
+in_flight = {in_flight}
+max_staleness = {math.ceil(in_flight / batch_records) + 3}
+rollout_batch_size = {BATCH_GROUPS}
 n_samples_per_prompt = {GROUP_SIZE}
 max_steps = 1000000
 """
@@ -141,7 +141,7 @@ def measure_with_pings(
 ) -> tuple[Measured, np.ndarray]:
     """The same, with somebody beside it who asks for a sign of life on a control connection of its own; also
     float [n]: the round trips of the window, ms."""
-    config = write_run(folder, schedule(batch_groups(load)))
+    config = write_run(folder, schedule(load))
     with serving(config, command) as broker, Crew() as crew:
         address, frontier = broker.address(), RawValue(c_long, 0)
         crew.add(consume, address, frontier)
@@ -159,7 +159,7 @@ class Member:
     """A connection that says once a second that its owner is alive."""
 
     def __init__(self, address: str, role: str, name: str):
-        self.connection = BrokerConnection(address, role, name, uuid.uuid4().hex)
+        self.connection = BrokerConnection(address, role, name, uuid.uuid4().hex, PATIENCE_S)
         self.connection.hello([])
         self._next_beat = time.monotonic()
 
@@ -211,7 +211,7 @@ def consume(ready, window: Window, address: str, frontier) -> list[tuple[float, 
     member = Member(address, "learner", "consumer")
     connection = member.connection
     connection.request(wire.LearnerStart(0, "tcp://127.0.0.1:1"), timeout_s=30)
-    acknowledged, step, waiting = [], 0, {}
+    acknowledged, step, records, waiting = [], 0, 0, {}
     connection.send(wire.Fetch(0))
     ready()
     while not window.over():
@@ -219,18 +219,19 @@ def consume(ready, window: Window, address: str, frontier) -> list[tuple[float, 
         for received in connection.receive(POLL_MS):
             match received.message:
                 case wire.Batch() as batch:
-                    connection.beat()
-                    records = count_records(batch, received.arrays)
+                    records += count_records(batch, received.arrays)
+                    if batch.first + len(batch.groups) < batch.total:
+                        continue
                     waiting[connection.send(wire.Consumed(step, {}))] = records
-                    step += 1
+                    step, records = step + 1, 0
                     connection.send(wire.Durable(step, step))
                     connection.send(wire.Fetch(step))
                 case wire.Accepted():
                     if received.sequence in waiting:
                         frontier.value += 1
-                        now, records = time.monotonic(), waiting.pop(received.sequence)
+                        now, count = time.monotonic(), waiting.pop(received.sequence)
                         if window.covers(now):
-                            acknowledged.append((now, records))
+                            acknowledged.append((now, count))
                 case wire.Renewed():
                     pass
                 case unwanted:
@@ -240,7 +241,7 @@ def consume(ready, window: Window, address: str, frontier) -> list[tuple[float, 
 
 
 def count_records(batch: wire.Batch, arrays: list[np.ndarray]) -> int:
-    """Take a batch apart as a learner does; its records."""
+    """Take a part of a batch apart as a learner does; its records."""
     pieces = iter(arrays)
     for group in batch.groups:
         prompt = next(pieces)
@@ -267,4 +268,3 @@ def ping(ready, window: Window, address: str) -> np.ndarray:
         time.sleep(PING_S)
     member.leave()
     return np.array(round_trips_ms)
-

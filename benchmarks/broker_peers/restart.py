@@ -29,6 +29,7 @@ CHUNK_TOKENS = 512
 """the default of `worker.chunk_tokens`"""
 RESPONSE_TOKENS = 1 << 20
 SYNC_BYTES = 4 << 20
+START_S = 300.0
 
 
 def schedule(samples: int) -> str:
@@ -96,9 +97,9 @@ def restart_s(config_path: Path, tokens: int) -> float:
     started = time.monotonic()
     broker = Broker(config_path)
     try:
-        connection = BrokerConnection(broker.address(timeout_s=300), "monitor", "restart", "restart")
-        connection.hello([], timeout_s=300)
-        status = orjson.loads(connection.request(wire.StatusRequest(), timeout_s=300).arrays[0].tobytes())
+        connection = BrokerConnection(broker.address(START_S), "monitor", "restart", "restart", START_S)
+        connection.hello([])
+        status = orjson.loads(connection.request(wire.StatusRequest(), START_S).arrays[0].tobytes())
         took_s = time.monotonic() - started
         connection.close()
     finally:
