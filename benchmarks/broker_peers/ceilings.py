@@ -18,6 +18,7 @@ from .load import PROMPT_TOKENS, RECORD_BYTES, RECORD_TOKENS, Crew, Load, Window
 
 DRAIN_MESSAGES = 256
 POLL_MS = 20
+LINGER_MS = 1000
 BACKLOG_BATCHES = 3
 """records ahead of the consumer, in batches, from which on nothing is granted"""
 PART_GROUPS = math.ceil(PART_BYTES / (GROUP_SIZE * RECORD_BYTES))
@@ -59,7 +60,7 @@ def route(ready, window: Window, address_file: Path, load: Load) -> None:
     """The broker's loop: drain, answer."""
     context = zmq.Context()
     socket = context.socket(zmq.ROUTER)
-    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.LINGER, LINGER_MS)
     socket.bind("tcp://127.0.0.1:*")
     address_file.write_text(socket.getsockopt_string(zmq.LAST_ENDPOINT))
     acknowledgements, grant, accepted, part = broker_messages()
@@ -110,7 +111,7 @@ def broker_messages() -> tuple[list[list], list, list, list]:
 
 def connect(address: str) -> zmq.Socket:
     socket = zmq.Context.instance().socket(zmq.DEALER)
-    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.LINGER, LINGER_MS)
     socket.connect(address)
     return socket
 
