@@ -373,7 +373,7 @@ TestPipeline.settings = settings(
 
 def test_a_snapshot_leaves_nothing_of_the_ledger_out():
     """Whoever gives the ledger a new attribute decides here whether a snapshot holds it or it follows from the rest."""
-    held = {*PLAIN, *COUNTERS, "header", "groups", "ready", "deliveries", "evaluations", "cohorts"}
+    held = {*PLAIN, *COUNTERS, "header", "groups", "ready", "deliveries", "evaluations", "cohorts", "dead_letters"}
     follows = {"rules", "record", "leases", "held", "load", "queue", "bound", "voided"}
     assert set(vars(Ledger(Rules(1, 1, 0)))) == held | follows
 
