@@ -127,7 +127,7 @@ def test_none_serves_nothing(config_file):
 # --- health in every condition ------------------------------------------------------------------------------
 
 WORKING = Condition(
-    run="small", state="running", phase="generating", step=3, over="", read_only="", workers=2, learner=True
+    run="small", state="running", phase="generating", step=3, over="", read_only="", workers=2, learner_silent_s=0.2
 )
 
 
@@ -158,8 +158,8 @@ def test_before_the_first_turn_a_broker_is_starting(exporter):
         ({"phase": "training"}, "the learner has the next batch"),
         ({"phase": "draining"}, "leases are still coming back"),
         ({"phase": "drained"}, "april drain --end"),
-        ({"phase": "drained", "learner": False, "workers": 0}, "april drain --end"),
-        ({"learner": False}, "no learner is connected"),
+        ({"phase": "drained", "learner_silent_s": None, "workers": 0}, "april drain --end"),
+        ({"learner_silent_s": None}, "no learner is connected"),
         ({"workers": 0, "phase": "waiting for weights"}, "no worker is connected"),
         ({"phase": "finished", "state": "finished", "over": "all steps are done"}, "the run is over"),
     ],

@@ -21,12 +21,13 @@ def start_broker(config_file, tmp_path, run_dir):
     jobs = []
 
     def start():
+        (run_dir / "http").unlink(missing_ok=True)
         jobs.append(Job([*APRIL, "broker", str(config_file), *OVERRIDES, *SHORT_READOPTION], tmp_path / "broker.log"))
         wait_until((run_dir / "http").exists, jobs[-1], 60)
         jobs[-1].address = (run_dir / "address").read_text()
         return jobs[-1]
 
-    (run_dir).mkdir(parents=True)
+    run_dir.mkdir(parents=True)
     (run_dir / "config.toml").write_text("")
     yield start
     for job in jobs:
