@@ -8,7 +8,7 @@ from tests.run.processes import APRIL, Job, wait_until
 from tests.test_protocol_page import Client, Worker
 
 OVERRIDES = ["--evaluation.prompts", "1", "--broker.attempts", "1", "--operations.log_format", "json"]
-SHORT_READOPTION = ["--broker.readopt_s", "0.5"]
+TIMES = ["--broker.readopt_s", "0.5", "--broker.session_timeout_s", "100"]
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def start_broker(config_file, tmp_path, run_dir):
 
     def start():
         (run_dir / "http").unlink(missing_ok=True)
-        jobs.append(Job([*APRIL, "broker", str(config_file), *OVERRIDES, *SHORT_READOPTION], tmp_path / "broker.log"))
+        jobs.append(Job([*APRIL, "broker", str(config_file), *OVERRIDES, *TIMES], tmp_path / "broker.log"))
         wait_until((run_dir / "http").exists, jobs[-1], 60)
         jobs[-1].address = (run_dir / "address").read_text()
         return jobs[-1]
@@ -115,7 +115,7 @@ def test_an_operator_drains_restarts_and_requeues(start_broker, run_dir, capsys,
         peers.close()
     again.process.terminate()
     again.wait()
-    assert "redrawn engine fell over" in said(capsys, "dead-letters", run)
+    assert "requeued engine fell over" in said(capsys, "dead-letters", run)
     assert main(["dead-letters", run, "--requeue", group]) == 1
     assert "no broker answers" in capsys.readouterr().err
 
