@@ -27,7 +27,7 @@ def address_of(run_dir: Path | None, connect: str | None) -> str:
         raise ConfigError(f"run folder {run_dir} does not exist; give the folder of a run, such as runs/NAME")
     path = run_dir / ADDRESS_FILE
     if not path.is_file():
-        raise BrokerUnreachable(f"run folder {run_dir} has no {ADDRESS_FILE} file: no broker has started there")
+        raise BrokerUnreachable(f"run folder {run_dir} has no {ADDRESS_FILE} file: no broker runs there")
     return path.read_text()
 
 

@@ -1,6 +1,5 @@
-"""Log lines for machines: one object each, with the ids that it is about."""
+"""Log lines: of text for people, or one JSON object each, with the ids that it is about."""
 
-import logging
 import subprocess
 import sys
 
@@ -9,16 +8,22 @@ import orjson
 SCRIPT = """
 import logging
 from april.process import log_to_stderr
-log_to_stderr("worker-0", "json", run="small", worker="worker-0")
-logging.getLogger("april.x").info("sample %d.%d\\ncame back", 7, 1, extra={"group": 7, "sample": 1, "secret": "s"})
+log_to_stderr("worker-0", "{log_format}", run="small", worker="worker-0")
+logging.getLogger("april.x").info("sample %d.%d\\ncame back", 7, 1, extra={{"group": 7, "sample": 1, "secret": "s"}})
 logging.getLogger("april.x").info("plain")
 raise RuntimeError("broken")
 """
 
 
+def lines(log_format):
+    command = [sys.executable, "-c", SCRIPT.format(log_format=log_format)]
+    ended = subprocess.run(command, capture_output=True, timeout=60)
+    assert ended.returncode == 1
+    return ended.stderr.decode().splitlines()
+
+
 def test_json_lines_carry_ids_and_the_exception_that_ends_the_process():
-    ended = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, timeout=60)
-    came_back, plain, broken = map(orjson.loads, ended.stderr.splitlines())
+    came_back, plain, broken = map(orjson.loads, lines("json"))
     assert came_back.pop("time").endswith("+00:00")
     assert came_back == {
         "level": "info", "process": "worker-0", "logger": "april.x", "message": "sample 7.1\ncame back",
@@ -26,12 +31,7 @@ def test_json_lines_carry_ids_and_the_exception_that_ends_the_process():
     }  # fmt: skip
     assert "group" not in plain and plain["worker"] == "worker-0"
     assert (broken["level"], broken["run"]) == ("critical", "small") and "RuntimeError: broken" in broken["exception"]
-    assert ended.returncode == 1
 
 
-def test_text_lines_name_the_process(capsys):
-    from april.process import log_to_stderr
-
-    log_to_stderr("broker", run="small")
-    logging.getLogger("april.x").warning("a thing", extra={"group": 7})
-    assert capsys.readouterr().err.endswith(" broker WARNING a thing\n")
+def test_text_lines_name_the_process():
+    assert lines("text")[2].endswith(" worker-0 INFO plain")

@@ -15,6 +15,7 @@ generated = trained + delivered + ready + open + sum(discarded), in acknowledged
     ledger.score(lease.token, reward=1.0)
 """
 
+import heapq
 import zlib
 from collections.abc import Callable, Sequence
 from enum import StrEnum
@@ -49,6 +50,8 @@ class Ledger(LedgerState):
     def __init__(self, rules: Rules, record: Recorder = lambda event, arrays: None):
         super().__init__(rules)
         self.record = record
+        self._expiries: list[tuple[float, int]] = []
+        """heap of (instant, token): when to look at a lease; renewals make it outlive some of its entries"""
 
     # --- commands -------------------------------------------------------------------------------------------
 
@@ -89,8 +92,14 @@ class Ledger(LedgerState):
         token = (self.epoch << EPOCH_BITS) | (self._grants + 1)
         self.commit(events.Leased(token, sample.group.id, sample.index, worker, step, scoring))
         lease = self.leases[token]
-        lease.expires_at, lease.ends_at = min(expires_at, ends_at), ends_at
+        lease.ends_at = ends_at
+        self.expire_at(lease, expires_at)
         return lease
+
+    def expire_at(self, lease: Lease, instant: float) -> None:
+        """Let a lease end at `instant`, unless it is renewed, or at its end if that is earlier."""
+        lease.expires_at = min(instant, lease.ends_at)
+        heapq.heappush(self._expiries, (lease.expires_at, lease.token))
 
     def add_chunk(
         self,
@@ -149,8 +158,15 @@ class Ledger(LedgerState):
 
     def expire(self, now: float) -> list[Lease]:
         """End the leases whose time is over."""
-        expired = [lease for lease in self.leases.values() if lease.expires_at <= now]
-        for lease in expired:
+        expired = []
+        while self._expiries and self._expiries[0][0] <= now:
+            _, token = heapq.heappop(self._expiries)
+            if lease := self.leases.get(token):
+                if lease.expires_at <= now:
+                    expired.append(lease)
+                else:
+                    heapq.heappush(self._expiries, (lease.expires_at, token))
+        for lease in {lease.token: lease for lease in expired}.values():
             if self.is_aborted(lease.token):
                 self.end_lease(lease.token, "abort", at=now)
             else:
@@ -159,7 +175,7 @@ class Ledger(LedgerState):
         return expired
 
     def discard(self, group: Group, reason: str) -> None:
-        """End an open group for a reason that is counted; its leases are void."""
+        """End an open or ready group for a reason that is counted; its leases are void."""
         self.commit(events.GroupDiscarded(group.id, reason))
 
     def requeue(self, group: int) -> Verdict:
@@ -249,11 +265,6 @@ class Ledger(LedgerState):
     @property
     def undelivered(self) -> int:
         return self.counts[GroupState.OPEN] + self.counts[GroupState.READY]
-
-    @property
-    def generating(self) -> int:
-        """Training samples that some worker generates now."""
-        return sum(count for (_, evaluation), count in self.load.items() if not evaluation)
 
     @property
     def partials_waiting(self) -> int:

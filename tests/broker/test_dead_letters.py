@@ -4,7 +4,7 @@ import pytest
 
 from april.broker.dead_letters import KEPT
 from april.broker.ledger import Ledger, Rules, Verdict
-from april.broker.schedule import RoundRules, RoundSchedule
+from april.broker.rounds import RoundRules, RoundSchedule
 from april.version import Version
 from tests.broker.test_ledger_machine import NumberedPrompts
 

@@ -105,13 +105,12 @@ def test_a_broker_s_figures_and_health_can_be_scraped_while_it_works(start_broke
     assert not (broker.run_dir / "http").exists()
 
 
-def test_a_taken_port_is_said_so(start_broker, config_file, tmp_path, capsys):
-    from april.cli import main
-
-    broker = start_broker()
-    taken = broker.http.removeprefix("http://")
-    assert main(["broker", str(config_file), "--run.name", "second", "--operations.http", taken]) == 2
-    assert f"key 'operations.http' = '{taken}'" in capsys.readouterr().err
+def test_a_taken_port_is_said_so(start_broker, config_file, tmp_path):
+    taken = start_broker().http.removeprefix("http://")
+    other = ["--run.name", "second", "--operations.http", taken]
+    second = Job([*APRIL, "broker", str(config_file), *other], tmp_path / "second.log")
+    assert second.wait() == 2
+    assert f"key 'operations.http' = '{taken}'" in second.output
 
 
 @pytest.mark.parametrize("address", ["nowhere", "127.0.0.1:99999", "http://127.0.0.1:9", ":9"])
