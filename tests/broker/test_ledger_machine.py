@@ -488,7 +488,7 @@ TestRounds.settings = TestContinuous.settings = settings(
 
 def test_a_snapshot_leaves_nothing_of_the_ledger_out():
     """Whoever gives the ledger a new attribute decides here whether a snapshot holds it or it follows from the rest."""
-    held = {*PLAIN, *COUNTERS, "header", "groups", "ready", "deliveries", "evaluations", "cohorts"}
+    held = {*PLAIN, *COUNTERS, "header", "groups", "ready", "deliveries", "evaluations", "cohorts", "dead_letters"}
     follows = {"rules", "record", "_expiries", "leases", "held", "load", "generating", "queue", "bound", "voided"}
     assert set(vars(Ledger(Rules(1, 1, 0)))) == held | follows
 
