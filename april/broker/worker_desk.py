@@ -71,7 +71,8 @@ class WorkerDesk:
 
     def on_Heartbeat(self, session: Session, received: wire.Received, now: float) -> None:
         message = received.message
-        self.sessions.tallies[session.uid].emitted = message.emitted_tokens
+        tally = self.sessions.tallies[session.uid]
+        tally.emitted = max(tally.emitted, message.emitted_tokens)
         mine = [token for token in message.leases if self._holds(session.uid, token)]
         self.ledger.renew(mine, now + self.config.broker.lease_s)
         lost = [token for token in message.leases if token not in set(mine)]
