@@ -117,9 +117,10 @@ def broker_command(options, overrides: list[str]) -> int:
     from april.process import die_with_parent, log_to_stderr
 
     die_with_parent()
-    log_to_stderr("broker")
+    config = configuration.load(options.config, overrides)
+    log_to_stderr("broker", config.operations.log_format, run=config.run.name)
     try:
-        server = Server(configuration.load(options.config, overrides))
+        server = Server(config)
     except (JournalError, BindError) as error:
         print(f"april broker: {error}", file=sys.stderr)
         return REFUSED

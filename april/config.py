@@ -168,6 +168,7 @@ class BrokerSection(Section):
     patience_s: float = Field(600.0, gt=0, description="peers wait this long for a broker that is away (seconds)")
     max_restarts: int = Field(5, ge=0, description="restarts without a new step in between before giving up")
     hung_s: float = Field(120.0, gt=0, description="`april run` restarts a broker silent for this long (seconds)")
+    max_run_s: float = Field(3600.0, gt=0, description="a lease ends after this long, renewed or not (seconds)")
 
 
 class WeightsSection(Section):
@@ -179,6 +180,22 @@ class WeightsSection(Section):
     join_deadline_s: float = Field(5.0, gt=0, description="longest wait for a lane to be built (seconds)")
     transfer_deadline_s: float = Field(30.0, gt=0, description="longest transfer to one worker (seconds)")
     bucket_mb: int = Field(16, ge=1, description="size of a broadcast (MiB)")
+
+
+class OperationsSection(Section):
+    http: str = Field(
+        "127.0.0.1:0", description="HOST:PORT of the broker's /metrics and /health, port 0 picks a free one; none: off"
+    )
+    stuck_after_s: float = Field(
+        30.0, gt=0, description="/health fails when the broker's loop has not come round for this long (seconds)"
+    )
+    log_format: Literal["text", "json"] = Field("text", description="log lines; json: one object a line, with ids")
+
+    @property
+    def http_address(self) -> tuple[str, int] | None:
+        """(host, port), None where nothing is to be served."""
+        host, _, port = self.http.rpartition(":")
+        return None if self.http == "none" else (host, int(port))
 
 
 class Config(Section):
@@ -194,6 +211,7 @@ class Config(Section):
     learner: LearnerSection = LearnerSection()
     broker: BrokerSection = BrokerSection()
     weights: WeightsSection = WeightsSection()
+    operations: OperationsSection = OperationsSection()
 
     @property
     def run_dir(self) -> Path:
@@ -396,6 +414,12 @@ def check(config: Config) -> None:
     if not port or (port[1] != "*" and not 0 < int(port[1]) < 65536):
         raise ConfigError(
             f"key 'broker.bind' = {config.broker.bind!r} is no address; use tcp://INTERFACE:PORT, * for a free port"
+        )
+    port = re.fullmatch(r"[^:/\s]+:(\d+)", config.operations.http)
+    if config.operations.http != "none" and not (port and int(port[1]) < 65536):
+        raise ConfigError(
+            f"key 'operations.http' = {config.operations.http!r} is no address; use HOST:PORT, port 0 for a free one, "
+            "or none"
         )
     if config.broker.renew_s >= config.broker.lease_s:
         raise ConfigError(

@@ -270,6 +270,32 @@ class StopRun(Message):
     state: Literal["stopped", "failed"] = "stopped"
 
 
+class Drain(Message):
+    """Hand out nothing more and have back what is generated, until `on` is false; it outlasts restarts."""
+
+    on: bool = True
+
+
+class DeadLettersRequest(Message):
+    pass
+
+
+class DeadLetters(Message):
+    """Arrays: one uint8 frame of JSON."""
+
+
+class Requeue(Message):
+    """Draw the prompts of these dead groups again; none named: of all that can be."""
+
+    groups: list[int] = []
+
+
+class Requeued(Message):
+    """`groups`: those that this request has re-queued."""
+
+    groups: list[int]
+
+
 # --- weight lanes (learner rank 0 <-> worker) ---------------------------------------------------------------
 
 

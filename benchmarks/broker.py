@@ -5,6 +5,7 @@ turns, each time with new processes and an empty disk; a ratio is of two turns t
 """
 
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Callable
@@ -45,7 +46,8 @@ def described(result) -> str:
     measured = result[0] if isinstance(result, tuple) else result
     if not isinstance(measured, Measured):
         return f"{measured:,.0f} records/s"
-    return f"{measured.records_per_s:,.0f} records/s, submit p99 {p99(measured.submit_ms):.1f} ms"
+    submit_ms, server_us = p99(measured.submit_ms), measured.server_us
+    return f"{measured.records_per_s:,.0f} records/s, submit p99 {submit_ms:.1f} ms, server {server_us:.0f} us a record"
 
 
 def p99(values: np.ndarray) -> float:
@@ -67,6 +69,8 @@ def ratio_rows(name: str, load: Load, pairs: list[tuple[Measured, Measured]], ou
         Row(f"{name}_{load}", [ours.records_per_s / theirs.records_per_s for ours, theirs in pairs], "ratio"),
         Row(f"{our_name}_{load}", [ours.records_per_s for ours, _ in pairs], "records/s"),
         Row(f"{peer}_{load}", [theirs.records_per_s for _, theirs in pairs], "records/s"),
+        Row(f"{our_name}_server_us_{load}", [ours.server_us for ours, _ in pairs], "us"),
+        Row(f"{peer}_server_us_{load}", [theirs.server_us for _, theirs in pairs], "us"),
     ]
 
 
@@ -99,7 +103,7 @@ def below_ceilings(turns: Turns) -> list[Row]:
     shares, sockets, disks, batches = [], [], [], []
     for _ in turns.count(OTHER_TURNS):
         ours, batch_bytes = turns.take(measure_with_batches, FULL)
-        sockets.append(turns.take(ceilings.sockets_per_s, FULL, april_side.batch_groups(FULL)))
+        sockets.append(turns.take(ceilings.sockets_per_s, FULL))
         disks.append(turns.take(ceilings.disk_per_s, FULL, int(batch_bytes)))
         shares.append(ours.records_per_s / min(sockets[-1], disks[-1]))
         batches.append(batch_bytes)
@@ -128,6 +132,7 @@ FIGURES: dict[tuple[str, ...], Callable[[Turns], list[Row]]] = {
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("benchmarks/broker.py: stopped"))
     arguments = parser(__doc__.partition("\n")[0])
     names = [name for names in FIGURES for name in names]
     arguments.add_argument("--only", nargs="+", choices=names, metavar="ROW", help=f"of: {', '.join(names)}")

@@ -119,7 +119,7 @@ class LearnerDesk:
         self.sessions.send(session, wire.Accepted(), sequence=received.sequence)
 
     def _refuse(self, session: Session, received: wire.Received, reason: str) -> None:
-        log.warning("learner refused: %s", reason)
+        log.warning("learner refused: %s", reason, extra={"role": "learner"})
         self.sessions.send(session, wire.Refused(reason), sequence=received.sequence)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from april.broker import events
 from april.broker.bound import StalenessBound
+from april.broker.dead_letters import DeadLetters
 from april.broker.lengths import LengthCohorts
 from april.broker.samples import Group, GroupState, HandOutQueue, Lease, Sample, SampleState
 
@@ -75,6 +76,9 @@ class LedgerState:
         self.dead_in_a_row = 0
         """groups that lost a sample for good since the last one that became ready"""
         self.last_error = ""
+        self.dead_letters = DeadLetters()
+        self.draining = False
+        """nothing is handed out; workers hand back what they generate"""
         self.voided: list[tuple[str, int]] = []
         """(worker, token) of leases that ended with their group, until somebody tells the workers"""
         self.round = -1
@@ -102,7 +106,10 @@ class LedgerState:
         ordinal = -1
         if not event.evaluation:
             ordinal, self._next_ordinal = self._next_ordinal, self._next_ordinal + 1
-            self.cursor = (event.epoch, event.row + 1)
+            if event.replaces is None:
+                self.cursor = (event.epoch, event.row + 1)
+            else:
+                self.dead_letters.drawn(event.replaces)
             self.counts[GroupState.OPEN] += 1
             self.bound.add(event.floor)
         group = Group(
@@ -194,6 +201,7 @@ class LedgerState:
             sample.last_error = self.last_error = event.error or event.cause
         if sample.attempts >= self.rules.max_attempts:
             sample.state = SampleState.DEAD
+            self.dead_letters.add(sample, event.at)
             if len(sample.group.live_samples) < self._least_samples(sample.group):
                 self._end_group(sample.group, "dead_sample")
             else:
@@ -246,7 +254,9 @@ class LedgerState:
         if group.evaluation:
             group.state = GroupState.DISCARDED
             return
-        self.dead_in_a_row += reason == "dead_sample"
+        if reason == "dead_sample":
+            self.dead_in_a_row += 1
+            self.dead_letters.discard(group.id)
         if group in self.ready:
             self.ready.remove(group)
         self._move(group, GroupState.DISCARDED)
@@ -254,6 +264,15 @@ class LedgerState:
         self.counts[reason] += 1
         self.bound.remove(group.opened_at)
         self.cohorts.finish(group.ordinal, [sample.length for sample in group.samples], [])
+
+    def _on_GroupRequeued(self, event: events.GroupRequeued, reference: Any) -> None:
+        self.dead_letters.requeue(event.group)
+
+    def _on_DrainStarted(self, event: events.DrainStarted, reference: Any) -> None:
+        self.draining, self.watermark = True, event.watermark
+
+    def _on_DrainEnded(self, event: events.DrainEnded, reference: Any) -> None:
+        self.draining = False
 
     def _on_RoundStarted(self, event: events.RoundStarted, reference: Any) -> None:
         self.round, self.round_open = event.round, True

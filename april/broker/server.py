@@ -12,7 +12,10 @@ from pathlib import Path
 import zmq
 
 from april import clock, wire
+from april.broker.exporter import Exporter, Picture
+from april.broker.health import condition
 from april.broker.journal import Journal, JournalError
+from april.broker.metrics import Photographer, SyncTimes
 from april.broker.prompts import PromptBook
 from april.broker.recorder import replace_file
 from april.broker.service import Service
@@ -26,6 +29,8 @@ DRAIN_MESSAGES = 256
 """most messages between two syncs"""
 OUTBOX_MESSAGES = 1024
 """most messages kept for a peer that does not read; more end its session"""
+HTTP_FILE = "http"
+"""in the run folder: the base of the URLs of metrics and health"""
 RETRY_S = 5.0
 """how often a broker that ran out of disk looks for room"""
 PROBE_BYTES = 16 << 20
@@ -65,6 +70,8 @@ class Server:
         self._bind(config.broker.bind)
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         replace_file(self.address_file, self.address.encode())
+        self.exporter = start_exporter(config)
+        self._photographer, self._sync_times = Photographer(), SyncTimes()
         self._leave_s = LEAVE_S
         self._signal = ""
         self._retry_at = 0.0
@@ -118,13 +125,26 @@ class Server:
                 self.service.stop(f"signal {self._signal}", "stopped", clock.now())
             self.service.tick(clock.now(), caught_up)
             if not self.service.read_only:
-                self.journal.sync()
+                self._sync()
                 self.service.take_snapshot()
         except (JournalError, OSError) as error:
             self._fail(error)
         self._send_all()
         if self.service.read_only and clock.now() >= self._retry_at:
             self._recover()
+        if self.exporter:
+            self.exporter.turned(clock.now(), self._picture)
+
+    def _sync(self) -> None:
+        unsynced, began = self.journal.unsynced_bytes, clock.now()
+        self.journal.sync()
+        if unsynced:
+            self._sync_times.observe(clock.now() - began)
+
+    def _picture(self) -> Picture:
+        outbox_messages = sum(len(waiting) for waiting in self._late.values())
+        series = self._photographer.read(self.service, outbox_messages, clock.now())
+        return Picture(condition(self.service), series, self._sync_times.picture())
 
     def _fail(self, error: JournalError | OSError) -> None:
         """Stay up without a disk: nothing is acknowledged, questions are answered, and room is waited for."""
@@ -192,7 +212,8 @@ class Server:
         self._late.pop(route, None)
         for session in list(self.service.sessions.by_id.values()):
             if route in (session.data_route, session.control_route):
-                log.warning("%s %s does not read its messages; its session ends", session.role, session.name)
+                ids = {"role": session.role} | ({"worker": session.name} if session.role == "worker" else {})
+                log.warning("%s %s does not read its messages; its session ends", session.role, session.name, extra=ids)
                 if session.role == "worker":
                     self.service.workers.lose(session, "it does not read its messages", clock.now())
                 else:
@@ -204,6 +225,9 @@ class Server:
 
     def close(self) -> None:
         self.service.close(clock.now())
+        if self.exporter:
+            self.exporter.close()
+            (self.config.run_dir / HTTP_FILE).unlink(missing_ok=True)
         self.socket.close()
         self.context.term()
         self.journal.close()
@@ -219,3 +243,26 @@ def probe_disk(folder: Path) -> None:
             os.fsync(file.fileno())
     finally:
         path.unlink(missing_ok=True)
+
+
+def start_exporter(config: Config) -> Exporter | None:
+    """Serve /metrics and /health as `operations.http` says, and leave the address in the run folder."""
+    wanted = config.operations.http_address
+    if wanted is None:
+        return None
+    try:
+        exporter = Exporter(*wanted, config.operations.stuck_after_s)
+    except OSError as error:
+        raise BindError(
+            f"key 'operations.http' = {config.operations.http!r} cannot be used ({error}); give a free address of "
+            "this machine, or none"
+        ) from None
+    replace_file(config.run_dir / HTTP_FILE, exporter.address.encode())
+    log.info("metrics and health at %s", exporter.address)
+    if not is_loopback(wanted[0]):
+        log.warning("%s can be read by whoever reaches this machine; it shows figures and names only", exporter.address)
+    return exporter
+
+
+def is_loopback(host: str) -> bool:
+    return host == "localhost" or host.startswith("127.")

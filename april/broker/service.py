@@ -11,16 +11,17 @@ from typing import Any
 
 from april import wire
 from april.broker import events
+from april.broker.census import Census
 from april.broker.journal import Journal, JournalError
 from april.broker.learner_desk import LearnerDesk
 from april.broker.ledger import Ledger
+from april.broker.monitor_desk import MonitorDesk
 from april.broker.plan import ledger_rules, make_schedule
 from april.broker.prompts import PromptBook
 from april.broker.recorder import Recorder
 from april.broker.samples import Group, GroupState, Sample
 from april.broker.sessions import Outgoing, Session, Sessions
 from april.broker.snapshot import SnapshotStore, freeze, live_positions, thaw
-from april.broker.status import describe_status
 from april.broker.worker_desk import WorkerDesk
 from april.config import Config
 from april.data.prompts import Row
@@ -35,7 +36,7 @@ SWEEP_S = 0.25
 MAY_SEND = {
     "worker": {"Heartbeat", "Holding", "Lane", "Chunk", "Scored", "GiveBack"},
     "learner": {"Heartbeat", "LearnerStart", "Fetch", "Consumed", "Durable"},
-    "monitor": {"Heartbeat", "StatusRequest", "StopRun"},
+    "monitor": {"Heartbeat", "StatusRequest", "StopRun", "Drain", "DeadLettersRequest", "Requeue"},
 }
 
 
@@ -62,6 +63,8 @@ class Service:
         self.recorder = Recorder(config.run_dir, config.run.name, max_steps, now, self.ledger, self.sessions)
         self.workers = WorkerDesk(self)
         self.learner = LearnerDesk(self)
+        self.monitors = MonitorDesk(self)
+        self.census = Census(self.ledger, config.broker.max_run_s)
         for step in self.ledger.evaluations:
             self._record_evaluation(step)
         self._last_tick = now
@@ -95,7 +98,9 @@ class Service:
                 "go on with that run's configuration and dataset, or choose another run.name"
             )
         for lease in self.ledger.leases.values():
-            lease.expires_at = now + self.config.broker.readopt_s
+            lease.ends_at = now + self.config.broker.max_run_s
+            self.ledger.expire_at(lease, now + self.config.broker.readopt_s)
+            lease.ends_at = now + self.config.broker.max_run_s
         self.ledger.commit(events.BrokerStarted(self.ledger.epoch + 1))
 
     # --- messages -------------------------------------------------------------------------------------------
@@ -138,7 +143,7 @@ class Service:
         elif kind == "Heartbeat":
             self.sessions.send_control(session, wire.Renewed([]))
         else:
-            desk = self.learner if session.role == "learner" else self
+            desk = self.learner if session.role == "learner" else self.monitors
             getattr(desk, f"on_{kind}")(session, received, now)
 
     def _answer_read_only(self, route: bytes, received: wire.Received, now: float) -> None:
@@ -187,13 +192,6 @@ class Service:
         else:
             self.sessions.close(session)
 
-    def on_StatusRequest(self, session: Session, received: wire.Received, now: float) -> None:
-        self.sessions.send(session, wire.Status(), [describe_status(self, now)], received.sequence)
-
-    def on_StopRun(self, session: Session, received: wire.Received, now: float) -> None:
-        self.stop(received.message.reason, received.message.state, now)
-        self.sessions.send(session, wire.Accepted(), sequence=received.sequence)
-
     # --- time -----------------------------------------------------------------------------------------------
 
     def tick(self, now: float, caught_up: bool = True) -> None:
@@ -215,10 +213,12 @@ class Service:
             self.workers.hand_out(now)
         self.workers.cancel_voided()
         self.recorder.buffered(self.ledger)
+        self.census.advance(now)
 
     def _sweep(self, now: float) -> None:
         self._next_sweep = now + SWEEP_S
         self.workers.drop_silent(now)
+        self.monitors.log_deaths()
         for session in list(self.sessions.by_id.values()):
             if session.role == "monitor" and now - session.last_seen > self.config.broker.session_timeout_s:
                 self.sessions.close(session)
@@ -255,12 +255,14 @@ class Service:
         groups = self.ledger.evaluations[step]
         if all(group.state is not GroupState.OPEN for group in groups):
             result = self.recorder.evaluated(step, groups)
-            log.info("evaluation at step %d: accuracy %s on %d prompts", step, result["accuracy"], result["prompts"])
+            accuracy, prompts = result["accuracy"], result["prompts"]
+            log.info("evaluation at step %d: accuracy %s on %d prompts", step, accuracy, prompts, extra={"step": step})
 
     def step_trained(self, step: int, metrics: dict[str, float], now: float) -> None:
         record = self.recorder.consumed(step, self.ledger, metrics, now)
-        self.recorder.write_summary(self.ledger, self.state, now)
-        log.info("step %d trained: reward %.3f, %d tokens", step, record["reward"], record["tokens"])
+        self._write_summary(now)
+        reward, tokens = record["reward"], record["tokens"]
+        log.info("step %d trained: reward %.3f, %d tokens", step, reward, tokens, extra={"step": step})
 
     def take_snapshot(self) -> None:
         """When a segment of the journal is full, begin a new one with a picture of the ledger, and reclaim space."""
@@ -279,6 +281,8 @@ class Service:
             log.info("the run is over: %s", reason)
             self.over, self.state = reason, state
             self.sessions.broadcast(wire.Stop(reason))
+            self._write_summary(now)
+            self.sessions.broadcast(wire.Stop(reason))
             if not self.read_only:
                 self.recorder.write_summary(self.ledger, state, now)
 
@@ -287,9 +291,13 @@ class Service:
         return bool(self.over) and not self.sessions.workers() and self.sessions.of_role("learner") is None
 
     def close(self, now: float) -> None:
+        self._write_summary(now)
+        self.snapshots.close()
+
+    def _write_summary(self, now: float) -> None:
         if not self.read_only:
             self.recorder.write_summary(self.ledger, self.state, now)
-        self.snapshots.close()
+            self.monitors.write_dead_letters()
 
     # --- payloads -------------------------------------------------------------------------------------------
 

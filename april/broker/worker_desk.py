@@ -42,16 +42,17 @@ class WorkerDesk:
         self.ledger.renew(list(held), now + self.config.broker.lease_s)
         for lease in self.leases_of(hello.uid):
             if lease.token not in held:
-                self.ledger.end_lease(lease.token, "lost", "its worker came back without it")
+                self.ledger.end_lease(lease.token, "lost", "its worker came back without it", now)
         self.recorder.lane(session.name, "joined", now, now)
         return [token for token in hello.leases if token not in held]
 
     def lose(self, session: Session, why: str, now: float) -> None:
         """A worker is gone: all that it held waits for another."""
         leases = self.leases_of(session.uid)
-        log.warning("worker %s is lost (%s); %d samples wait for another", session.name, why, len(leases))
+        ids = {"worker": session.name}
+        log.warning("worker %s is lost (%s); %d samples wait for another", session.name, why, len(leases), extra=ids)
         for lease in leases:
-            self.ledger.end_lease(lease.token, "lost", f"worker {session.name} was lost: {why}")
+            self.ledger.end_lease(lease.token, "lost", f"worker {session.name} was lost: {why}", now)
         self.recorder.lane(session.name, "lost", now, now)
         self.sessions.close(session)
 
@@ -112,7 +113,7 @@ class WorkerDesk:
         elif verdict is Verdict.GAP:
             return self.sessions.send(session, wire.ResendFrom(message.token, lease.sample.length))
         elif verdict is not Verdict.DUPLICATE:
-            self.ledger.end_lease(message.token, "generation_failed", f"chunk refused: {verdict}")
+            self.ledger.end_lease(message.token, "generation_failed", f"chunk refused: {verdict}", now)
             return self._refuse(session, received, f"chunk refused: {verdict}", len(ids))
         self.sessions.acknowledge(session, message.token, lease.sample.length)
 
@@ -135,8 +136,11 @@ class WorkerDesk:
         if message.length > sample.length:
             return self.sessions.send(session, wire.ResendFrom(message.token, sample.length))
         if message.error:
-            log.warning("sample %d.%d came back: %s: %s", sample.group.id, sample.index, message.cause, message.error)
-        self.ledger.end_lease(message.token, message.cause, message.error)
+            ids = {"worker": session.name, "group": sample.group.id, "sample": sample.index}
+            log.warning(
+                "sample %d.%d came back: %s: %s", ids["group"], ids["sample"], message.cause, message.error, extra=ids
+            )
+        self.ledger.end_lease(message.token, message.cause, message.error, now)
         self.sessions.acknowledge(session, message.token)
 
     def _refuse(self, session: Session, received: wire.Received, reason: str, tokens: int = 0) -> None:
@@ -146,7 +150,9 @@ class WorkerDesk:
     # --- leases ---------------------------------------------------------------------------------------------
 
     def hand_out(self, now: float) -> None:
-        """Fill every worker as far as it has room, the emptiest first."""
+        """Fill every worker as far as it has room, the emptiest first; nothing while the broker is drained."""
+        if self.ledger.draining:
+            return
         able = [session for session in self.sessions.workers() if self._has_room(session)]
         emptiest = [(self._load(session) / session.capacity, session.id, session) for session in able]
         heapq.heapify(emptiest)
@@ -170,7 +176,8 @@ class WorkerDesk:
         sample = choose_sample(self.service.schedule, self.ledger, step, self._evaluation_share_left(session))
         if sample is None:
             return False
-        lease = self.ledger.lease(sample, session.uid, step, now + self.config.broker.lease_s)
+        lease_s, max_run_s = self.config.broker.lease_s, self.config.broker.max_run_s
+        lease = self.ledger.lease(sample, session.uid, step, now + lease_s, now + max_run_s)
         self._send_grant(session, lease)
         return True
 
@@ -205,7 +212,7 @@ class WorkerDesk:
         deadline = now + self.config.broker.abort_deadline_s
         aborted = [lease for lease in self.ledger.leases.values() if self.ledger.is_aborted(lease.token)]
         for lease in aborted:
-            lease.expires_at = min(lease.expires_at, deadline)
+            self.ledger.expire_at(lease, min(lease.expires_at, deadline))
         self.recorder.aborted(len(aborted))
         busy = {lease.worker for lease in aborted}
         for session in self.sessions.workers():

@@ -50,7 +50,7 @@ def train(config: configuration.Config, address: str) -> None:
 
     device = process_group.join(config.learner)
     rank = dist.get_rank()
-    log_to_stderr(f"learner {rank}")
+    log_to_stderr(f"learner {rank}", config.operations.log_format, run=config.run.name, role="learner")
     log.info("rank %d of %d on %s", rank, dist.get_world_size(), device)
     source = publisher = None
     if rank == 0:

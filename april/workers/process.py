@@ -24,7 +24,7 @@ def run_worker(config: Config, address: str, name: str) -> NoReturn:
     from april.weights.receiver import WeightReceiver
     from april.workers.worker import Worker
 
-    log_to_stderr(name)
+    log_to_stderr(name, config.operations.log_format, run=config.run.name, worker=name)
     torch.set_num_threads(config.worker.threads)
     device = config.worker.device
     if device == "auto":
