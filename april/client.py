@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import zmq
@@ -37,10 +37,12 @@ class BrokerConnection:
         ...
     """
 
-    def __init__(self, address: str, role: str, name: str, uid: str, patience_s: float):
+    def __init__(self, address: str, role: str, name: str, uid: str, patience_s: float = 600.0):
         self.address, self.role, self.name, self.uid = address, role, name, uid
         self.patience_s = patience_s
         self.session = 0
+        self.received_bytes = 0
+        """of arrays in this session"""
         self.heard_at = clock.now()
         self._sequence = 0
         self._beats = 0
@@ -76,7 +78,7 @@ class BrokerConnection:
         welcome = received.message
         if not isinstance(welcome, wire.Welcome):
             raise BrokerUnreachable(f"the broker at {self.address} refuses this {self.role}: {welcome}")
-        self.session = welcome.session
+        self.session, self.received_bytes = welcome.session, 0
         self.send_control(wire.Bind())
         return welcome
 
@@ -107,7 +109,19 @@ class BrokerConnection:
         for socket in (self._control, self._data):
             while socket.poll(0):
                 self.heard_at = clock.now()
-                yield wire.decode(socket.recv_multipart())
+                received = wire.decode(socket.recv_multipart())
+                self.received_bytes += sum(array.nbytes for array in received.arrays)
+                yield received
+
+    def beat(self, leases: Sequence[int] = (), emitted_tokens: int = 0) -> None:
+        """Say that this peer lives, renew leases, and give the broker credit for what has arrived; due every
+        HEARTBEAT_S."""
+        heartbeat = wire.Heartbeat(list(leases), emitted_tokens, self.received_bytes)
+        self._beats += 1
+        if self._beats % BEATS_OVER_DATA:
+            self.send_control(heartbeat)
+        else:
+            self.send(heartbeat)
 
     def request(self, message: wire.Message, timeout_s: float | None = None) -> wire.Received:
         """Send and wait for the answer, None: as long as the broker lives. Raises BrokerUnreachable.
@@ -126,24 +140,16 @@ class BrokerConnection:
     def _await(self, sequence: int, deadline: float) -> wire.Received | None:
         """The answer to `sequence`, or the news that the session has ended; None at the deadline."""
         self.heard_at = clock.now()
-        next_beat = clock.now() + HEARTBEAT_S
+        next_beat = clock.now()
         while clock.now() < deadline:
             for received in self.receive(timeout_ms=200):
                 if received.sequence == sequence or (self.session and self.is_disowned(received)):
                     return received
             if self.session and clock.now() >= next_beat:
                 next_beat = clock.now() + HEARTBEAT_S
-                self.beat(wire.Heartbeat())
+                self.beat()
             self.check_alive()
         return None
-
-    def beat(self, heartbeat: wire.Heartbeat) -> None:
-        """Let the broker know that this peer lives; due every HEARTBEAT_S."""
-        self._beats += 1
-        if self._beats % BEATS_OVER_DATA:
-            self.send_control(heartbeat)
-        else:
-            self.send(heartbeat)
 
     def check_alive(self) -> None:
         """Raise BrokerUnreachable if the broker, which answers every heartbeat, is silent for too long."""

@@ -1,4 +1,7 @@
-"""The facts that the broker writes down. Applying them in order to an empty ledger rebuilds it."""
+"""The facts that the broker writes down. Applying them in order to an empty ledger rebuilds it.
+
+Token ids and logprobs are not part of an event; they lie beside it in its record.
+"""
 
 import msgspec
 
@@ -32,7 +35,7 @@ class BrokerStarted(Event):
 class GroupOpened(Event):
     """Drawing a prompt and creating its group are one fact; (epoch, row) is the prompt cursor.
 
-    For evaluation, `epoch` is the policy step that is evaluated.
+    For evaluation, `epoch` is the policy step that is evaluated. Array: the prompt's token ids, int32.
     """
 
     group: int
@@ -41,8 +44,7 @@ class GroupOpened(Event):
     row: int
     size: int
     floor: int
-    prompt: bytes = b""
-    """int32 little-endian token ids"""
+    prompt_tokens: int
 
 
 class Leased(Event):
@@ -55,16 +57,14 @@ class Leased(Event):
 
 
 class ChunkAccepted(Event):
+    """Arrays: token ids int32 and behaviour logprobs float32, little-endian, `count` of each."""
+
     token: int
     start: int
     count: int
     version: Version
     finish_reason: str
     """"" unless these are the last tokens"""
-    ids: bytes = b""
-    """int32 little-endian"""
-    logprobs: bytes = b""
-    """float32 little-endian"""
 
 
 class SampleScored(Event):
@@ -104,7 +104,10 @@ class BatchConsumed(Event):
 
 
 class CheckpointDurable(Event):
+    """Checkpoint `step` is on disk; none older than `oldest` will ever be asked for again."""
+
     step: int
+    oldest: int
 
 
 class LearnerStarted(Event):

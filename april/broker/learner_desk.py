@@ -3,8 +3,6 @@
 import logging
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from april import wire
 from april.broker.ledger import LedgerError, Verdict
 from april.broker.samples import Group, Sample, SampleState
@@ -69,6 +67,8 @@ class LearnerDesk:
         replayed = step < self.ledger.frontier
         if self.service.over and not replayed:
             self.sessions.send(session, wire.Finished(self.service.over), sequence=received.sequence)
+        elif not self.sessions.has_credit(session, self.service.credit_bytes):
+            return
         elif step in self.ledger.deliveries:
             groups = self.ledger.deliveries[step]
             batch = wire.Batch(step, [group_head(group) for group in groups])
@@ -78,15 +78,11 @@ class LearnerDesk:
             return
         self.waiting = None
 
-    def _group_arrays(self, group: Group) -> list[np.ndarray]:
-        prompt = np.frombuffer(self.service.journal.read(group.prompt).prompt, "<i4")
-        ids, logprobs = [], []
+    def _group_arrays(self, group: Group) -> list[wire.Packed]:
+        arrays = [self.service.read_prompt(group)]
         for sample in done_samples(group):
-            ids.append(prompt)
-            for chunk_ids, chunk_logprobs in self.service.read_chunks(sample):
-                ids.append(chunk_ids)
-                logprobs.append(chunk_logprobs)
-        return [np.concatenate(ids), np.concatenate(logprobs)]
+            arrays += self.service.read_response(sample)
+        return arrays
 
     def on_Consumed(self, session: Session, received: wire.Received, now: float) -> None:
         step = received.message.step
@@ -99,7 +95,7 @@ class LearnerDesk:
 
     def on_Durable(self, session: Session, received: wire.Received, now: float) -> None:
         step = received.message.step
-        if self.ledger.checkpoint(step) is Verdict.INVALID:
+        if self.ledger.checkpoint(step, received.message.oldest) is Verdict.INVALID:
             return self._refuse(session, received, f"checkpoint {step} is beyond the {self.ledger.consumed} batches")
         self.sessions.send(session, wire.Accepted(), sequence=received.sequence)
 

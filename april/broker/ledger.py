@@ -10,19 +10,24 @@ generated = trained + delivered + ready + open + sum(discarded), in acknowledged
     ledger = Ledger(Rules(batch_groups=32, group_size=8, max_staleness=5), record=journal.append)
     group = ledger.open_group(epoch=0, row=17, floor=0)
     lease = ledger.lease(group.samples[0], worker="w0", step=0, expires_at=now + 60)
-    ledger.add_chunk(lease.token, start=0, count=40, version=Version(0, 0), ids=..., logprobs=...)
+    ledger.add_chunk(lease.token, start=0, count=40, version=Version(0, 0), arrays=[...])
     ledger.add_chunk(lease.token, start=40, count=9, version=Version(0, 1), finish_reason="stop", ...)
     ledger.score(lease.token, reward=1.0)
 """
 
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import Any
 
 from april.broker import events
 from april.broker.ledger_state import EPOCH_BITS, LedgerState, Rules
+from april.broker.records import Part
 from april.broker.samples import TO_GENERATE, Group, GroupState, Lease, Sample, SampleState
 from april.version import Version
+
+Recorder = Callable[[events.Event, Sequence[Part]], Any]
+"""writes an event and its arrays down; what it gives is kept as the reference to them"""
 
 
 class Verdict(StrEnum):
@@ -39,26 +44,27 @@ class LedgerError(RuntimeError):
 
 
 class Ledger(LedgerState):
-    def __init__(self, rules: Rules, record: Callable[[events.Event], Any] = lambda event: None):
+    def __init__(self, rules: Rules, record: Recorder = lambda event, arrays: None):
         super().__init__(rules)
         self.record = record
 
     # --- commands -------------------------------------------------------------------------------------------
 
-    def commit(self, event: events.Event) -> None:
-        self.apply(event, self.record(event))
+    def commit(self, event: events.Event, arrays: Sequence[Part] = ()) -> None:
+        self.apply(event, self.record(event, arrays))
 
     def open_group(
         self, epoch: int, row: int, floor: int, evaluation: bool = False, size: int | None = None, prompt: bytes = b""
     ) -> Group:
-        """Draw a prompt. `floor`: workers must be at this step or later to start it.
+        """Draw a prompt, int32 token ids. `floor`: workers must be at this step or later to start it.
 
         Evaluation groups take no part in bound and batches; their `epoch` is the policy step they belong to.
         """
         if not evaluation and not self.bound.survives(self.next_step, floor):
             raise LedgerError(f"opening a group at step {floor} would break the staleness bound")
-        group = self._next_group
-        self.commit(events.GroupOpened(group, evaluation, epoch, row, size or self.rules.group_size, floor, prompt))
+        group, size = self._next_group, size or self.rules.group_size
+        opened = events.GroupOpened(group, evaluation, epoch, row, size, floor, len(prompt) // 4)
+        self.commit(opened, [(zlib.crc32(prompt), prompt)])
         return self.groups[group]
 
     def lease(self, sample: Sample, worker: str, step: int, expires_at: float) -> Lease:
@@ -80,11 +86,11 @@ class Ledger(LedgerState):
         count: int,
         version: Version,
         finish_reason: str = "",
-        ids: bytes = b"",
-        logprobs: bytes = b"",
+        arrays: Sequence[Part] = (),
     ) -> Verdict:
         """Accept tokens iff the lease is current and they start at the acknowledged length.
 
+        `arrays`: ids and logprobs with their checksums.
         A finish reason ends the response together with its last tokens; the holder scores it next.
         """
         lease = self.leases.get(token)
@@ -101,7 +107,7 @@ class Ledger(LedgerState):
         within_budget = count > 0 and (left > 0 or (left == 0 and finish_reason))
         if not lease.generating or not within_budget or version.step > self.frontier:
             return Verdict.INVALID
-        self.commit(events.ChunkAccepted(token, start, count, version, finish_reason, ids, logprobs))
+        self.commit(events.ChunkAccepted(token, start, count, version, finish_reason), arrays)
         return Verdict.OK
 
     def score(self, token: int, reward: float) -> Verdict:
@@ -171,11 +177,11 @@ class Ledger(LedgerState):
         self.commit(events.BatchConsumed(step))
         return Verdict.OK
 
-    def checkpoint(self, step: int) -> Verdict:
-        """A checkpoint that contains all batches below `step` is on disk."""
+    def checkpoint(self, step: int, oldest: int) -> Verdict:
+        """A checkpoint that contains all batches below `step` is on disk, and none older than `oldest` is kept."""
         if not self.durable <= step <= self.consumed:
             return Verdict.DUPLICATE if step < self.durable else Verdict.INVALID
-        self.commit(events.CheckpointDurable(step))
+        self.commit(events.CheckpointDurable(step, min(oldest, step)))
         return Verdict.OK
 
     def start_learner(self, step: int, uid: str = "", weights_address: str = "") -> None:

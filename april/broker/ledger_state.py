@@ -39,6 +39,8 @@ class LedgerState:
         self.rules = rules
         self.groups: dict[int, Group] = {}
         self.leases: dict[int, Lease] = {}
+        self.held: dict[str, set[int]] = {}
+        """tokens of leases by worker"""
         self.load: Counter[tuple[str, bool]] = Counter()
         """leases that generate, by (worker, evaluation)"""
         self.queue = HandOutQueue()
@@ -101,9 +103,8 @@ class LedgerState:
             self.cursor = (event.epoch, event.row + 1)
             self.counts[GroupState.OPEN] += 1
             self.bound.add(event.floor)
-        prompt_tokens = len(event.prompt) // 4
         group = Group(
-            event.group, ordinal, event.evaluation, event.epoch, event.row, event.floor, reference, prompt_tokens
+            event.group, ordinal, event.evaluation, event.epoch, event.row, event.floor, reference, event.prompt_tokens
         )
         group.samples = [Sample(group, index) for index in range(event.size)]
         if event.evaluation:
@@ -119,15 +120,34 @@ class LedgerState:
         self._grants = event.token & ((1 << EPOCH_BITS) - 1)
         sample.token = event.token
         sample.state = SampleState.SCORING if event.scoring else SampleState.LEASED
-        self.leases[event.token] = Lease(event.token, sample, event.worker, event.step, event.scoring, float("inf"))
-        if not event.scoring:
-            self.load[event.worker, group.evaluation] += 1
+        self.hold(Lease(event.token, sample, event.worker, event.step, event.scoring, float("inf")))
         if not group.started:
             self._start(group, event.step)
 
+    def hold(self, lease: Lease) -> None:
+        """Enter a lease in the books."""
+        self.leases[lease.token] = lease
+        self.held.setdefault(lease.worker, set()).add(lease.token)
+        if lease.generating:
+            self.load[lease.worker, lease.sample.group.evaluation] += 1
+
+    def _release(self, token: int) -> Lease:
+        """Take a lease out of the books."""
+        lease = self.leases.pop(token)
+        self._stops_generating(lease)
+        held = self.held[lease.worker]
+        held.remove(token)
+        if not held:
+            del self.held[lease.worker]
+        lease.sample.token = 0
+        return lease
+
     def _stops_generating(self, lease: Lease) -> None:
         if lease.generating:
-            self.load[lease.worker, lease.sample.group.evaluation] -= 1
+            load = (lease.worker, lease.sample.group.evaluation)
+            self.load[load] -= 1
+            if not self.load[load]:
+                del self.load[load]
 
     def _start(self, group: Group, step: int) -> None:
         group.started = True
@@ -159,15 +179,12 @@ class LedgerState:
             sample.state, sample.finish_reason = SampleState.SCORING, event.finish_reason
 
     def _on_SampleScored(self, event: events.SampleScored, reference: Any) -> None:
-        sample = self.leases.pop(event.token).sample
-        sample.token, sample.state, sample.reward = 0, SampleState.DONE, event.reward
+        sample = self._release(event.token).sample
+        sample.state, sample.reward = SampleState.DONE, event.reward
         self._complete(sample.group)
 
     def _on_LeaseEnded(self, event: events.LeaseEnded, reference: Any) -> None:
-        lease = self.leases.pop(event.token)
-        self._stops_generating(lease)
-        sample = lease.sample
-        sample.token = 0
+        sample = self._release(event.token).sample
         if event.cause not in NO_ATTEMPT:
             sample.attempts += 1
             sample.last_error = self.last_error = event.error or event.cause
@@ -219,10 +236,8 @@ class LedgerState:
     def _end_group(self, group: Group, reason: str) -> None:
         for sample in group.samples:
             if sample.token:
-                lease = self.leases.pop(sample.token)
-                self._stops_generating(lease)
+                lease = self._release(sample.token)
                 self.voided.append((lease.worker, lease.token))
-                sample.token = 0
         del self.groups[group.id]
         if group.evaluation:
             group.state = GroupState.DISCARDED
@@ -261,7 +276,7 @@ class LedgerState:
         self.frontier = max(self.frontier, self.consumed)
 
     def _on_CheckpointDurable(self, event: events.CheckpointDurable, reference: Any) -> None:
-        for step in [step for step in self.deliveries if step < min(self.durable, event.step)]:
+        for step in [step for step in self.deliveries if step < event.oldest]:
             for group in self.deliveries.pop(step):
                 del self.groups[group.id]
         self.durable = event.step

@@ -38,7 +38,8 @@ class Recorder:
         self._step_generating_s = 0.0
         self._step_tokens = 0
         self._aborted_samples = 0
-        self._settled = len(ledger.cohorts.created)
+        self._settled = ledger.cohorts.created.copy()
+        """lengths of the cohorts that were settled at the last step"""
 
     # --- what happens meanwhile -----------------------------------------------------------------------------
 
@@ -80,16 +81,16 @@ class Recorder:
         groups = ledger.deliveries[step]
         samples = [sample for group in groups for sample in group.samples if sample.state is SampleState.DONE]
         ages = tokens_by_age(groups, step)
-        lengths = [sample.length for sample in samples]
-        created = ledger.cohorts.created[self._settled :]
-        self._settled = len(ledger.cohorts.created)
+        lengths = Counter(sample.length for sample in samples)
+        created = ledger.cohorts.created - self._settled
+        self._settled = ledger.cohorts.created.copy()
         record = {
             "step": step + 1,
             "time": round(now, 3),
             "reward": round(sum(sample.reward for sample in samples) / len(samples), 6),
             "groups": len(groups),
             "samples": len(samples),
-            "tokens": sum(lengths),
+            "tokens": sum(sample.length for sample in samples),
             "rollout_s": round(self._step_generating_s, 4),
             "rollout_tokens": self._step_tokens,
             "rollout_tokens_per_s": per_second(self._step_tokens, self._step_generating_s),

@@ -1,6 +1,9 @@
 """The broker's process: one thread, one poll loop, one ROUTER. Drain, apply, sync, and only then answer."""
 
+import errno
 import logging
+import math
+import os
 import signal
 import time
 from collections import deque
@@ -9,7 +12,7 @@ from pathlib import Path
 import zmq
 
 from april import clock, wire
-from april.broker.journal import Journal
+from april.broker.journal import Journal, JournalError
 from april.broker.prompts import PromptBook
 from april.broker.recorder import replace_file
 from april.broker.service import Service
@@ -25,6 +28,11 @@ OUTBOX_MESSAGES = 1024
 """most messages kept for a peer that does not read; more end its session"""
 BIND_S, BIND_AGAIN_S = 10.0, 0.2
 """longest wait for the port of a broker that was killed, and how often it is tried"""
+RETRY_S = 5.0
+"""how often a broker that ran out of disk looks for room"""
+PROBE_BYTES = 16 << 20
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""refusals of a disk after which it can be written again"""
 LEAVE_S = 600.0
 """longest wait at the end of a run for workers and learner to say goodbye"""
 LEAVE_AFTER_SIGNAL_S = 60.0
@@ -44,9 +52,8 @@ class Server:
 
     def __init__(self, config: Config):
         config.run_dir.mkdir(parents=True, exist_ok=True)
-        self.journal = Journal(config.run_dir / "journal")
-        self.service = Service(config, PromptBook(config), self.journal, clock.now())
-        self.journal.sync()
+        self.config = config
+        self._open(PromptBook(config))
         self.context = zmq.Context()
         self.socket = self.context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -60,6 +67,7 @@ class Server:
         replace_file(self.address_file, self.address.encode())
         self._leave_s = LEAVE_S
         self._signal = ""
+        self._retry_at = 0.0
         self._late: dict[bytes, deque[Outgoing]] = {}
 
     def _bind(self, endpoint: str) -> None:
@@ -77,6 +85,13 @@ class Server:
                 if clock.now() >= deadline:
                     raise BindError(f"key 'broker.bind' = {endpoint!r} cannot be used ({error}); {mend}") from None
             time.sleep(BIND_AGAIN_S)
+
+    def _open(self, prompts: PromptBook) -> None:
+        """Rebuild the service from what is on disk."""
+        broker = self.config.broker
+        self.journal = Journal(self.config.run_dir / "journal", broker.segment_mb << 20, broker.segment_records)
+        self.service = Service(self.config, prompts, self.journal, clock.now())
+        self.journal.sync()
 
     def serve(self) -> None:
         signal.signal(signal.SIGTERM, self._on_signal)
@@ -96,12 +111,39 @@ class Server:
 
     def turn(self) -> None:
         """One drain of the socket, one sync, the answers."""
-        caught_up = not self.socket.poll(POLL_MS) or self._drain()
-        if self._signal:
-            self.service.stop(f"signal {self._signal}", "stopped", clock.now())
-        self.service.tick(clock.now(), caught_up)
-        self.journal.sync()
+        waiting = self.socket.poll(POLL_MS)
+        try:
+            caught_up = not waiting or self._drain()
+            if self._signal:
+                self.service.stop(f"signal {self._signal}", "stopped", clock.now())
+            self.service.tick(clock.now(), caught_up)
+            if not self.service.read_only:
+                self.journal.sync()
+                self.service.take_snapshot()
+        except (JournalError, OSError) as error:
+            self._fail(error)
         self._send_all()
+        if self.service.read_only and clock.now() >= self._retry_at:
+            self._recover()
+
+    def _fail(self, error: JournalError | OSError) -> None:
+        """Stay up without a disk: nothing is acknowledged, questions are answered, and room is waited for."""
+        if not isinstance(error, JournalError):
+            error = self.journal.fail(error)
+        self.service.fall_silent(str(error))
+        self._retry_at = clock.now() + RETRY_S if error.errno in NO_ROOM else math.inf
+
+    def _recover(self) -> None:
+        """Once there is room again, go on from what is on disk, as after a crash; peers say hello again."""
+        self._retry_at = clock.now() + RETRY_S
+        try:
+            probe_disk(self.journal.folder)
+            self.journal.close()
+            self._open(self.service.prompts)
+        except (JournalError, OSError) as error:
+            log.error("there is still no going on: %s", error)
+        else:
+            log.warning("the journal can be written again; going on as epoch %d", self.service.ledger.epoch)
 
     def _drain(self) -> bool:
         """Handle what has arrived; True if nothing is left."""
@@ -120,8 +162,7 @@ class Server:
                 waiting.popleft()
             if waiting:
                 self._late[route] = waiting
-        outgoing, self.service.sessions.outgoing = self.service.sessions.outgoing, []
-        for message in outgoing:
+        for message in self.service.sessions.take_outgoing():
             waiting = self._late.get(message.route)
             if waiting is None and self._send(message):
                 continue
@@ -166,3 +207,15 @@ class Server:
         self.socket.close()
         self.context.term()
         self.journal.close()
+
+
+def probe_disk(folder: Path) -> None:
+    """Raise OSError if there is no room for a while's records."""
+    path = folder / "probe"
+    try:
+        with path.open("wb") as file:
+            file.write(bytes(PROBE_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+    finally:
+        path.unlink(missing_ok=True)

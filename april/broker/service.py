@@ -4,11 +4,10 @@
 """
 
 import logging
+import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
-
-import numpy as np
 
 from april import wire
 from april.broker import events
@@ -20,8 +19,9 @@ from april.broker.recorder import Recorder
 from april.broker.samples import Group, GroupState, Sample
 from april.broker.schedule import RoundRules, RoundSchedule
 from april.broker.sessions import Outgoing, Session, Sessions
+from april.broker.snapshot import SnapshotStore, freeze, live_positions, thaw
 from april.broker.status import describe_status
-from april.broker.worker_desk import WorkerDesk, chunk_arrays
+from april.broker.worker_desk import WorkerDesk
 from april.config import Config
 from april.data.prompts import Row
 
@@ -49,7 +49,10 @@ class Service:
         self.over = ""
         """why there will be no batch any more; empty while the run goes on"""
         self.state = "running"
+        self.read_only = ""
+        """why nothing can be written; what is in memory is then ahead of the disk, and nobody is told of it"""
         self.bad_messages: Counter[str] = Counter()
+        self.credit_bytes = config.broker.credit_mb << 20
         schedule = config.schedule
         self.ledger = Ledger(
             Rules(
@@ -73,6 +76,7 @@ class Service:
             ),
             prompts,
         )
+        self.snapshots = SnapshotStore(journal.folder)
         self._recover(now)
         self.sessions.number_from(self.ledger.epoch)
         self.recorder = Recorder(config.run_dir, config.run.name, schedule.max_steps, now, self.ledger, self.sessions)
@@ -86,8 +90,11 @@ class Service:
     # --- start ----------------------------------------------------------------------------------------------
 
     def _recover(self, now: float) -> None:
-        """Rebuild the ledger from the journal; former holders of leases have `readopt_s` to come back."""
-        for event, reference in self.journal.replay():
+        """Rebuild the ledger from snapshot and journal; former holders of leases have `readopt_s` to come back."""
+        position, image = next(self.snapshots.newest_first(), (0, None))
+        if image:
+            thaw(image, self.ledger)
+        for event, reference in self.journal.replay(position):
             self.ledger.apply(event, reference)
         header = events.RunStarted(
             self.config.run.name,
@@ -104,7 +111,7 @@ class Service:
             self.ledger.commit(header)
         elif self.ledger.header != header:
             raise JournalError(
-                f"journal {self.journal.path} belongs to another run ({self.ledger.header}), not {header}; "
+                f"journal {self.journal.folder} belongs to another run ({self.ledger.header}), not {header}; "
                 "go on with that run's configuration and dataset, or choose another run.name"
             )
         for lease in self.ledger.leases.values():
@@ -117,7 +124,10 @@ class Service:
         """Take one multipart message; what is wrong with it is counted and answered, never raised."""
         try:
             received = wire.decode(frames)
-            self._dispatch(route, received, now)
+            if self.read_only:
+                self._answer_read_only(route, received, now)
+            else:
+                self._dispatch(route, received, now)
         except wire.WireError as error:
             self.bad_messages[str(error).split(":")[0]] += 1
             log.warning("bad message: %s", error)
@@ -134,6 +144,8 @@ class Service:
             self.sessions.outgoing.append(Outgoing(route, refusal, [], received.session, received.sequence))
             return
         session.last_seen = now
+        if isinstance(message, wire.Heartbeat):
+            session.received_bytes = max(session.received_bytes, message.received_bytes)
         kind = type(message).__name__
         if isinstance(message, wire.Bind):
             session.control_route = route
@@ -148,6 +160,23 @@ class Service:
         else:
             desk = self.learner if session.role == "learner" else self
             getattr(desk, f"on_{kind}")(session, received, now)
+
+    def _answer_read_only(self, route: bytes, received: wire.Received, now: float) -> None:
+        """Peers learn that the broker lives, monitors what they ask; whatever would change something has to wait."""
+        message, session = received.message, self.sessions.by_id.get(received.session)
+        if isinstance(message, wire.Hello) and message.role == "monitor":
+            self._hello(route, received, now)
+        elif session and isinstance(message, wire.Heartbeat):
+            self.sessions.send_control(session, wire.Renewed([]))
+        elif session and session.role == "monitor":
+            self._dispatch(route, received, now)
+
+    def fall_silent(self, reason: str) -> None:
+        """Nothing can be written any more: forget what peers were to be told, and change nothing from here on."""
+        log.critical("READ ONLY: %s", reason)
+        monitors = {session.id for session in self.sessions.by_id.values() if session.role == "monitor"}
+        self.sessions.outgoing = [m for m in self.sessions.take_outgoing() if m.session in monitors]
+        self.read_only, self.state = reason, "read only"
 
     def _hello(self, route: bytes, received: wire.Received, now: float) -> None:
         hello = received.message
@@ -192,6 +221,8 @@ class Service:
 
         `caught_up`: no message waits to be handled, so that who seems silent is silent.
         """
+        if self.read_only:
+            return
         if self.ledger.generating:
             self.recorder.generating(now - self._last_tick)
         self._last_tick = now
@@ -251,6 +282,15 @@ class Service:
         self.recorder.write_summary(self.ledger, self.state, now)
         log.info("step %d trained: reward %.3f, %d tokens", step, record["reward"], record["tokens"])
 
+    def take_snapshot(self) -> None:
+        """When a segment of the journal is full, begin a new one with a picture of the ledger, and reclaim space."""
+        if not self.journal.segment_full or self.snapshots.busy:
+            return
+        position = self.journal.rotate()
+        image = freeze(self.ledger)
+        dead_segments = self.journal.reclaim(self.snapshots.newest, live_positions(image))
+        self.snapshots.write(position, image, dead_segments)
+
     # --- the end --------------------------------------------------------------------------------------------
 
     def stop(self, reason: str, state: str, now: float) -> None:
@@ -258,22 +298,37 @@ class Service:
         if not self.over:
             log.info("the run is over: %s", reason)
             self.over, self.state = reason, state
-            self.recorder.write_summary(self.ledger, state, now)
             self.sessions.broadcast(wire.Stop(reason))
+            if not self.read_only:
+                self.recorder.write_summary(self.ledger, state, now)
 
     def everyone_left(self) -> bool:
         """The run is over and no worker or learner is connected any more."""
         return bool(self.over) and not self.sessions.workers() and self.sessions.of_role("learner") is None
 
     def close(self, now: float) -> None:
-        self.recorder.write_summary(self.ledger, self.state, now)
+        if not self.read_only:
+            self.recorder.write_summary(self.ledger, self.state, now)
+        self.snapshots.close()
 
     # --- payloads -------------------------------------------------------------------------------------------
 
-    def read_chunks(self, sample: Sample) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    def read_prompt(self, group: Group) -> wire.Packed:
+        _, [(checksum, data)] = self.journal.read(group.prompt)
+        return wire.Packed("i4", checksum, data)
+
+    def read_chunks(self, sample: Sample) -> Iterator[tuple[wire.Packed, wire.Packed]]:
         """(ids, behaviour logprobs) of the acknowledged chunks of a sample."""
         for reference in sample.chunks:
-            yield chunk_arrays(self.journal.read(reference))
+            _, [(checksum, ids), (logprobs_checksum, logprobs)] = self.journal.read(reference)
+            yield wire.Packed("i4", checksum, ids), wire.Packed("f4", logprobs_checksum, logprobs)
+
+    def read_response(self, sample: Sample) -> list[wire.Packed]:
+        """[ids, behaviour logprobs] of all its acknowledged tokens."""
+        chunks = list(self.read_chunks(sample))
+        if len(chunks) == 1:
+            return list(chunks[0])
+        return [join(column) for column in zip(*chunks, strict=True)]
 
     def row_of(self, group: Group) -> Row:
         if group.evaluation:
@@ -282,3 +337,9 @@ class Service:
 
     def recent_steps(self, count: int) -> list[dict[str, Any]]:
         return [self.recorder.steps[step] for step in sorted(self.recorder.steps)[-count:]]
+
+
+def join(pieces: Iterable[wire.Packed]) -> wire.Packed:
+    pieces = list(pieces)
+    data = b"".join(piece.data for piece in pieces)
+    return wire.Packed(pieces[0].dtype, zlib.crc32(data), data)

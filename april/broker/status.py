@@ -26,6 +26,7 @@ def status(service: "Service", now: float) -> dict[str, Any]:
     return {
         "run": service.config.run.name,
         "state": service.state,
+        "read_only": service.read_only,
         "step": ledger.consumed,
         "max_steps": rules.max_steps,
         "round": ledger.round,

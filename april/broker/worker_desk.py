@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from april import wire
-from april.broker.events import ChunkAccepted, GroupOpened
 from april.broker.ledger import Verdict
 from april.broker.prompts import sample_seed
 from april.broker.samples import Lease, Sample
@@ -61,7 +60,7 @@ class WorkerDesk:
         self.sessions.close(session)
 
     def leases_of(self, uid: str) -> list[Lease]:
-        return [lease for lease in self.ledger.leases.values() if lease.worker == uid]
+        return [self.ledger.leases[token] for token in sorted(self.ledger.held.get(uid, ()))]
 
     def _holds(self, uid: str, token: int) -> bool:
         lease = self.ledger.leases.get(token)
@@ -91,7 +90,7 @@ class WorkerDesk:
 
     def on_Chunk(self, session: Session, received: wire.Received, now: float) -> None:
         message = received.message
-        if len(received.arrays) != 2 or [array.dtype.str for array in received.arrays] != ["<i4", "<f4"]:
+        if [packed.dtype for packed in received.packed] != ["i4", "f4"]:
             raise wire.WireError("a chunk carries ids int32 and logprobs float32")
         ids, logprobs = received.arrays
         if not len(ids) or ids.shape != logprobs.shape or ids.min() < 0 or not np.isfinite(logprobs).all():
@@ -101,7 +100,7 @@ class WorkerDesk:
         lease = self.ledger.leases[message.token]
         verdict = self.ledger.add_chunk(
             message.token, message.start, len(ids), message.version, message.finish_reason,
-            ids.tobytes(), logprobs.tobytes(),
+            [(packed.checksum, packed.data) for packed in received.packed],
         )  # fmt: skip
         if verdict is Verdict.OK:
             self.sessions.tallies[session.uid].acknowledged += len(ids)
@@ -113,7 +112,7 @@ class WorkerDesk:
         elif verdict is not Verdict.DUPLICATE:
             self.ledger.end_lease(message.token, "generation_failed", f"chunk refused: {verdict}")
             return self._refuse(session, received, f"chunk refused: {verdict}", len(ids))
-        self.sessions.send(session, wire.ChunkAck(message.token, lease.sample.length))
+        self.sessions.acknowledge(session, message.token, lease.sample.length)
 
     def on_Scored(self, session: Session, received: wire.Received, now: float) -> None:
         message = received.message
@@ -124,7 +123,7 @@ class WorkerDesk:
         if self.ledger.score(message.token, message.reward) is Verdict.GAP:
             sample = self.ledger.leases[message.token].sample
             return self.sessions.send(session, wire.ResendFrom(message.token, sample.length))
-        self.sessions.send(session, wire.Done(message.token))
+        self.sessions.acknowledge(session, message.token)
 
     def on_GiveBack(self, session: Session, received: wire.Received, now: float) -> None:
         message = received.message
@@ -136,7 +135,7 @@ class WorkerDesk:
         if message.error:
             log.warning("sample %d.%d came back: %s: %s", sample.group.id, sample.index, message.cause, message.error)
         self.ledger.end_lease(message.token, message.cause, message.error)
-        self.sessions.send(session, wire.Done(message.token))
+        self.sessions.acknowledge(session, message.token)
 
     def _refuse(self, session: Session, received: wire.Received, reason: str, tokens: int = 0) -> None:
         self.sessions.tallies[session.uid].refused += tokens
@@ -146,15 +145,20 @@ class WorkerDesk:
 
     def hand_out(self, now: float) -> None:
         """Fill every worker as far as it has room, the emptiest first."""
-        able = [s for s in self.sessions.workers() if s.version and s.control_route and self._load(s) < s.capacity]
+        able = [session for session in self.sessions.workers() if self._has_room(session)]
         emptiest = [(self._load(session) / session.capacity, session.id, session) for session in able]
         heapq.heapify(emptiest)
         while emptiest:
             _, number, session = emptiest[0]
-            if not self._grant_one(session, now) or self._load(session) >= session.capacity:
+            if not self._grant_one(session, now) or not self._has_room(session):
                 heapq.heappop(emptiest)
             else:
                 heapq.heapreplace(emptiest, (self._load(session) / session.capacity, number, session))
+
+    def _has_room(self, session: Session) -> bool:
+        if session.version is None or session.control_route is None or self._load(session) >= session.capacity:
+            return False
+        return self.sessions.has_credit(session, self.service.credit_bytes)
 
     def _load(self, session: Session) -> int:
         return self.ledger.load[session.uid, False] + self.ledger.load[session.uid, True]
@@ -183,14 +187,12 @@ class WorkerDesk:
     def _send_grant(self, session: Session, lease: Lease) -> None:
         sample, group, sampling = lease.sample, lease.sample.group, self.config.sampling
         row = self.service.row_of(group)
-        prompt = self._prompt_tokens(sample)
         grant = wire.Grant(
             token=lease.token,
             group=group.id,
             index=sample.index,
             scoring=lease.scoring,
             evaluation=group.evaluation,
-            prompt_tokens=len(prompt),
             max_new_tokens=sampling.max_response_tokens - sample.length,
             seed=sample_seed(self.config.seed, group.id, sample.index),
             temperature=self.config.evaluation.temperature if group.evaluation else sampling.temperature,
@@ -200,13 +202,8 @@ class WorkerDesk:
             reward=row.reward or self.config.reward.name,
             finish_reason=sample.finish_reason,
         )
-        tokens = np.concatenate([prompt, *(ids for ids, _ in self.service.read_chunks(sample))])
-        self.sessions.send(session, grant, [tokens])
-
-    def _prompt_tokens(self, sample: Sample) -> np.ndarray:
-        opened = self.service.journal.read(sample.group.prompt)
-        assert isinstance(opened, GroupOpened)
-        return np.frombuffer(opened.prompt, "<i4")
+        pieces = [ids for ids, _ in self.service.read_chunks(sample)]
+        self.sessions.send(session, grant, [self.service.read_prompt(group), *pieces])
 
     # --- aborts and losses ----------------------------------------------------------------------------------
 
@@ -240,7 +237,3 @@ class WorkerDesk:
     def _cancel(self, worker: str, token: int) -> None:
         if session := self.sessions.of_uid(worker):
             self.sessions.send_control(session, wire.Cancel([token]))
-
-
-def chunk_arrays(event: ChunkAccepted) -> tuple[np.ndarray, np.ndarray]:
-    return np.frombuffer(event.ids, "<i4"), np.frombuffer(event.logprobs, "<f4")

@@ -28,8 +28,8 @@ class BrokerSource:
     def consumed(self, step: int, metrics: dict[str, float]) -> None:
         self._ask(wire.Consumed(step, {name: float(value) for name, value in metrics.items()}))
 
-    def durable(self, step: int) -> None:
-        self._ask(wire.Durable(step))
+    def durable(self, step: int, oldest: int) -> None:
+        self._ask(wire.Durable(step, oldest))
 
     def close(self) -> None:
         self.connection.send(wire.Goodbye())
@@ -43,21 +43,19 @@ class BrokerSource:
 
 
 def to_batch(message: wire.Batch, arrays: list[np.ndarray]) -> Batch:
-    """Cut the joined arrays of a batch message into its samples."""
-    groups = []
-    for group, ids, logprobs in zip(message.groups, arrays[::2], arrays[1::2], strict=True):
-        samples, at_id, at_logprob = [], 0, 0
-        for head in group.samples:
-            length = group.prompt_tokens + head.response_tokens
-            samples.append(
-                TrainSample(
-                    tokens=ids[at_id : at_id + length],
-                    prompt_tokens=group.prompt_tokens,
-                    logprobs=logprobs[at_logprob : at_logprob + head.response_tokens],
-                    reward=head.reward,
-                    segments=tuple(head.segments),
-                )
+    """Put the arrays of a batch message together with what its heads say of them."""
+    groups, rest = [], iter(arrays)
+    for group in message.groups:
+        prompt = next(rest)
+        samples = [
+            TrainSample(
+                tokens=np.concatenate([prompt, next(rest)]),
+                prompt_tokens=group.prompt_tokens,
+                logprobs=next(rest),
+                reward=head.reward,
+                segments=tuple(head.segments),
             )
-            at_id, at_logprob = at_id + length, at_logprob + head.response_tokens
+            for head in group.samples
+        ]
         groups.append(samples)
     return Batch(message.step, groups)

@@ -39,8 +39,7 @@ class Conversation:
 
     def deliver(self):
         self.journal.sync()
-        outgoing, self.service.sessions.outgoing = self.service.sessions.outgoing, []
-        for message in outgoing:
+        for message in self.service.sessions.take_outgoing():
             frames = [bytes(f) for f in wire.encode(message.message, message.arrays, message.session, message.sequence)]
             self.peers[message.route.split(b"/")[0]].inbox.append(wire.decode(frames))
 
@@ -95,9 +94,8 @@ class FakeWorker(Peer):
         return [received.message for received in self.take(wire.Grant)]
 
     def chunk(self, grant, start, count, finish_reason="", version=None):
-        ids = np.arange(start, start + count, dtype="i4") % 40 + 2
         message = wire.Chunk(grant.token, start, version or self.version, finish_reason)
-        self.say(message, [ids, np.full(count, -0.5, "f4")])
+        self.say(message, chunk_arrays(start, count))
 
     def complete(self, grant, count=4, reward=1.0):
         self.chunk(grant, 0, count, "stop")
@@ -122,3 +120,8 @@ class FakeLearner(Peer):
     def consume(self, step):
         self.say(wire.Consumed(step, {"loss": 0.5}))
         assert self.take(wire.Accepted)
+
+
+def chunk_arrays(start, count):
+    """(ids, logprobs) of tokens `start` to `start + count` of some response."""
+    return np.arange(start, start + count, dtype="i4") % 40 + 2, np.full(count, -0.5, "f4")

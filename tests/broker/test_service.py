@@ -67,18 +67,18 @@ def test_a_worker_without_weights_or_control_connection_gets_nothing(talk):
 
 def test_a_grant_carries_prompt_label_and_budget(talk, worker):
     received = worker.take(wire.Grant)[-1]
-    grant, tokens = received.message, received.arrays[0]
+    grant, [tokens] = received.message, received.arrays
     text = talk.service.prompts.tokenizer.decode(tokens)
-    assert grant.prompt_tokens == len(tokens) == len(text) and text.endswith("=")
+    assert len(tokens) == len(text) and text.endswith("=")
     assert grant.max_new_tokens == 24 and grant.label.isdigit() and grant.reward == "final_answer"
 
 
 def test_a_chunk_is_acknowledged_only_after_it_is_on_disk(talk, worker):
     grant = worker.grants()[0]
-    size = talk.journal.path.stat().st_size
+    size = talk.journal.bytes_on_disk
     worker.chunk(grant, 0, 3)
-    assert worker.take(wire.ChunkAck)[-1].message == wire.ChunkAck(grant.token, 3)
-    assert talk.journal.path.stat().st_size > size
+    assert worker.take(wire.Acknowledged)[-1].message == wire.Acknowledged([(grant.token, 3)], [])
+    assert sum(path.stat().st_size for path in talk.journal.folder.glob("*.msgpack")) > size
 
 
 def test_a_failed_sync_acknowledges_nothing(talk, worker, monkeypatch):
@@ -90,14 +90,14 @@ def test_a_failed_sync_acknowledges_nothing(talk, worker, monkeypatch):
     monkeypatch.setattr("april.broker.journal.os.fdatasync", fail)
     with pytest.raises(JournalError, match="No space left"):
         worker.chunk(grant, 0, 3)
-    assert worker.take(wire.ChunkAck) == []
+    assert worker.take(wire.Acknowledged) == []
 
 
 def test_a_chunk_again_is_a_duplicate_a_gap_is_asked_for(worker):
     grant = worker.grants()[0]
     worker.chunk(grant, 0, 3)
     worker.chunk(grant, 0, 3)
-    assert [ack.message.length for ack in worker.take(wire.ChunkAck)] == [3, 3]
+    assert [ack.message.lengths for ack in worker.take(wire.Acknowledged)] == [[(grant.token, 3)]] * 2
     worker.chunk(grant, 5, 2)
     assert worker.take(wire.ResendFrom)[-1].message == wire.ResendFrom(grant.token, 3)
     worker.say(wire.GiveBack(grant.token, 5, "abort"))
@@ -160,7 +160,7 @@ def test_a_lost_worker_s_sample_goes_on_elsewhere_with_every_acknowledged_token(
     other.join()
     talk.tick(2.0)
     resumed = {(g.message.group, g.message.index): g for g in other.take(wire.Grant)}[grant.group, grant.index]
-    assert resumed.arrays[0][grant.prompt_tokens :].tolist() == [2, 3, 4, 5, 6]
+    assert np.concatenate(resumed.arrays[1:]).tolist() == [2, 3, 4, 5, 6]
     assert resumed.message.max_new_tokens == 19 and resumed.message.seed == grant.seed
     worker.chunk(grant, 5, 1)
     assert "unknown session" in worker.take(wire.Refused)[-1].message.reason
@@ -216,9 +216,9 @@ def test_what_was_generated_but_not_scored_is_only_scored_again(talk, worker):
         g for g in successor.take(wire.Grant) if (g.message.group, g.message.index) == (grant.group, grant.index)
     )
     assert again.message.scoring and again.message.finish_reason == "stop"
-    assert len(again.arrays[0]) == grant.prompt_tokens + 5
+    assert [len(array) for array in again.arrays[1:]] == [5]
     successor.say(wire.Scored(again.message.token, 0.0))
-    assert successor.take(wire.Done)
+    assert successor.take(wire.Acknowledged)[-1].message.done == [again.message.token]
 
 
 def test_a_sample_that_keeps_failing_is_dead_and_its_group_discarded_with_the_reason(talk, worker):
@@ -266,9 +266,11 @@ def test_n_complete_groups_make_a_batch_and_abort_the_rest(talk, worker, learner
     assert all(grant.token <= abort.watermark for grant in aborted)
     batch, arrays = learner.fetch(0)
     assert len(batch.groups) == 4 and all(len(group.samples) == 2 for group in batch.groups)
-    for head, ids, logprobs in zip(batch.groups, arrays[::2], arrays[1::2], strict=True):
-        lengths = [sample.response_tokens for sample in head.samples]
-        assert len(ids) == sum(lengths) + 2 * head.prompt_tokens and len(logprobs) == sum(lengths)
+    expected = []
+    for head in batch.groups:
+        expected.append(head.prompt_tokens)
+        expected += [sample.response_tokens for sample in head.samples for _ in ("ids", "logprobs")]
+    assert [len(array) for array in arrays] == expected
 
 
 def test_the_same_step_gives_the_identical_batch(worker, learner):
