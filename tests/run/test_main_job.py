@@ -81,20 +81,20 @@ def test_every_token_s_logprob_is_that_of_the_version_it_is_labelled_with(finish
     models = {0: AutoModelForCausalLM.from_pretrained(policy_folder, dtype=torch.float32)}
     for event, arrays in journalled(run_dir):
         if isinstance(event, GroupOpened):
-            prompts[event.group] = np.frombuffer(arrays[0], "<i4")
+            prompts[event.group] = np.frombuffer(arrays[0][1], "<i4")
         elif isinstance(event, Leased):
             holders[event.token] = (event.group, event.index)
         elif isinstance(event, ChunkAccepted):
             sample = holders[event.token]
             before = responses.get(sample, np.empty(0, "i4"))
             assert len(before) == event.start
-            new = np.frombuffer(arrays[0], "<i4")
+            new = np.frombuffer(arrays[0][1], "<i4")
             responses[sample] = np.concatenate([before, new])
             step = event.version.step
             if step not in models:
                 models[step] = model_of_checkpoint(run_dir, step, policy_folder)
             expected = forward_logprobs(models[step], np.concatenate([prompts[sample[0]], responses[sample]]), len(new))
-            assert np.abs(expected - np.frombuffer(arrays[1], "<f4")).max() < 1e-4
+            assert np.abs(expected - np.frombuffer(arrays[1][1], "<f4")).max() < 1e-4
             checked.add(step)
     assert checked == {0, 1, 2, 3}
     apart = forward_logprobs(models[0], np.arange(2, 20), 10) - forward_logprobs(models[3], np.arange(2, 20), 10)
