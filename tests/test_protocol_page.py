@@ -258,7 +258,9 @@ def test_a_client_written_from_the_page_carries_a_batch_from_prompt_to_consumed(
 
     worker.generate(first, 3, [0, 0])
     worker.send_chunk(first, 0, first.ids, first.logprobs, [0, 0])
-    assert worker.take("Acknowledged").fields == [[[first.token, 3]], []], "a duplicate is acknowledged and changes nothing"
+    assert worker.take("Acknowledged").fields == [[[first.token, 3]], []], (
+        "a duplicate is acknowledged and changes nothing"
+    )
     worker.send_chunk(first, 5, [7], [-1.0], [0, 0])
     assert worker.take("ResendFrom").fields == [first.token, 3], "a gap is asked for"
     worker.send("Scored", first.token, 1.0)
