@@ -1,5 +1,6 @@
 """Breaks a run's processes while it trains, and counts what it has broken, and when."""
 
+import contextlib
 import os
 import random
 import signal
@@ -71,13 +72,16 @@ class Chaos:
     def kill(self, victim: str, phase: str) -> None:
         """SIGKILL one process of a kind, in that phase of the run if it comes soon."""
         self.wait_for_tokens(self._last_tokens + self.tokens_between)
-        pid = self.process(victim)
-        deadline = time.monotonic() + AIM_S
-        while self.state.now()[0] != phase and time.monotonic() < deadline:
-            time.sleep(0.001)
-        time.sleep(random.choice([0.0, random.uniform(0.0, 0.02)]))
-        hit, tokens = self.state.now()
-        os.kill(pid, signal.SIGKILL)
+        while True:
+            pid = self.process(victim)
+            deadline = time.monotonic() + AIM_S
+            while self.state.now()[0] != phase and time.monotonic() < deadline:
+                time.sleep(0.001)
+            time.sleep(random.choice([0.0, random.uniform(0.0, 0.02)]))
+            hit, tokens = self.state.now()
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+                break
         self.kills[victim, hit] += 1
         self.tokens_before.append(tokens - self._last_tokens)
         self._last_tokens = tokens
