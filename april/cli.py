@@ -83,6 +83,7 @@ def add(commands, name: str, command, help: str, config: bool = False) -> argpar
 
 def run_command(options, overrides: list[str]) -> int:
     from april import preflight
+    from april.broker.plan import describe_plan
     from april.report.html import write_report
     from april.report.live import LiveView
     from april.supervisor import RunFailed, Supervisor
@@ -94,6 +95,7 @@ def run_command(options, overrides: list[str]) -> int:
         config = preflight.make_run_folder(config)
     failure = ""
     with LiveView() as view:
+        view.note(describe_plan(config.schedule))
         for change in changes:
             view.note(f"resumed with a changed key: {change}")
         try:

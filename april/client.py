@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import zmq
@@ -12,6 +12,8 @@ from april import clock, wire
 log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
+REPORT_BYTES = 8 << 20
+"""what has arrived is reported after so much at the latest, well before the broker's credit is used up"""
 BEATS_OVER_DATA = 5
 """every so many heartbeats one goes over the data connection: a broker to which that connection is new says so"""
 HELLO_AGAIN_S = 5.0
@@ -41,8 +43,8 @@ class BrokerConnection:
         self.address, self.role, self.name, self.uid = address, role, name, uid
         self.patience_s = patience_s
         self.session = 0
-        self.received_bytes = 0
-        """of arrays in this session"""
+        self.received_bytes = self._reported_bytes = 0
+        """of arrays in this session, and how many of them the broker was told of"""
         self.heard_at = clock.now()
         self._sequence = 0
         self._beats = 0
@@ -67,7 +69,7 @@ class BrokerConnection:
 
     def hello(self, leases: list[int], acknowledged_tokens: int = 0, timeout_s: float | None = None) -> wire.Welcome:
         """Open a session, or open it anew. Raises BrokerUnreachable after `timeout_s`, by default the patience."""
-        self.session = 0
+        self.session = self.received_bytes = self._reported_bytes = 0
         deadline = clock.now() + (timeout_s or self.patience_s)
         received = None
         while received is None:
@@ -111,17 +113,9 @@ class BrokerConnection:
                 self.heard_at = clock.now()
                 received = wire.decode(socket.recv_multipart())
                 self.received_bytes += sum(array.nbytes for array in received.arrays)
+                if self.received_bytes - self._reported_bytes >= REPORT_BYTES:
+                    self.beat()
                 yield received
-
-    def beat(self, leases: Sequence[int] = (), emitted_tokens: int = 0) -> None:
-        """Say that this peer lives, renew leases, and give the broker credit for what has arrived; due every
-        HEARTBEAT_S."""
-        heartbeat = wire.Heartbeat(list(leases), emitted_tokens, self.received_bytes)
-        self._beats += 1
-        if self._beats % BEATS_OVER_DATA:
-            self.send_control(heartbeat)
-        else:
-            self.send(heartbeat)
 
     def request(self, message: wire.Message, timeout_s: float | None = None) -> wire.Received:
         """Send and wait for the answer, None: as long as the broker lives. Raises BrokerUnreachable.
@@ -129,12 +123,23 @@ class BrokerConnection:
         To a broker that has been restarted meanwhile, hello and then the message are said again, so the message
         must be one that may be repeated.
         """
+        return self.request_parts(message, lambda answers: True, timeout_s)[0]
+
+    def request_parts(
+        self, message: wire.Message, whole: Callable[[list[wire.Received]], bool], timeout_s: float | None = None
+    ) -> list[wire.Received]:
+        """The same for an answer that comes in parts, until it is `whole`."""
         deadline = clock.now() + (math.inf if timeout_s is None else timeout_s)
-        while answer := self._await(self.send(message), deadline):
-            if not self.is_disowned(answer):
-                return answer
-            log.info("the broker does not know this %s any more; saying hello again", self.role)
-            self.hello(leases=[])
+        sequence, answers = self.send(message), []
+        while answer := self._await(sequence, deadline):
+            if self.is_disowned(answer):
+                log.info("the broker does not know this %s any more; saying hello again", self.role)
+                self.hello(leases=[])
+                sequence, answers = self.send(message), []
+                continue
+            answers.append(answer)
+            if whole(answers):
+                return answers
         raise BrokerUnreachable(f"the broker at {self.address} does not answer within {timeout_s:g} s; is it running?")
 
     def _await(self, sequence: int, deadline: float) -> wire.Received | None:
@@ -150,6 +155,17 @@ class BrokerConnection:
                 self.beat()
             self.check_alive()
         return None
+
+    def beat(self, leases: Sequence[int] = (), emitted_tokens: int = 0) -> None:
+        """Say that this peer lives, renew leases, and give the broker credit for what has arrived; due every
+        HEARTBEAT_S."""
+        heartbeat = wire.Heartbeat(list(leases), emitted_tokens, self.received_bytes)
+        self._reported_bytes = self.received_bytes
+        self._beats += 1
+        if self._beats % BEATS_OVER_DATA:
+            self.send_control(heartbeat)
+        else:
+            self.send(heartbeat)
 
     def check_alive(self) -> None:
         """Raise BrokerUnreachable if the broker, which answers every heartbeat, is silent for too long."""

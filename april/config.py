@@ -55,7 +55,9 @@ class DataSection(Section):
 
 
 class ScheduleSection(Section):
-    kind: Literal["sync", "april"] = Field("april", description="sync waits for all; april stops at N")
+    kind: Literal["sync", "april", "continuous"] = Field(
+        "april", description="sync waits for all; april stops at N; continuous never stops"
+    )
     rollout_batch_size: int = Field(32, ge=1, description="N: groups in a batch")
     over_sampling_batch_size: int | None = Field(
         None, ge=1, description="N': groups in a round if > N, groups opened at a time if < N; none: N"
@@ -70,10 +72,29 @@ class ScheduleSection(Section):
         None, ge=1, description="a group may lose dead samples down to this size; none: n"
     )
 
+    in_flight: int | None = Field(
+        None, ge=1, description="C: samples that `continuous` keeps in generation; none: N' x n"
+    )
+
     @property
     def groups_per_round(self) -> int:
         """N', N when it was not given."""
         return self.over_sampling_batch_size or self.rollout_batch_size
+
+    @property
+    def most_in_flight(self) -> int:
+        """C: training samples that are generated at a time."""
+        return self.in_flight or self.groups_per_round * self.n_samples_per_prompt
+
+    @property
+    def batches_in_reach(self) -> int:
+        """Batches that may train a group: S + 1, or S where it is opened under the version before the batch's."""
+        return self.max_staleness + (0 if self.overlap else 1)
+
+    @property
+    def groups_outlive_a_round(self) -> bool:
+        """Whether a batch is trained while other groups are unfinished."""
+        return self.kind == "continuous" or self.groups_per_round > self.rollout_batch_size
 
 
 class SamplingSection(Section):
@@ -304,6 +325,28 @@ def check_address(address: str) -> str:
     return address
 
 
+def check_continuous(schedule: ScheduleSection) -> None:
+    """Refuse what `continuous` has no use for, and more samples in flight than the staleness bound ever admits."""
+    if not schedule.partial_rollout:
+        raise ConfigError(
+            "key 'schedule.partial_rollout' = False cannot be: schedule.kind = 'continuous' ends no round, so that "
+            "nothing is discarded unfinished; leave it true, or use schedule.kind = 'april'"
+        )
+    if schedule.overlap:
+        raise ConfigError(
+            "key 'schedule.overlap' = True says nothing: schedule.kind = 'continuous' always generates while the "
+            "learner trains; leave it out, or use schedule.kind = 'april'"
+        )
+    groups, n = schedule.rollout_batch_size, schedule.n_samples_per_prompt
+    admitted = schedule.batches_in_reach * groups * n
+    if schedule.in_flight is not None and schedule.in_flight > admitted:
+        raise ConfigError(
+            f"key 'schedule.in_flight' = {schedule.in_flight} exceeds {admitted}, the most samples that "
+            f"schedule.max_staleness = {schedule.max_staleness} ever admits for {groups} x {n} in a batch; "
+            "lower it or raise max_staleness"
+        )
+
+
 def check(config: Config) -> None:
     """Refuse what is valid key by key but cannot work together."""
     schedule, learner = config.schedule, config.learner
@@ -318,10 +361,17 @@ def check(config: Config) -> None:
             f"key 'schedule.over_sampling_batch_size' = {per_round} over-samples N = {groups}, "
             "which schedule.kind = 'sync' never does; use schedule.kind = 'april' or leave the key out"
         )
-    lead = schedule.max_staleness + (0 if schedule.overlap else 1)
-    if per_round > lead * groups:
+    if schedule.kind == "continuous":
+        check_continuous(schedule)
+    elif schedule.in_flight is not None:
         raise ConfigError(
-            f"key 'schedule.over_sampling_batch_size' = {per_round} exceeds {lead * groups}, the most that "
+            f"key 'schedule.in_flight' = {schedule.in_flight} is for schedule.kind = 'continuous', not "
+            f"{schedule.kind!r}; leave it out, or set schedule.over_sampling_batch_size"
+        )
+    admitted = schedule.batches_in_reach * groups
+    if per_round > admitted:
+        raise ConfigError(
+            f"key 'schedule.over_sampling_batch_size' = {per_round} exceeds {admitted}, the most that "
             f"schedule.max_staleness = {schedule.max_staleness} allows for N = {groups}"
             f"{' with overlap' if schedule.overlap else ''}; lower it or raise max_staleness"
         )

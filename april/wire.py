@@ -8,7 +8,6 @@ decode raises `WireError` and nothing else.
 import struct
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
@@ -221,10 +220,13 @@ class GroupHead(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Batch(Message):
-    """The groups of one step. Arrays of each group: the prompt int32, then of each of its samples the response's
-    ids int32 and behaviour logprobs float32."""
+    """The answer to Fetch, in one or more parts: some of the `total` groups of a step, from the `first` on.
+    Arrays of each group: the prompt int32, then of each of its samples the response's ids int32 and behaviour
+    logprobs float32."""
 
     step: int
+    first: int
+    total: int
     groups: list[GroupHead]
 
 
@@ -355,8 +357,7 @@ _decoder = msgspec.msgpack.Decoder(Body)
 _codes = {dtype: code for code, dtype in DTYPES.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class Packed:
+class Packed(msgspec.Struct, frozen=True, gc=False):
     """A flat array as it travels: passed on with the checksum that its maker gave it."""
 
     dtype: str
@@ -364,8 +365,7 @@ class Packed:
     data: bytes | memoryview
 
 
-@dataclass(frozen=True, slots=True)
-class Received:
+class Received(msgspec.Struct, frozen=True):
     """A decoded message; `arrays` are read-only views of the frames."""
 
     message: Any
@@ -415,13 +415,10 @@ def decode(frames: list) -> Received:
 
 def decode_array(head: ArrayHead, frame) -> np.ndarray:
     dtype = DTYPES.get(head.dtype)
-    if dtype is None or any(extent < 0 for extent in head.shape):
-        raise WireError("array of an unknown type or of negative size")
-    count = 1
-    for extent in head.shape:
-        count *= extent
-    if len(head.shape) > 1 or count * dtype.itemsize != len(frame) or len(frame) > MAX_ARRAY_BYTES:
-        raise WireError("array is not flat, or its size does not agree with its shape")
+    if dtype is None or len(head.shape) != 1 or head.shape[0] * dtype.itemsize != len(frame):
+        raise WireError("array of an unknown type, not flat, or of another size than its shape")
+    if len(frame) > MAX_ARRAY_BYTES:
+        raise WireError("array too large")
     if zlib.crc32(frame) != head.checksum:
         raise WireError("array checksum does not agree")
-    return np.frombuffer(frame, dtype=dtype).reshape(head.shape)
+    return np.frombuffer(frame, dtype=dtype)

@@ -273,8 +273,8 @@ def test_a_client_written_from_the_page_carries_a_batch_from_prompt_to_consumed(
     completed = make_batch(worker, [0, 0])
     batch = learner.take("Batch")
     assert batch.sequence == pending
-    step, groups = batch.fields
-    assert step == 0 and len(groups) == 4
+    step, place, total, groups = batch.fields
+    assert (step, place, total, len(groups)) == (0, 0, 4, 4)
     arrays = iter(batch.arrays)
     for group, prompt_tokens, samples in groups:
         prompt = next(arrays)

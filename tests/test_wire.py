@@ -20,7 +20,7 @@ EXAMPLES = [
     (GRANT, [np.arange(5, dtype="i4"), np.arange(2, dtype="i4")]),
     (wire.Chunk(7, 0, Version(1, 2), "stop"), [np.arange(3, dtype="i4"), np.ones(3, "f4")]),
     (
-        wire.Batch(4, [wire.GroupHead(9, 2, [HEAD])]),
+        wire.Batch(4, 0, 1, [wire.GroupHead(9, 2, [HEAD])]),
         [np.arange(2, dtype="i4"), np.arange(3, dtype="i4"), np.zeros(3, "f4")],
     ),
     (wire.Consumed(4, {"loss": 0.5}), []),

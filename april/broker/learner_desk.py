@@ -13,6 +13,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+PART_BYTES = 1 << 20
+"""arrays in one message of a batch, rounded up to whole groups"""
+TURN_BYTES = 4 << 20
+"""arrays sent to the learner in one turn, so that nobody else waits long"""
+
 
 class LearnerDesk:
     def __init__(self, service: "Service"):
@@ -20,7 +25,9 @@ class LearnerDesk:
         self.ledger = service.ledger
         self.sessions = service.sessions
         self.waiting: tuple[Session, wire.Received] | None = None
-        """a fetch whose batch does not exist yet"""
+        """a fetch whose batch does not exist yet, or is not sent to its end"""
+        self.sent_groups = 0
+        """of the batch that is being sent"""
 
     def hello(self, session: Session) -> None:
         for other in list(self.sessions.by_id.values()):
@@ -55,11 +62,11 @@ class LearnerDesk:
             return self._refuse(session, received, "say first which checkpoint you hold")
         if step != self.ledger.consumed:
             return self._refuse(session, received, f"batch {step} does not follow {self.ledger.consumed} consumed ones")
-        self.waiting = (session, received)
+        self.waiting, self.sent_groups = (session, received), 0
         self.answer_fetch()
 
     def answer_fetch(self) -> None:
-        """Send the batch that the learner waits for, or that there is none, as soon as that is known."""
+        """Send of the batch that the learner waits for as much as goes into a turn, or that there is none."""
         if self.waiting is None:
             return
         session, received = self.waiting
@@ -67,16 +74,28 @@ class LearnerDesk:
         replayed = step < self.ledger.frontier
         if self.service.over and not replayed:
             self.sessions.send(session, wire.Finished(self.service.over), sequence=received.sequence)
-        elif not self.sessions.has_credit(session, self.service.credit_bytes):
-            return
+            self.waiting = None
         elif step in self.ledger.deliveries:
-            groups = self.ledger.deliveries[step]
-            batch = wire.Batch(step, [group_head(group) for group in groups])
-            arrays = [array for group in groups for array in self._group_arrays(group)]
-            self.sessions.send(session, batch, arrays, received.sequence)
-        else:
-            return
-        self.waiting = None
+            bytes_before = session.sent_bytes
+            while session.sent_bytes - bytes_before < TURN_BYTES and self.waiting:
+                if not self.sessions.has_credit(session, self.service.credit_bytes):
+                    return
+                self._send_part(session, step, received.sequence)
+
+    def _send_part(self, session: Session, step: int, sequence: int) -> None:
+        """The next groups of the batch, PART_BYTES or one group."""
+        groups, heads, arrays, size = self.ledger.deliveries[step], [], [], 0
+        first = self.sent_groups
+        while self.sent_groups < len(groups) and size < PART_BYTES:
+            group = groups[self.sent_groups]
+            group_arrays = self._group_arrays(group)
+            heads.append(group_head(group))
+            arrays += group_arrays
+            size += sum(len(array.data) for array in group_arrays)
+            self.sent_groups += 1
+        self.sessions.send(session, wire.Batch(step, first, len(groups), heads), arrays, sequence)
+        if self.sent_groups == len(groups):
+            self.waiting = None
 
     def _group_arrays(self, group: Group) -> list[wire.Packed]:
         arrays = [self.service.read_prompt(group)]

@@ -142,7 +142,7 @@ class Ledger(LedgerState):
         return expired
 
     def discard(self, group: Group, reason: str) -> None:
-        """End an open group for a reason that is counted; its leases are void."""
+        """End an open or ready group for a reason that is counted; its leases are void."""
         self.commit(events.GroupDiscarded(group.id, reason))
 
     def start_round(self) -> None:
@@ -212,11 +212,6 @@ class Ledger(LedgerState):
     @property
     def undelivered(self) -> int:
         return self.counts[GroupState.OPEN] + self.counts[GroupState.READY]
-
-    @property
-    def generating(self) -> int:
-        """Training samples that some worker generates now."""
-        return sum(count for (_, evaluation), count in self.load.items() if not evaluation)
 
     @property
     def partials_waiting(self) -> int:

@@ -43,6 +43,8 @@ class LedgerState:
         """tokens of leases by worker"""
         self.load: Counter[tuple[str, bool]] = Counter()
         """leases that generate, by (worker, evaluation)"""
+        self.generating = 0
+        """training samples that some worker generates now"""
         self.queue = HandOutQueue()
         self.bound = StalenessBound(rules.max_staleness, rules.batch_groups)
         self.cohorts = LengthCohorts(rules.batch_groups)
@@ -130,6 +132,7 @@ class LedgerState:
         self.held.setdefault(lease.worker, set()).add(lease.token)
         if lease.generating:
             self.load[lease.worker, lease.sample.group.evaluation] += 1
+            self.generating += not lease.sample.group.evaluation
 
     def _release(self, token: int) -> Lease:
         """Take a lease out of the books."""
@@ -144,10 +147,11 @@ class LedgerState:
 
     def _stops_generating(self, lease: Lease) -> None:
         if lease.generating:
-            load = (lease.worker, lease.sample.group.evaluation)
-            self.load[load] -= 1
-            if not self.load[load]:
-                del self.load[load]
+            evaluation = lease.sample.group.evaluation
+            self.generating -= not evaluation
+            self.load[lease.worker, evaluation] -= 1
+            if not self.load[lease.worker, evaluation]:
+                del self.load[lease.worker, evaluation]
 
     def _start(self, group: Group, step: int) -> None:
         group.started = True

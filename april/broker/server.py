@@ -26,13 +26,13 @@ DRAIN_MESSAGES = 256
 """most messages between two syncs"""
 OUTBOX_MESSAGES = 1024
 """most messages kept for a peer that does not read; more end its session"""
-BIND_S, BIND_AGAIN_S = 10.0, 0.2
-"""longest wait for the port of a broker that was killed, and how often it is tried"""
 RETRY_S = 5.0
 """how often a broker that ran out of disk looks for room"""
 PROBE_BYTES = 16 << 20
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """refusals of a disk after which it can be written again"""
+BIND_S, BIND_AGAIN_S = 10.0, 0.2
+"""longest wait for the port of a broker that was killed, and how often it is tried"""
 LEAVE_S = 600.0
 """longest wait at the end of a run for workers and learner to say goodbye"""
 LEAVE_AFTER_SIGNAL_S = 60.0
@@ -70,6 +70,13 @@ class Server:
         self._retry_at = 0.0
         self._late: dict[bytes, deque[Outgoing]] = {}
 
+    def _open(self, prompts: PromptBook) -> None:
+        """Rebuild the service from what is on disk."""
+        broker = self.config.broker
+        self.journal = Journal(self.config.run_dir / "journal", broker.segment_mb << 20, broker.segment_records)
+        self.service = Service(self.config, prompts, self.journal, clock.now())
+        self.journal.sync()
+
     def _bind(self, endpoint: str) -> None:
         """Bind; where any port will do, that of a broker of this run that was killed, as its peers come back to it."""
         mend = "give a free one of this machine"
@@ -85,13 +92,6 @@ class Server:
                 if clock.now() >= deadline:
                     raise BindError(f"key 'broker.bind' = {endpoint!r} cannot be used ({error}); {mend}") from None
             time.sleep(BIND_AGAIN_S)
-
-    def _open(self, prompts: PromptBook) -> None:
-        """Rebuild the service from what is on disk."""
-        broker = self.config.broker
-        self.journal = Journal(self.config.run_dir / "journal", broker.segment_mb << 20, broker.segment_records)
-        self.service = Service(self.config, prompts, self.journal, clock.now())
-        self.journal.sync()
 
     def serve(self) -> None:
         signal.signal(signal.SIGTERM, self._on_signal)

@@ -13,11 +13,11 @@ from april import wire
 from april.broker import events
 from april.broker.journal import Journal, JournalError
 from april.broker.learner_desk import LearnerDesk
-from april.broker.ledger import Ledger, Rules
+from april.broker.ledger import Ledger
+from april.broker.plan import ledger_rules, make_schedule
 from april.broker.prompts import PromptBook
 from april.broker.recorder import Recorder
 from april.broker.samples import Group, GroupState, Sample
-from april.broker.schedule import RoundRules, RoundSchedule
 from april.broker.sessions import Outgoing, Session, Sessions
 from april.broker.snapshot import SnapshotStore, freeze, live_positions, thaw
 from april.broker.status import describe_status
@@ -53,33 +53,13 @@ class Service:
         """why nothing can be written; what is in memory is then ahead of the disk, and nobody is told of it"""
         self.bad_messages: Counter[str] = Counter()
         self.credit_bytes = config.broker.credit_mb << 20
-        schedule = config.schedule
-        self.ledger = Ledger(
-            Rules(
-                batch_groups=schedule.rollout_batch_size,
-                group_size=schedule.n_samples_per_prompt,
-                max_staleness=schedule.max_staleness,
-                max_attempts=config.broker.attempts,
-                min_group_size=schedule.min_group_size,
-                max_response_tokens=config.sampling.max_response_tokens,
-            ),
-            record=journal.append,
-        )
-        self.schedule = RoundSchedule(
-            RoundRules(
-                batch_groups=schedule.rollout_batch_size,
-                round_groups=schedule.groups_per_round,
-                max_steps=schedule.max_steps,
-                partial_rollout=schedule.partial_rollout,
-                overlap=schedule.overlap,
-                train_last_batch=schedule.last_batch == "train",
-            ),
-            prompts,
-        )
+        self.ledger = Ledger(ledger_rules(config), record=journal.append)
+        self.schedule = make_schedule(config.schedule, prompts)
         self.snapshots = SnapshotStore(journal.folder)
         self._recover(now)
         self.sessions.number_from(self.ledger.epoch)
-        self.recorder = Recorder(config.run_dir, config.run.name, schedule.max_steps, now, self.ledger, self.sessions)
+        max_steps = config.schedule.max_steps
+        self.recorder = Recorder(config.run_dir, config.run.name, max_steps, now, self.ledger, self.sessions)
         self.workers = WorkerDesk(self)
         self.learner = LearnerDesk(self)
         for step in self.ledger.evaluations:
@@ -252,7 +232,7 @@ class Service:
         for opened in self.ledger.evaluations:
             if opened not in self.recorder.evaluations:
                 self._record_evaluation(opened)
-        if self.ledger.dead_in_a_row >= DEAD_ROUNDS * self.schedule.rules.round_groups:
+        if self.ledger.dead_in_a_row >= DEAD_ROUNDS * self.config.schedule.groups_per_round:
             count, error = self.ledger.dead_in_a_row, self.ledger.last_error
             return self.stop(f"{count} groups in a row lost samples for good, the last to: {error}", "failed", now)
         all_trained = self.schedule.finished(self.ledger) and step == self.ledger.next_step

@@ -20,7 +20,7 @@ def describe_status(service: "Service", now: float) -> np.ndarray:
 
 
 def status(service: "Service", now: float) -> dict[str, Any]:
-    ledger, rules = service.ledger, service.schedule.rules
+    ledger, schedule = service.ledger, service.config.schedule
     recent = service.recent_steps(ETA_STEPS)
     last = recent[-1] if recent else {}
     return {
@@ -28,16 +28,16 @@ def status(service: "Service", now: float) -> dict[str, Any]:
         "state": service.state,
         "read_only": service.read_only,
         "step": ledger.consumed,
-        "max_steps": rules.max_steps,
+        "max_steps": schedule.max_steps,
         "round": ledger.round,
-        "groups_complete": len(ledger.ready) if ledger.round_open else rules.batch_groups,
-        "groups_needed": rules.batch_groups,
+        "groups_complete": len(ledger.ready) if ledger.round_open else schedule.rollout_batch_size,
+        "groups_needed": schedule.rollout_batch_size,
         "groups_open": ledger.counts[GroupState.OPEN],
         "partials_waiting": ledger.partials_waiting,
         "leased": ledger.generating,
         "phase": phase(service),
         "elapsed_s": round(now - service.started_at, 1),
-        "eta_s": eta_s(recent, rules.max_steps - ledger.consumed),
+        "eta_s": eta_s(recent, schedule.max_steps - ledger.consumed),
         "reward": last.get("reward"),
         "rollout_tokens_per_s": last.get("rollout_tokens_per_s", 0.0),
         "staleness": last.get("staleness", {"mean": 0.0, "max": 0}),
@@ -68,7 +68,7 @@ def learner_silent_s(service: "Service", now: float) -> float | None:
 
 def phase(service: "Service") -> str:
     ledger = service.ledger
-    floor = max(0, service.schedule.floor(ledger))
+    floor = service.schedule.floor(ledger)
     if service.over:
         return "finished"
     if ledger.generating:

@@ -10,7 +10,8 @@ import numpy as np
 from april import wire
 from april.broker.ledger import Verdict
 from april.broker.prompts import sample_seed
-from april.broker.samples import Lease, Sample
+from april.broker.samples import Lease
+from april.broker.schedule import choose_sample
 from april.broker.sessions import Session
 
 if TYPE_CHECKING:
@@ -70,7 +71,8 @@ class WorkerDesk:
 
     def on_Heartbeat(self, session: Session, received: wire.Received, now: float) -> None:
         message = received.message
-        self.sessions.tallies[session.uid].emitted = message.emitted_tokens
+        tally = self.sessions.tallies[session.uid]
+        tally.emitted = max(tally.emitted, message.emitted_tokens)
         mine = [token for token in message.leases if self._holds(session.uid, token)]
         self.ledger.renew(mine, now + self.config.broker.lease_s)
         lost = [token for token in message.leases if token not in set(mine)]
@@ -165,24 +167,15 @@ class WorkerDesk:
 
     def _grant_one(self, session: Session, now: float) -> bool:
         step = session.version.step
-        sample = (
-            self.ledger.queue.take_scoring()
-            or self.service.schedule.urgent_sample(self.ledger, step)
-            or self._evaluation_sample(session)
-            or self.service.schedule.next_sample(self.ledger, step)
-        )
+        sample = choose_sample(self.service.schedule, self.ledger, step, self._evaluation_share_left(session))
         if sample is None:
             return False
         lease = self.ledger.lease(sample, session.uid, step, now + self.config.broker.lease_s)
         self._send_grant(session, lease)
         return True
 
-    def _evaluation_sample(self, session: Session) -> Sample | None:
-        """Evaluation has a capped share of the slots, unless there is nothing else to do."""
-        share = self.ledger.load[session.uid, True] / session.capacity
-        if share >= self.config.evaluation.share and self.ledger.round_open:
-            return None
-        return self.ledger.queue.take_evaluation(session.version.step)
+    def _evaluation_share_left(self, session: Session) -> bool:
+        return self.ledger.load[session.uid, True] < self.config.evaluation.share * session.capacity
 
     def _send_grant(self, session: Session, lease: Lease) -> None:
         sample, group, sampling = lease.sample, lease.sample.group, self.config.sampling

@@ -1,6 +1,7 @@
 """The learner's end of the conversation with the broker: fetches batches, reports what became of them."""
 
 import uuid
+from collections.abc import Callable
 
 import numpy as np
 
@@ -18,12 +19,14 @@ class BrokerSource:
         self.connection.hello(leases=[])
 
     def start(self, checkpoint_step: int) -> tuple[int, int]:
-        answer = self._ask(wire.LearnerStart(checkpoint_step, self.weights_address))
+        [answer] = self._ask(wire.LearnerStart(checkpoint_step, self.weights_address))
         return answer.message.branch, answer.message.frontier
 
     def fetch(self, step: int) -> Batch | None:
-        answer = self._ask(wire.Fetch(step))
-        return None if isinstance(answer.message, wire.Finished) else to_batch(answer.message, answer.arrays)
+        parts = self._ask(wire.Fetch(step), is_whole)
+        if isinstance(parts[0].message, wire.Finished):
+            return None
+        return Batch(step, [group for part in parts for group in to_groups(part.message, part.arrays)])
 
     def consumed(self, step: int, metrics: dict[str, float]) -> None:
         self._ask(wire.Consumed(step, {name: float(value) for name, value in metrics.items()}))
@@ -35,14 +38,22 @@ class BrokerSource:
         self.connection.send(wire.Goodbye())
         self.connection.close()
 
-    def _ask(self, message: wire.Message) -> wire.Received:
-        answer = self.connection.request(message)
-        if isinstance(answer.message, wire.Refused):
-            raise BrokerRefused(f"the broker refuses: {answer.message.reason}")
-        return answer
+    def _ask(
+        self, message: wire.Message, whole: Callable[[list[wire.Received]], bool] = lambda answers: True
+    ) -> list[wire.Received]:
+        answers = self.connection.request_parts(message, whole)
+        if isinstance(answers[0].message, wire.Refused):
+            raise BrokerRefused(f"the broker refuses: {answers[0].message.reason}")
+        return answers
 
 
-def to_batch(message: wire.Batch, arrays: list[np.ndarray]) -> Batch:
+def is_whole(answers: list[wire.Received]) -> bool:
+    """Whether all parts of the answer to Fetch have arrived."""
+    last = answers[-1].message
+    return not isinstance(last, wire.Batch) or last.first + len(last.groups) == last.total
+
+
+def to_groups(message: wire.Batch, arrays: list[np.ndarray]) -> list[list[TrainSample]]:
     """Put the arrays of a batch message together with what its heads say of them."""
     groups, rest = [], iter(arrays)
     for group in message.groups:
@@ -58,4 +69,4 @@ def to_batch(message: wire.Batch, arrays: list[np.ndarray]) -> Batch:
             for head in group.samples
         ]
         groups.append(samples)
-    return Batch(message.step, groups)
+    return groups

@@ -105,6 +105,7 @@ class FakeWorker(Peer):
 class FakeLearner(Peer):
     def __init__(self, conversation, name=None):
         super().__init__(conversation, "learner", name or f"learner-{next(LEARNERS)}")
+        self.received_bytes = 0
 
     def join(self, step=0):
         self.hello()
@@ -116,6 +117,17 @@ class FakeLearner(Peer):
         self.say(wire.Fetch(step))
         batches = self.take(wire.Batch)
         return (batches[-1].message, [array.tolist() for array in batches[-1].arrays]) if batches else None
+
+    def fetch_parts(self, step):
+        """All messages of a batch, while the broker takes turns and the learner takes what it is sent."""
+        self.say(wire.Fetch(step))
+        parts = []
+        for _ in range(100):
+            for received in self.take(wire.Batch):
+                self.received_bytes += sum(array.nbytes for array in received.arrays)
+                parts.append(received)
+            self.say(wire.Heartbeat([], 0, self.received_bytes), connection=b"control")
+        return parts
 
     def consume(self, step):
         self.say(wire.Consumed(step, {"loss": 0.5}))

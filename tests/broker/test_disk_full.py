@@ -29,7 +29,7 @@ def join(broker):
     connections = []
 
     def start(role):
-        connection = BrokerConnection(broker.address, role, role, uuid.uuid4().hex)
+        connection = BrokerConnection(broker.address, role, role, uuid.uuid4().hex, patience_s=60.0)
         connection.hello([])
         connections.append(connection)
         return connection
@@ -72,7 +72,7 @@ def test_a_full_disk_costs_nothing_that_was_acknowledged_and_ends_by_itself(brok
     assert "cannot be written" in status["read_only"] and "READ ONLY" in broker.output
     assert isinstance(wait_for(worker, wire.Renewed).message, wire.Renewed), "peers learn that the broker lives"
     with pytest.raises(BrokerUnreachable):
-        BrokerConnection(broker.address, "worker", "late", uuid.uuid4().hex).hello([], timeout_s=1.0)
+        BrokerConnection(broker.address, "worker", "late", uuid.uuid4().hex, patience_s=60.0).hello([], timeout_s=1.0)
 
     limit_files(broker, None)
     assert "unknown session" in wait_for(worker, wire.Refused).message.reason

@@ -278,6 +278,42 @@ def test_the_same_step_gives_the_identical_batch(worker, learner):
     assert learner.fetch(0) == learner.fetch(0)
 
 
+def test_a_batch_comes_in_parts_that_make_the_whole(worker, learner, monkeypatch):
+    make_batch(worker)
+    whole, arrays = learner.fetch(0)
+    monkeypatch.setattr("april.broker.learner_desk.PART_BYTES", 1)
+    parts = learner.fetch_parts(0)
+    assert [(part.message.first, part.message.total, len(part.message.groups)) for part in parts] == [
+        (place, 4, 1) for place in range(4)
+    ]
+    assert [group for part in parts for group in part.message.groups] == whole.groups
+    assert [array.tolist() for part in parts for array in part.arrays] == arrays
+
+
+def test_a_learner_that_does_not_read_is_sent_no_more_than_its_credit(talk, worker, learner, monkeypatch):
+    make_batch(worker)
+    monkeypatch.setattr("april.broker.learner_desk.PART_BYTES", 1)
+    talk.service.credit_bytes = 1
+    learner.say(wire.Fetch(0))
+    for _ in range(10):
+        talk.tick()
+    [unread] = learner.take(wire.Batch)
+    assert unread.message.first == 0, "one message may exceed the credit"
+    learner.received_bytes = sum(array.nbytes for array in unread.arrays)
+    assert [part.message.first for part in learner.fetch_parts(0)][-1] == 3
+
+
+def test_a_worker_that_does_not_read_is_sent_no_more_than_its_credit(talk, worker):
+    sent = len(worker.grants())
+    talk.service.credit_bytes = 1
+    worker.hold(0, capacity=50)
+    talk.tick()
+    assert worker.grants() == []
+    received = talk.service.sessions.workers()[0].sent_bytes
+    worker.say(wire.Heartbeat([], 0, received), connection=b"control")
+    assert 1 <= len(worker.grants()) < 50 - sent
+
+
 def test_no_lease_of_the_next_round_before_its_version_and_partials_come_first(talk, worker, learner):
     aborted = make_batch(worker)
     aborted += training(worker.grants())
