@@ -80,7 +80,7 @@ class BrokerConnection:
         welcome = received.message
         if not isinstance(welcome, wire.Welcome):
             raise BrokerUnreachable(f"the broker at {self.address} refuses this {self.role}: {welcome}")
-        self.session, self.received_bytes = welcome.session, 0
+        self.session, self.received_bytes, self._reported_bytes = welcome.session, 0, 0
         self.send_control(wire.Bind())
         return welcome
 

@@ -67,7 +67,7 @@ def promises(outgoing) -> list[list]:
         return [["chunk", token, length] for token, length in message.lengths] + done
     if isinstance(message, wire.Batch):
         frames = wire.encode(message, outgoing.arrays)
-        return [["batch", message.step, zlib.crc32(b"".join(map(bytes, frames[1:])))]]
+        return [["batch", message.step, message.first, zlib.crc32(b"".join(map(bytes, frames[1:])))]]
     report = reports.pop((outgoing.session, outgoing.sequence), None)
     return [report] if report and isinstance(message, wire.Accepted) else []
 

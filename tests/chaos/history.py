@@ -119,7 +119,8 @@ class History:
                 self.expect(subject in self.ended, f"the acknowledged end of lease {subject} is missing")
             elif kind == "batch":
                 self.expect(subject in self.batches, f"batch {subject} was handed over and is missing")
-                same = checksums.setdefault(subject, value) == value
+                first, checksum = value
+                same = checksums.setdefault((subject, first), checksum) == checksum
                 self.expect(same, f"batch {subject} is another one when it is handed over again")
             else:
                 self.expect((kind, subject) in self.reports, f"the acknowledged report {kind} {subject} is missing")

@@ -30,7 +30,9 @@ class RunState:
         os.write(self._promises, msgpack.packb(promise))
 
     def synced(self, path: str, size: int) -> None:
-        (self.folder / "synced" / Path(path).name).write_bytes(size.to_bytes(8))
+        mark = os.open(self.folder / "synced" / Path(path).name, os.O_WRONLY | os.O_CREAT)
+        os.pwrite(mark, size.to_bytes(8), 0)
+        os.close(mark)
 
     def keep(self, segment: Path) -> None:
         """Let the judge read a segment that the broker is about to remove."""

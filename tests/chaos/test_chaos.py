@@ -6,8 +6,7 @@ import pytest
 
 from tests.chaos.chaos import Chaos
 from tests.chaos.history import History
-
-PROMPTS = 64
+from tests.conftest import PROMPTS
 
 
 @pytest.fixture
