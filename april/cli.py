@@ -10,9 +10,8 @@ from typing import NoReturn
 from april import __version__
 from april import config as configuration
 from april.config import ConfigError
+from april.process import REFUSED
 
-REFUSED = 2
-"""exit status of a configuration that cannot work"""
 INTERRUPTED = 130
 """exit status of a run that was stopped by the user"""
 
@@ -51,6 +50,11 @@ def build_parser() -> argparse.ArgumentParser:
         ("report", report_command, "write the report of a run, one HTML file"),
     ):
         add(commands, name, command, help).add_argument("run", type=Path, help="a run folder, such as runs/quickstart")
+
+    keygen = add(commands, "keygen", keygen_command, "make the keys of a run, or those of one more peer")
+    keygen.add_argument("folder", type=Path, metavar="KEYS", help="folder of the keys and the allow-list")
+    keygen.add_argument("--role", choices=("worker", "learner", "monitor"), help="of one more peer [default: all keys]")
+    keygen.add_argument("--name", help="of that peer and its key file, unique in the allow-list")
 
     policy = add(commands, "make-policy", make_policy_command, "make the quickstart's policy (about a minute, cached)")
     policy.add_argument("--out", type=Path, default=Path("cache/policy"), help="folder [default cache/policy]")
@@ -147,6 +151,17 @@ def report_command(options, overrides: list[str]) -> int:
     from april.report.html import write_report
 
     print(write_report(options.run))
+    return 0
+
+
+def keygen_command(options, overrides: list[str]) -> int:
+    from april.security import keygen
+
+    if bool(options.role) != bool(options.name):
+        raise ConfigError("options '--role' and '--name' go together; give both for one more peer, or none of them")
+    paths = [keygen.add_peer(options.folder, options.role, options.name)] if options.name else None
+    for path in paths or keygen.make_folder(options.folder):
+        print(path)
     return 0
 
 

@@ -6,6 +6,9 @@ import numpy as np
 import zmq
 
 from april import clock, wire
+from april.limits import FROM_BROKER
+from april.security.handshake import Handshake
+from april.security.keys import Keys
 
 HEARTBEAT_S = 1.0
 BROKER_SILENCE_S = 120.0
@@ -14,6 +17,10 @@ BROKER_SILENCE_S = 120.0
 
 class BrokerUnreachable(RuntimeError):
     """Nobody answers at the broker's address."""
+
+
+class AccessDenied(BrokerUnreachable):
+    """The broker answers, but not to this peer; trying again changes nothing."""
 
 
 class BrokerConnection:
@@ -26,19 +33,21 @@ class BrokerConnection:
         ...
     """
 
-    def __init__(self, address: str, role: str, name: str, uid: str):
+    def __init__(self, address: str, role: str, name: str, uid: str, keys: Keys | None = None):
+        """`keys`: this peer's, where the broker wants some."""
         self.address, self.role, self.name, self.uid = address, role, name, uid
         self.session = 0
         self.heard_at = clock.now()
         self._sequence = 0
         self._context = zmq.Context()
-        self._data = self._connect()
-        self._control = self._connect()
+        self._handshakes: list[Handshake] = []
+        self._data = self._connect(keys)
+        self._control = self._connect(keys)
         self._poller = zmq.Poller()
         self._poller.register(self._data, zmq.POLLIN)
         self._poller.register(self._control, zmq.POLLIN)
 
-    def _connect(self) -> zmq.Socket:
+    def _connect(self, keys: Keys | None) -> zmq.Socket:
         socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 2000)
         socket.setsockopt(zmq.SNDHWM, 10_000)
@@ -47,6 +56,8 @@ class BrokerConnection:
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
         socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
+        socket.setsockopt(zmq.MAXMSGSIZE, FROM_BROKER.frame_bytes)
+        self._handshakes.append(Handshake(socket, keys, keys.broker if keys else ""))
         socket.connect(self.address)
         return socket
 
@@ -56,7 +67,7 @@ class BrokerConnection:
         sequence = self.send(wire.Hello(self.role, self.name, self.uid, leases, acknowledged_tokens))
         welcome = self._await(sequence, timeout_s).message
         if not isinstance(welcome, wire.Welcome):
-            raise BrokerUnreachable(f"the broker at {self.address} refuses this {self.role}: {welcome}")
+            raise BrokerUnreachable(f"the broker at {self.address} refuses this {self.role}: {welcome.reason}")
         self.session = welcome.session
         self.send_control(wire.Bind())
         return welcome
@@ -82,13 +93,19 @@ class BrokerConnection:
         return refused and received.session == self.session
 
     def receive(self, timeout_ms: int = 0) -> Iterator[wire.Received]:
-        """What has arrived on both connections, waiting at most `timeout_ms` for the first."""
+        """What has arrived on both connections, waiting at most `timeout_ms` for the first. Raises AccessDenied."""
         if not self._poller.poll(timeout_ms):
             return
         for socket in (self._control, self._data):
             while socket.poll(0):
                 self.heard_at = clock.now()
-                yield wire.decode(socket.recv_multipart())
+                received = wire.decode(socket.recv_multipart())
+                if isinstance(received.message, wire.Refused) and received.message.reason.startswith(wire.DENIED):
+                    raise self._denied(received.message.reason.removeprefix(wire.DENIED))
+                yield received
+
+    def _denied(self, why: str) -> AccessDenied:
+        return AccessDenied(f"the broker at {self.address} does not let this {self.role} in: {why}")
 
     def request(self, message: wire.Message, timeout_s: float | None) -> wire.Received:
         """Send and wait for the answer; None waits as long as the broker lives. Raises BrokerUnreachable."""
@@ -111,13 +128,18 @@ class BrokerConnection:
         raise BrokerUnreachable(f"the broker at {self.address} does not answer within {timeout_s:g} s; is it running?")
 
     def check_alive(self) -> None:
-        """Raise BrokerUnreachable if the broker, which answers every heartbeat, is silent for too long."""
+        """Raise BrokerUnreachable if the broker, which answers every heartbeat, is silent for too long, or closed."""
+        for handshake in self._handshakes:
+            if problem := handshake.problem():
+                raise self._denied(problem)
         if clock.now() - self.heard_at > BROKER_SILENCE_S:
             raise BrokerUnreachable(
                 f"the broker at {self.address} is silent for {BROKER_SILENCE_S:g} s; is it running?"
             )
 
     def close(self) -> None:
+        for handshake in self._handshakes:
+            handshake.close()
         self._data.close()
         self._control.close()
         self._context.term()

@@ -15,7 +15,8 @@ import orjson
 from april import clock, wire
 from april.client import BrokerConnection, BrokerUnreachable
 from april.config import Config
-from april.process import SUPERVISED
+from april.process import REFUSED, SUPERVISED
+from april.security.keys import load_keys
 
 POLL_MS = 200
 STATUS_S = 0.5
@@ -25,8 +26,6 @@ STOP_S = 600.0
 """longest wait for a run that was asked to stop, its last checkpoint included; then its processes are killed"""
 CLOSE_S = 5.0
 """longest wait for workers and broker to leave in order after a failure"""
-REFUSED = 2
-"""exit status of a part that refuses its configuration; starting it again would not help"""
 TAIL_LINES = 25
 THREAD_SETTINGS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
@@ -167,7 +166,8 @@ class Supervisor:
         return address_file.read_text()
 
     def _connect(self, address: str) -> None:
-        self.connection = BrokerConnection(address, "monitor", "april run", uuid.uuid4().hex)
+        keys = load_keys(self.config.security.keys, "monitor")
+        self.connection = BrokerConnection(address, "monitor", "april run", uuid.uuid4().hex, keys)
         self.connection.hello(leases=[])
 
     # --- watching -------------------------------------------------------------------------------------------

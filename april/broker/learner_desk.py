@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from april import wire
+from april import limits, wire
 from april.broker.ledger import LedgerError, Verdict
 from april.broker.samples import Group, Sample, SampleState
 from april.broker.sessions import Session
@@ -22,6 +22,8 @@ class LearnerDesk:
         self.ledger = service.ledger
         self.sessions = service.sessions
         self.weights_address = ""
+        self.weights_key = ""
+        """the learner's public key, by which workers recognise its publisher"""
         self.waiting: tuple[Session, wire.Received] | None = None
         """a fetch whose batch does not exist yet"""
 
@@ -41,7 +43,8 @@ class LearnerDesk:
             self.service.step_trained(step, {}, now)
         session.started = True
         self.weights_address = received.message.weights_address
-        self.sessions.broadcast(wire.WeightsAt(self.weights_address))
+        self.weights_key = session.key
+        self.sessions.broadcast(wire.WeightsAt(self.weights_address, self.weights_key))
         answer = wire.LearnerStarted(self.ledger.branch, self.ledger.frontier)
         self.sessions.send(session, answer, sequence=received.sequence)
 
@@ -83,6 +86,8 @@ class LearnerDesk:
 
     def on_Consumed(self, session: Session, received: wire.Received, now: float) -> None:
         step = received.message.step
+        if len(received.message.metrics) > limits.METRICS:
+            raise wire.WireError("more metrics than are kept of a step")
         verdict = self.ledger.consume(step)
         if verdict is Verdict.INVALID:
             return self._refuse(session, received, f"batch {step} is not the next one, {self.ledger.consumed}")
@@ -98,7 +103,8 @@ class LearnerDesk:
 
     def _refuse(self, session: Session, received: wire.Received, reason: str) -> None:
         log.warning("learner refused: %s", reason)
-        self.sessions.send(session, wire.Refused(reason), sequence=received.sequence)
+        cause = f"{type(received.message).__name__} out of order"
+        self.sessions.refuse(cause, reason, session.data_route, 0, session.id, received.sequence)
 
 
 def done_samples(group: Group) -> list[Sample]:

@@ -8,13 +8,16 @@ from pathlib import Path
 
 import zmq
 
-from april import clock, wire
+from april import clock, limits, wire
 from april.broker.journal import Journal
 from april.broker.prompts import PromptBook
 from april.broker.recorder import replace_file
 from april.broker.service import Service
 from april.broker.sessions import Outgoing
 from april.config import Config
+from april.security.allow_list import AllowList
+from april.security.door import Door
+from april.security.keys import ALLOW_LIST, load_keys
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +44,9 @@ class Server:
     """
 
     def __init__(self, config: Config):
+        """Raises ConfigError, JournalError or BindError."""
+        keys = load_keys(config.security.keys, "broker")
+        allow_list = AllowList(config.security.keys / ALLOW_LIST) if keys else None
         config.run_dir.mkdir(parents=True, exist_ok=True)
         self.journal = Journal(config.run_dir / "journal")
         self.service = Service(config, PromptBook(config), self.journal, clock.now())
@@ -51,7 +57,13 @@ class Server:
         self.socket.setsockopt(zmq.LINGER, 1000)
         self.socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
         self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
-        self.socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_ARRAY_BYTES)
+        self.socket.setsockopt(zmq.HANDSHAKE_IVL, int(limits.HANDSHAKE_S * 1000))
+        self.socket.setsockopt(zmq.MAXMSGSIZE, limits.FROM_PEER.frame_bytes)
+        self.socket.setsockopt(zmq.RCVHWM, limits.UPLOAD_QUEUE_MESSAGES)
+        self.door = Door(self.context, keys, allow_list) if keys else None
+        if self.door:
+            self.door.guard(self.socket)
+            self.service.failed_handshakes = self.door.failures
         try:
             self.socket.bind(config.broker.bind)
         except zmq.ZMQError as error:
@@ -83,6 +95,8 @@ class Server:
     def turn(self) -> None:
         """One drain of the socket, one sync, the answers."""
         caught_up = not self.socket.poll(POLL_MS) or self._drain()
+        if self.door and self.door.watch():
+            self._end_revoked()
         if self._signal:
             self.service.stop(f"signal {self._signal}", "stopped", clock.now())
         self.service.tick(clock.now(), caught_up)
@@ -93,11 +107,18 @@ class Server:
         """Handle what has arrived; True if nothing is left."""
         for _ in range(DRAIN_MESSAGES):
             try:
-                route, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
+                route, *frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return True
-            self.service.handle(route, frames, clock.now())
+            peer = self.door.peer_of(route) if self.door else None
+            self.service.handle(route.bytes, frames, clock.now(), peer)
         return False
+
+    def _end_revoked(self) -> None:
+        """End the sessions of keys that are not on the allow-list any more, or have another role there."""
+        for session in list(self.service.sessions.by_id.values()):
+            if self.door.allow_list.find(session.key).role != session.role:
+                self.service.end_session(session, "its key is off the allow-list", clock.now())
 
     def _send_all(self) -> None:
         for route in list(self._late):
@@ -134,11 +155,7 @@ class Server:
         self._late.pop(route, None)
         for session in list(self.service.sessions.by_id.values()):
             if route in (session.data_route, session.control_route):
-                log.warning("%s %s does not read its messages; its session ends", session.role, session.name)
-                if session.role == "worker":
-                    self.service.workers.lose(session, "it does not read its messages", clock.now())
-                else:
-                    self.service.sessions.close(session)
+                self.service.end_session(session, "it does not read its messages", clock.now())
 
     def _on_signal(self, number: int, frame) -> None:
         self._leave_s = LEAVE_AFTER_SIGNAL_S
@@ -148,6 +165,8 @@ class Server:
         self.service.close(clock.now())
         with contextlib.suppress(FileNotFoundError):
             self.address_file.unlink()
+        if self.door:
+            self.door.close()
         self.socket.close()
         self.context.term()
         self.journal.close()

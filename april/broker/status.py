@@ -53,7 +53,8 @@ def status(service: "Service", now: float) -> dict[str, Any]:
         ],
         "tokens": service.recorder.account(ledger),
         "ledger_closed": ledger.closed,
-        "bad_messages": dict(service.bad_messages),
+        "refusals": dict(service.sessions.refusals),
+        "failed_handshakes": dict(service.failed_handshakes),
     }
 
 

@@ -5,7 +5,9 @@ import logging
 import sys
 
 from april import config as configuration
-from april.process import die_with_parent, end, log_to_stderr
+from april.client import BrokerUnreachable
+from april.process import REFUSED, die_with_parent, end, log_to_stderr
+from april.security.keys import load_keys
 
 log = logging.getLogger(__name__)
 
@@ -30,8 +32,12 @@ def main(arguments: list[str]) -> int:
         configuration.check_address(options.connect)
     except configuration.ConfigError as error:
         print(f"april.learner: {error}", file=sys.stderr)
-        return 2
-    train(config, options.connect)
+        return REFUSED
+    try:
+        train(config, options.connect)
+    except (configuration.ConfigError, BrokerUnreachable) as error:
+        print(f"april.learner: {error}", file=sys.stderr)
+        end(1 if isinstance(error, BrokerUnreachable) else REFUSED)
     end(0)
 
 
@@ -49,8 +55,9 @@ def train(config: configuration.Config, address: str) -> None:
     log.info("rank %d of %d on %s", rank, dist.get_world_size(), device)
     source = publisher = None
     if rank == 0:
-        publisher = WeightPublisher(config.weights, config.run.name, device.type)
-        source = BrokerSource(address, publisher.address)
+        keys = config.security.keys
+        publisher = WeightPublisher(config.weights, config.run.name, device.type, keys)
+        source = BrokerSource(address, publisher.address, load_keys(keys, "learner"))
     loop.run(config, Trainer(config, device), source, publisher)
     process_group.leave()
     if source:

@@ -7,6 +7,7 @@ import numpy as np
 from april import wire
 from april.client import BrokerConnection
 from april.learner.batch import Batch, TrainSample
+from april.security.keys import Keys
 
 ANSWER_S = 60.0
 """longest wait for an answer that needs no work by others"""
@@ -19,9 +20,9 @@ class LearnerRefused(RuntimeError):
 class BrokerSource:
     """Implements `april.learner.loop.Source` over a broker connection, for rank 0."""
 
-    def __init__(self, address: str, weights_address: str):
+    def __init__(self, address: str, weights_address: str, keys: Keys | None = None):
         self.weights_address = weights_address
-        self.connection = BrokerConnection(address, "learner", "learner", uuid.uuid4().hex)
+        self.connection = BrokerConnection(address, "learner", "learner", uuid.uuid4().hex, keys)
         self.connection.hello(leases=[])
 
     def start(self, checkpoint_step: int) -> tuple[int, int]:
