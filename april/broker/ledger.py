@@ -99,7 +99,7 @@ class Ledger(LedgerState):
             return Verdict.FENCED
         left = self.rules.max_response_tokens - sample.length - count
         within_budget = count > 0 and (left > 0 or (left == 0 and finish_reason))
-        if not lease.generating or not within_budget or version.step > self.frontier:
+        if not lease.generating or not within_budget or not self.was_published(version):
             return Verdict.INVALID
         self.commit(events.ChunkAccepted(token, start, count, version, finish_reason, ids, logprobs))
         return Verdict.OK
@@ -173,8 +173,8 @@ class Ledger(LedgerState):
 
     def checkpoint(self, step: int) -> Verdict:
         """A checkpoint that contains all batches below `step` is on disk."""
-        if not self.durable <= step <= self.consumed:
-            return Verdict.DUPLICATE if step < self.durable else Verdict.INVALID
+        if not self.durable < step <= self.consumed:
+            return Verdict.DUPLICATE if step <= self.durable else Verdict.INVALID
         self.commit(events.CheckpointDurable(step))
         return Verdict.OK
 
@@ -197,6 +197,10 @@ class Ledger(LedgerState):
     @property
     def first_kept_step(self) -> int:
         return min(self.deliveries, default=self.consumed)
+
+    def was_published(self, version: Version) -> bool:
+        """Whether a worker can have weights of that name; the first ones may reach it ahead of the learner's start."""
+        return version.step <= self.frontier and version.branch <= max(0, self.branch)
 
     def is_aborted(self, token: int) -> bool:
         """Whether the sample is to be handed back: generated for training under a grant of an ended round."""

@@ -81,7 +81,7 @@ class WorkerDesk:
 
     def on_Holding(self, session: Session, received: wire.Received, now: float) -> None:
         message = received.message
-        if message.version.step > self.ledger.frontier:
+        if not self.ledger.was_published(message.version):
             raise wire.WireError("nobody can hold a version that was never published")
         if not 0 <= message.loaded_in_s < math.inf:
             raise wire.WireError("loading takes a finite time")
