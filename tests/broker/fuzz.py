@@ -1,8 +1,9 @@
 """A broker under fire: `python -m tests.broker.fuzz --messages 1000000 [--seed 0]`.
 
-A real service with a real journal serves workers, a learner and a monitor that behave; in between, it is sent what
-no peer should send (tests/broker/hostile.py). Nothing of that may raise, be recorded, or change the ledger; what is
-refused is answered once and counted once, by a handful of causes; memory stays as it is.
+A real service with a real journal serves peers that behave (arena.py); in between, it is sent what no peer should
+send (hostile.py). Nothing of that may raise, be recorded, or change the ledger; what is refused is answered once and
+counted once, by a handful of causes; memory stays as it is. Of every hundred messages one more goes over real sockets
+to a real server (fuzz_sockets.py).
 """
 
 import argparse
@@ -12,163 +13,24 @@ import resource
 import sys
 import tempfile
 import time
-from collections import Counter, deque
 from pathlib import Path
 
-import numpy as np
 import orjson
 
 from april import config as configuration
 from april import limits, wire
-from tests.broker.conversation import Conversation, FakeLearner, FakeWorker, Peer
-from tests.broker.hostile import Attacker, encode
+from tests.broker.arena import Arena, digest
+from tests.broker.fuzz_sockets import fuzz_sockets
+from tests.broker.hostile import Attacker
 
 BATCH = 200
 """attacks between two turns of the run and two comparisons of the ledger"""
 MOST_CAUSES = 40
 MAX_SESSIONS = 64
-SETTINGS = [
-    "--schedule.max_steps",
-    "1000000000",
-    "--security.max_sessions",
-    str(MAX_SESSIONS),
-    "--evaluation.prompts",
-    "1",
-]
-
-
-class Arena(Conversation):
-    """A run that makes progress, with everything its peers have said lately."""
-
-    def __init__(self, config, chance):
-        self.chance = chance
-        self.sent = deque(maxlen=500)
-        """(route, frames) of valid messages"""
-        self.ended = deque([1], maxlen=100)
-        """tokens of leases that are over"""
-        self.events = 0
-        """facts recorded"""
-        super().__init__(config)
-        self.workers = [Worker(self, name) for name in ("w0", "w1")]
-        self.learner = Learner(self)
-        self.monitor = Monitor(self, "monitor", "monitor")
-        self.everyone = [*self.workers, self.learner, self.monitor]
-        for worker in self.workers:
-            worker.join()
-        self.learner.join()
-        self.monitor.hello()
-        self.progress()
-
-    def start(self):
-        super().start()
-        record = self.ledger.record
-
-        def count(event):
-            self.events += 1
-            return record(event)
-
-        self.ledger.record = count
-
-    def deliver(self):
-        known = (message for message in self.service.sessions.outgoing if message.route.split(b"/")[0] in self.peers)
-        self.service.sessions.outgoing = list(known)
-        super().deliver()
-
-    def progress(self):
-        """Everybody does some of what is theirs."""
-        self.tick(0.05)
-        for worker in self.workers:
-            worker.work()
-        self.learner.train()
-        self.monitor.say(wire.StatusRequest())
-        for peer in self.everyone:
-            peer.inbox = peer.take(wire.Grant)
-
-    def leases_of(self, worker):
-        return [token for token, lease in self.ledger.leases.items() if lease.worker == worker.uid]
-
-    def a_lease_of(self, worker):
-        return next(iter(self.leases_of(worker)), 1)
-
-    def chunk_frames(self, worker):
-        chunk = wire.Chunk(self.a_lease_of(worker), 0, worker.version)
-        return encode(chunk, [np.ones(3, "i4"), np.full(3, -1.0, "f4")], worker.session)
-
-
-class Remembered(Peer):
-    def say(self, message, arrays=(), connection=b"data"):
-        route = self.name.encode() + b"/" + connection
-        self.conversation.sent.append((route, encode(message, arrays, self.session)))
-        super().say(message, arrays, connection)
-
-
-class Worker(Remembered, FakeWorker):
-    def __init__(self, arena, name):
-        super().__init__(arena, name)
-        self.held = {}
-        """grant and acknowledged length by token"""
-
-    def work(self):
-        arena, chance = self.conversation, self.conversation.chance
-        for received in self.take(wire.Grant):
-            length = len(received.arrays[0]) - received.message.prompt_tokens
-            self.held[received.message.token] = (received.message, length)
-        for token in [token for token in self.held if token not in arena.ledger.leases]:
-            arena.ended.append(token)
-            del self.held[token]
-        self.say(wire.Heartbeat(list(self.held), 0), connection=b"control")
-        step = arena.ledger.consumed
-        if chance.random() < 0.2 or self.version.step != step:
-            self.hold(step, capacity=chance.choice([2, 3, 6, 2**53]))
-        for grant, length in chance.sample(list(self.held.values()), min(4, len(self.held))):
-            self.go_on(grant, length, chance)
-
-    def go_on(self, grant, length, chance):
-        if grant.token <= self.conversation.ledger.watermark and not grant.evaluation and not grant.scoring:
-            self.say(wire.GiveBack(grant.token, length, "abort"))
-        elif grant.scoring:
-            self.say(wire.Scored(grant.token, 1.0))
-        elif chance.random() < 0.5 and grant.max_new_tokens > length + 3:
-            self.chunk(grant, length, 2)
-            self.held[grant.token] = (grant, length + 2)
-        elif chance.random() < 0.05:
-            self.say(wire.GiveBack(grant.token, length, chance.choice(["leave", "generation_failed"]), "tired"))
-        else:
-            self.chunk(grant, length, 1, "stop")
-            self.say(wire.Scored(grant.token, chance.random()))
-
-
-class Learner(Remembered, FakeLearner):
-    def train(self):
-        step = self.conversation.ledger.consumed
-        if self.fetch(step) is None:
-            self.say(wire.Heartbeat(), connection=b"control")
-            return
-        self.say(wire.Consumed(step, {"loss": 0.5}))
-        self.say(wire.Durable(step + 1))
-
-
-class Monitor(Remembered):
-    pass
-
-
-def digest(ledger):
-    """Everything the ledger knows, but for when leases end, which a renewal may change."""
-    groups = [
-        (
-            group.id, group.state, group.tokens, group.step, group.started, group.opened_at,
-            [
-                (s.state, s.length, s.token, s.attempts, s.reward, s.last_error, s.finish_reason, repr(s.segments))
-                for s in group.samples
-            ],
-        )
-        for group in ledger.groups.values()
-    ]  # fmt: skip
-    leases = [(lease.token, lease.worker, lease.step, lease.scoring) for lease in ledger.leases.values()]
-    plain = {
-        name: repr(value) for name, value in vars(ledger).items() if isinstance(value, int | str | tuple | Counter)
-    }
-    return groups, leases, plain, {step: [g.id for g in made] for step, made in ledger.deliveries.items()}
+MOST_GROWTH = 1.05
+"""of the process, after the first tenth of the messages"""
+ENDLESS = ["--schedule.max_steps", "1000000000", "--evaluation.prompts", "1"]
+SETTINGS = [*ENDLESS, "--security.max_sessions", str(MAX_SESSIONS)]
 
 
 def fuzz(config, messages, seed=0, report=lambda done: None):
@@ -230,11 +92,15 @@ def main():
             sizes.append(resident_mib())
             print(f"{done:>9} messages, {time.perf_counter() - began:6.0f} s, {sizes[-1]:.0f} MiB", flush=True)
 
-    with tempfile.TemporaryDirectory() as folder:
-        refusals = fuzz(make_config(Path(folder)), options.messages, options.seed, report)
+    with tempfile.TemporaryDirectory() as name:
+        config = make_config(Path(name))
+        refusals = fuzz(config, options.messages, options.seed, report)
+        over_sockets = fuzz_sockets(config, options.messages // 100, Path(name), options.seed)
     for cause, count in refusals.most_common():
         print(f"{count:>9} {cause}")
-    print(f"{refusals.total():>9} refused of {options.messages}, nothing raised, nothing recorded")
+    print(f"{refusals.total():>9} refused of {options.messages}; nothing raised, nothing was recorded")
+    print(f"{over_sockets.total():>9} refused of {options.messages // 100} over sockets")
+    assert sizes[-1] <= MOST_GROWTH * sizes[len(sizes) // 10], "memory grows"
     return 0
 
 

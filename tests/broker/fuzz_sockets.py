@@ -15,7 +15,7 @@ from april.broker.server import Server
 from april.client import BrokerConnection
 from april.security import keygen
 from april.security.keys import load_keys
-from tests.broker.fuzz import Arena, digest
+from tests.broker.arena import Arena, digest
 from tests.broker.hostile import Attacker
 
 PATIENCE_S = 60.0
@@ -48,17 +48,18 @@ def serving(config):
         raise failures[0]
 
 
+def renamed(config, name):
+    return config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
+
+
 def fuzz_sockets(config, messages, folder, seed=0):
     """Send that many attacks; returns what was refused by cause."""
     keygen.make_folder(folder / "keys")
-    secured = config.model_copy(
-        update={
-            "security": config.security.model_copy(update={"keys": folder / "keys"}),
-            "run": config.run.model_copy(update={"name": "live"}),
-        }
+    secured = renamed(config, "live").model_copy(
+        update={"security": config.security.model_copy(update={"keys": folder / "keys"})}
     )
     chance = random.Random(seed)
-    attacker = Attacker(Arena(config, chance), chance)
+    attacker = Attacker(Arena(renamed(config, "material"), chance), chance)
     with serving(secured) as server:
         monitor = BrokerConnection(
             server.address, "monitor", "m", uuid.uuid4().hex, load_keys(folder / "keys", "monitor")
@@ -90,17 +91,18 @@ def fuzz_sockets(config, messages, folder, seed=0):
 
 
 def send_garbage(server, chance):
-    """Bytes that are no ZeroMQ at all, on connections that are cut or left open."""
+    """Bytes that are no ZeroMQ, or a greeting without keys, on connections that are cut or left open."""
     host, port = server.address.removeprefix("tcp://").split(":")
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(52, b"\x00")
     left_open = []
-    for _ in range(30):
-        connection = socket.create_connection((host, int(port)))
-        connection.sendall(
-            chance.choice([b"GET / HTTP/1.1\r\n\r\n", b"\xff" + chance.randbytes(200), chance.randbytes(64)])
-        )
-        left_open.append(connection)
-        if chance.random() < 0.5:
-            connection.close()
+    for _ in range(10):
+        for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" + chance.randbytes(200), chance.randbytes(64), greeting):
+            connection = socket.create_connection((host, int(port)))
+            connection.sendall(garbage)
+            if chance.random() < 0.5:
+                left_open.append(connection)
+            else:
+                connection.close()
     deadline = time.monotonic() + PATIENCE_S
     while not server.door.failures.total():
         assert time.monotonic() < deadline, "no failed handshake was counted"
