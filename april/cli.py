@@ -10,7 +10,7 @@ from typing import NoReturn
 from april import __version__
 from april import config as configuration
 from april.config import ConfigError
-from april.process import REFUSED
+from april.process import REFUSED, RUN_FAILED
 
 INTERRUPTED = 130
 """exit status of a run that was stopped by the user"""
@@ -88,6 +88,7 @@ def add(commands, name: str, command, help: str, config: bool = False) -> argpar
 
 def run_command(options, overrides: list[str]) -> int:
     from april import preflight
+    from april.broker.plan import describe_plan
     from april.report.html import write_report
     from april.report.live import LiveView
     from april.supervisor import RunFailed, Supervisor
@@ -99,6 +100,7 @@ def run_command(options, overrides: list[str]) -> int:
         config = preflight.make_run_folder(config)
     failure = ""
     with LiveView() as view:
+        view.note(describe_plan(config.schedule))
         for change in changes:
             view.note(f"resumed with a changed key: {change}")
         try:
@@ -120,16 +122,21 @@ def broker_command(options, overrides: list[str]) -> int:
     from april.process import die_with_parent, log_to_stderr
 
     die_with_parent()
-    log_to_stderr("broker")
+    config = configuration.load(options.config, overrides)
+    log_to_stderr("broker", config.operations.log_format, run=config.run.name)
     try:
-        server = Server(configuration.load(options.config, overrides))
-        server.serve()
+        server = Server(config)
     except (JournalError, BindError) as error:
+        print(f"april broker: {error}", file=sys.stderr)
+        return REFUSED
+    try:
+        server.serve()
+    except JournalError as error:
         print(f"april broker: {error}", file=sys.stderr)
         return 1
     if server.service.state == "failed":
         print(f"april broker: the run has failed: {server.service.over}", file=sys.stderr)
-        return 1
+        return RUN_FAILED
     return 0
 
 

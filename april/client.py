@@ -1,6 +1,8 @@
 """A peer's end of the conversation with the broker: two connections, one session."""
 
-from collections.abc import Iterator
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import zmq
@@ -10,13 +12,23 @@ from april.limits import FROM_BROKER
 from april.security.handshake import Handshake
 from april.security.keys import Keys
 
+log = logging.getLogger(__name__)
+
 HEARTBEAT_S = 1.0
-BROKER_SILENCE_S = 120.0
-"""a peer gives up when the broker has not been heard of for this long"""
+REPORT_BYTES = 8 << 20
+"""what has arrived is reported after so much at the latest, well before the broker's credit is used up"""
+BEATS_OVER_DATA = 5
+"""every so many heartbeats one goes over the data connection: a broker to which that connection is new says so"""
+HELLO_AGAIN_S = 5.0
+"""a hello that a dying broker took with it is said again after this long"""
 
 
 class BrokerUnreachable(RuntimeError):
     """Nobody answers at the broker's address."""
+
+
+class BrokerRefused(RuntimeError):
+    """The broker refuses what this peer asks; the text says why."""
 
 
 class AccessDenied(BrokerUnreachable):
@@ -24,21 +36,26 @@ class AccessDenied(BrokerUnreachable):
 
 
 class BrokerConnection:
-    """Owned by one thread, which keeps calling `receive` or `request`; both let the broker know it is alive.
+    """Owned by one thread, which keeps calling `receive` or `request`; `patience_s`: how long a silent broker may
+    be away, say for a restart, before BrokerUnreachable is raised.
 
-    connection = BrokerConnection("tcp://127.0.0.1:5555", role="worker", name="worker-0", uid="...")
+    connection = BrokerConnection("tcp://127.0.0.1:5555", role="worker", name="worker-0", uid="...", patience_s=600)
     welcome = connection.hello(leases=[])
     connection.send(wire.Holding(version, capacity=64))
     for received in connection.receive(timeout_ms=20):
         ...
     """
 
-    def __init__(self, address: str, role: str, name: str, uid: str, keys: Keys | None = None):
+    def __init__(self, address: str, role: str, name: str, uid: str, patience_s: float, keys: Keys | None = None):
         """`keys`: this peer's, where the broker wants some."""
         self.address, self.role, self.name, self.uid = address, role, name, uid
+        self.patience_s = patience_s
         self.session = 0
+        self.received_bytes = self._reported_bytes = 0
+        """of arrays in this session, and how many of them the broker was told of"""
         self.heard_at = clock.now()
         self._sequence = 0
+        self._beats = 0
         self._context = zmq.Context()
         self._handshakes: list[Handshake] = []
         self._data = self._connect(keys)
@@ -61,11 +78,17 @@ class BrokerConnection:
         socket.connect(self.address)
         return socket
 
-    def hello(self, leases: list[int], acknowledged_tokens: int = 0, timeout_s: float = 30.0) -> wire.Welcome:
-        """Open a session, or open it anew. Raises BrokerUnreachable after `timeout_s`."""
-        self.session = 0
-        sequence = self.send(wire.Hello(self.role, self.name, self.uid, leases, acknowledged_tokens))
-        welcome = self._await(sequence, timeout_s).message
+    def hello(self, leases: list[int], acknowledged_tokens: int = 0, timeout_s: float | None = None) -> wire.Welcome:
+        """Open a session, or open it anew. Raises BrokerUnreachable after `timeout_s`, by default the patience."""
+        self.session = self.received_bytes = self._reported_bytes = 0
+        deadline = clock.now() + (timeout_s or self.patience_s)
+        received = None
+        while received is None:
+            if clock.now() >= deadline:
+                raise BrokerUnreachable(f"no broker answers at {self.address}; is it running?")
+            sequence = self.send(wire.Hello(self.role, self.name, self.uid, leases, acknowledged_tokens))
+            received = self._await(sequence, min(deadline, clock.now() + HELLO_AGAIN_S))
+        welcome = received.message
         if not isinstance(welcome, wire.Welcome):
             raise BrokerUnreachable(f"the broker at {self.address} refuses this {self.role}: {welcome.reason}")
         self.session = welcome.session
@@ -102,40 +125,71 @@ class BrokerConnection:
                 received = wire.decode(socket.recv_multipart())
                 if isinstance(received.message, wire.Refused) and received.message.reason.startswith(wire.DENIED):
                     raise self._denied(received.message.reason.removeprefix(wire.DENIED))
+                self.received_bytes += sum(array.nbytes for array in received.arrays)
+                if self.received_bytes - self._reported_bytes >= REPORT_BYTES:
+                    self.beat()
                 yield received
 
     def _denied(self, why: str) -> AccessDenied:
         return AccessDenied(f"the broker at {self.address} does not let this {self.role} in: {why}")
 
-    def request(self, message: wire.Message, timeout_s: float | None) -> wire.Received:
-        """Send and wait for the answer; None waits as long as the broker lives. Raises BrokerUnreachable."""
-        return self._await(self.send(message), timeout_s)
+    def request(self, message: wire.Message, timeout_s: float | None = None) -> wire.Received:
+        """Send and wait for the answer, None: as long as the broker lives. Raises BrokerUnreachable.
 
-    def _await(self, sequence: int, timeout_s: float | None) -> wire.Received:
+        To a broker that has been restarted meanwhile, hello and then the message are said again, so the message
+        must be one that may be repeated.
+        """
+        return self.request_parts(message, lambda answers: True, timeout_s)[0]
+
+    def request_parts(
+        self, message: wire.Message, whole: Callable[[list[wire.Received]], bool], timeout_s: float | None = None
+    ) -> list[wire.Received]:
+        """The same for an answer that comes in parts, until it is `whole`."""
+        deadline = clock.now() + (math.inf if timeout_s is None else timeout_s)
+        sequence, answers = self.send(message), []
+        while answer := self._await(sequence, deadline):
+            if self.is_disowned(answer):
+                log.info("the broker does not know this %s any more; saying hello again", self.role)
+                self.hello(leases=[])
+                sequence, answers = self.send(message), []
+                continue
+            answers.append(answer)
+            if whole(answers):
+                return answers
+        raise BrokerUnreachable(f"the broker at {self.address} does not answer within {timeout_s:g} s; is it running?")
+
+    def _await(self, sequence: int, deadline: float) -> wire.Received | None:
+        """The answer to `sequence`, or the news that the session has ended; None at the deadline."""
         self.heard_at = clock.now()
-        deadline = None if timeout_s is None else clock.now() + timeout_s
-        next_beat = clock.now() + HEARTBEAT_S
-        while deadline is None or clock.now() < deadline:
+        next_beat = clock.now()
+        while clock.now() < deadline:
             for received in self.receive(timeout_ms=200):
-                if received.sequence == sequence:
+                if received.sequence == sequence or (self.session and self.is_disowned(received)):
                     return received
-                if self.session and self.is_disowned(received):
-                    raise BrokerUnreachable(f"the broker at {self.address} does not know this {self.role} any more")
             if self.session and clock.now() >= next_beat:
                 next_beat = clock.now() + HEARTBEAT_S
-                self.send_control(wire.Heartbeat())
+                self.beat()
             self.check_alive()
-        raise BrokerUnreachable(f"the broker at {self.address} does not answer within {timeout_s:g} s; is it running?")
+        return None
+
+    def beat(self, leases: Sequence[int] = (), emitted_tokens: int = 0) -> None:
+        """Say that this peer lives, renew leases, and give the broker credit for what has arrived; due every
+        HEARTBEAT_S."""
+        heartbeat = wire.Heartbeat(list(leases), emitted_tokens, self.received_bytes)
+        self._reported_bytes = self.received_bytes
+        self._beats += 1
+        if self._beats % BEATS_OVER_DATA:
+            self.send_control(heartbeat)
+        else:
+            self.send(heartbeat)
 
     def check_alive(self) -> None:
         """Raise BrokerUnreachable if the broker, which answers every heartbeat, is silent for too long, or closed."""
         for handshake in self._handshakes:
             if problem := handshake.problem():
                 raise self._denied(problem)
-        if clock.now() - self.heard_at > BROKER_SILENCE_S:
-            raise BrokerUnreachable(
-                f"the broker at {self.address} is silent for {BROKER_SILENCE_S:g} s; is it running?"
-            )
+        if clock.now() - self.heard_at > self.patience_s:
+            raise BrokerUnreachable(f"the broker at {self.address} is silent for {self.patience_s:g} s; is it running?")
 
     def close(self) -> None:
         for handshake in self._handshakes:

@@ -58,7 +58,9 @@ class DataSection(Section):
 
 
 class ScheduleSection(Section):
-    kind: Literal["sync", "april"] = Field("april", description="sync waits for all; april stops at N")
+    kind: Literal["sync", "april", "continuous"] = Field(
+        "april", description="sync waits for all; april stops at N; continuous never stops"
+    )
     rollout_batch_size: int = Field(32, ge=1, description="N: groups in a batch")
     over_sampling_batch_size: int | None = Field(
         None, ge=1, description="N': groups in a round if > N, groups opened at a time if < N; none: N"
@@ -73,10 +75,29 @@ class ScheduleSection(Section):
         None, ge=1, description="a group may lose dead samples down to this size; none: n"
     )
 
+    in_flight: int | None = Field(
+        None, ge=1, description="C: samples that `continuous` keeps in generation; none: N' x n"
+    )
+
     @property
     def groups_per_round(self) -> int:
         """N', N when it was not given."""
         return self.over_sampling_batch_size or self.rollout_batch_size
+
+    @property
+    def most_in_flight(self) -> int:
+        """C: training samples that are generated at a time."""
+        return self.in_flight or self.groups_per_round * self.n_samples_per_prompt
+
+    @property
+    def batches_in_reach(self) -> int:
+        """Batches that may train a group: S + 1, or S where it is opened under the version before the batch's."""
+        return self.max_staleness + (0 if self.overlap else 1)
+
+    @property
+    def groups_outlive_a_round(self) -> bool:
+        """Whether a batch is trained while other groups are unfinished."""
+        return self.kind == "continuous" or self.groups_per_round > self.rollout_batch_size
 
 
 class SamplingSection(Section):
@@ -105,9 +126,10 @@ class WorkerSection(Section):
     prefetch: int = Field(8, ge=0, description="samples waiting in a worker for a free slot")
     chunk_tokens: int = Field(512, ge=1, le=CHUNK_TOKENS, description="a chunk is sent after this many tokens")
     chunk_s: float = Field(2.0, gt=0, description="or after this long (seconds)")
-    max_restarts: int = Field(3, ge=0, description="restarts of each worker before the run is given up")
+    max_restarts: int = Field(3, ge=0, description="restarts of each worker that bring nothing before giving up")
     threads: int = Field(1, ge=1, description="CPU threads of an engine")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: an accelerator where there is one")
+    hung_s: float = Field(600.0, gt=0, description="`april run` restarts a worker absent for this long (seconds)")
 
 
 class RewardSection(Section):
@@ -133,6 +155,8 @@ class LearnerSection(Section):
     threads: int = Field(1, ge=1, description="CPU threads of a rank")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: an accelerator where there is one")
     collective_timeout_s: float = Field(600.0, gt=0, description="longest wait in a collective (seconds)")
+    max_restarts: int = Field(5, ge=0, description="restarts without a new step in between before giving up")
+    hung_s: float = Field(3600.0, gt=0, description="longest training step; then `april run` restarts it (seconds)")
 
 
 class BrokerSection(Section):
@@ -143,6 +167,13 @@ class BrokerSection(Section):
     attempts: int = Field(5, ge=1, description="lost or failed leases before a sample is dead")
     abort_deadline_s: float = Field(5.0, gt=0, description="longest wait for an aborted sample (seconds)")
     readopt_s: float = Field(10.0, gt=0, description="wait for former lease holders after a restart (seconds)")
+    credit_mb: int = Field(64, ge=1, description="sent to a peer ahead of what it says has reached it (MiB)")
+    segment_mb: int = Field(512, ge=1, description="size of a journal file; a snapshot is taken with each (MiB)")
+    segment_records: int = Field(250_000, ge=100, description="most records in a journal file")
+    patience_s: float = Field(600.0, gt=0, description="peers wait this long for a broker that is away (seconds)")
+    max_restarts: int = Field(5, ge=0, description="restarts without a new step in between before giving up")
+    hung_s: float = Field(120.0, gt=0, description="`april run` restarts a broker silent for this long (seconds)")
+    max_run_s: float = Field(3600.0, gt=0, description="a lease ends after this long, renewed or not (seconds)")
 
 
 class WeightsSection(Section):
@@ -164,6 +195,22 @@ class SecuritySection(Section):
     max_leases: int = Field(4096, ge=1, le=16384, description="leases of one worker, whatever capacity it states")
 
 
+class OperationsSection(Section):
+    http: str = Field(
+        "127.0.0.1:0", description="HOST:PORT of the broker's /metrics and /health, port 0 picks a free one; none: off"
+    )
+    stuck_after_s: float = Field(
+        30.0, gt=0, description="/health fails when the broker's loop has not come round for this long (seconds)"
+    )
+    log_format: Literal["text", "json"] = Field("text", description="log lines; json: one object a line, with ids")
+
+    @property
+    def http_address(self) -> tuple[str, int] | None:
+        """(host, port), None where nothing is to be served."""
+        host, _, port = self.http.rpartition(":")
+        return None if self.http == "none" else (host, int(port))
+
+
 class Config(Section):
     seed: int = Field(0, ge=0, description="data order and sampling")
     run: RunSection = RunSection()
@@ -178,6 +225,7 @@ class Config(Section):
     broker: BrokerSection = BrokerSection()
     weights: WeightsSection = WeightsSection()
     security: SecuritySection = SecuritySection()
+    operations: OperationsSection = OperationsSection()
 
     @property
     def run_dir(self) -> Path:
@@ -317,6 +365,28 @@ def is_loopback(host: str) -> bool:
         return host in ("localhost", "lo")
 
 
+def check_continuous(schedule: ScheduleSection) -> None:
+    """Refuse what `continuous` has no use for, and more samples in flight than the staleness bound ever admits."""
+    if not schedule.partial_rollout:
+        raise ConfigError(
+            "key 'schedule.partial_rollout' = False cannot be: schedule.kind = 'continuous' ends no round, so that "
+            "nothing is discarded unfinished; leave it true, or use schedule.kind = 'april'"
+        )
+    if schedule.overlap:
+        raise ConfigError(
+            "key 'schedule.overlap' = True says nothing: schedule.kind = 'continuous' always generates while the "
+            "learner trains; leave it out, or use schedule.kind = 'april'"
+        )
+    groups, n = schedule.rollout_batch_size, schedule.n_samples_per_prompt
+    admitted = schedule.batches_in_reach * groups * n
+    if schedule.in_flight is not None and schedule.in_flight > admitted:
+        raise ConfigError(
+            f"key 'schedule.in_flight' = {schedule.in_flight} exceeds {admitted}, the most samples that "
+            f"schedule.max_staleness = {schedule.max_staleness} ever admits for {groups} x {n} in a batch; "
+            "lower it or raise max_staleness"
+        )
+
+
 def check(config: Config) -> None:
     """Refuse what is valid key by key but cannot work together."""
     schedule, learner = config.schedule, config.learner
@@ -331,10 +401,17 @@ def check(config: Config) -> None:
             f"key 'schedule.over_sampling_batch_size' = {per_round} over-samples N = {groups}, "
             "which schedule.kind = 'sync' never does; use schedule.kind = 'april' or leave the key out"
         )
-    lead = schedule.max_staleness + (0 if schedule.overlap else 1)
-    if per_round > lead * groups:
+    if schedule.kind == "continuous":
+        check_continuous(schedule)
+    elif schedule.in_flight is not None:
         raise ConfigError(
-            f"key 'schedule.over_sampling_batch_size' = {per_round} exceeds {lead * groups}, the most that "
+            f"key 'schedule.in_flight' = {schedule.in_flight} is for schedule.kind = 'continuous', not "
+            f"{schedule.kind!r}; leave it out, or set schedule.over_sampling_batch_size"
+        )
+    admitted = schedule.batches_in_reach * groups
+    if per_round > admitted:
+        raise ConfigError(
+            f"key 'schedule.over_sampling_batch_size' = {per_round} exceeds {admitted}, the most that "
             f"schedule.max_staleness = {schedule.max_staleness} allows for N = {groups}"
             f"{' with overlap' if schedule.overlap else ''}; lower it or raise max_staleness"
         )
@@ -372,6 +449,12 @@ def check(config: Config) -> None:
         raise ConfigError(
             f"key 'security.keys' = {str(config.security.keys)!r} does not exist; make it with "
             f"`april keygen {config.security.keys}`"
+        )
+    port = re.fullmatch(r"[^:/\s]+:(\d+)", config.operations.http)
+    if config.operations.http != "none" and not (port and int(port[1]) < 65536):
+        raise ConfigError(
+            f"key 'operations.http' = {config.operations.http!r} is no address; use HOST:PORT, port 0 for a free one, "
+            "or none"
         )
     if config.broker.renew_s >= config.broker.lease_s:
         raise ConfigError(

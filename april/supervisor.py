@@ -1,6 +1,7 @@
 """`april run`: the processes of a run on one machine, started together, watched, and stopped together."""
 
 import contextlib
+import math
 import os
 import signal
 import subprocess
@@ -8,24 +9,30 @@ import sys
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import orjson
 
 from april import clock, wire
 from april.client import BrokerConnection, BrokerUnreachable
-from april.config import Config
-from april.process import REFUSED, SUPERVISED
+from april.config import BrokerSection, Config, WorkerSection
+from april.process import REFUSED, RUN_FAILED, SUPERVISED
 from april.security.keys import load_keys
 
 POLL_MS = 200
 STATUS_S = 0.5
+HELLO_S = 2.0
+"""longest wait for a broker's welcome before the processes are looked at again"""
 START_S = 120.0
 """longest start of the broker: imports, dataset, replay of the journal"""
 STOP_S = 600.0
 """longest wait for a run that was asked to stop, its last checkpoint included; then its processes are killed"""
 CLOSE_S = 5.0
 """longest wait for workers and broker to leave in order after a failure"""
+HOPELESS = {REFUSED: "refuses to work", RUN_FAILED: "says that the run has failed"}
+"""exit statuses of parts that starting them again would not help"""
+LONGEST_DELAY_S = 60.0
+"""between two starts of a part that keeps dying; the first restart is at once"""
 TAIL_LINES = 25
 THREAD_SETTINGS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
@@ -52,10 +59,18 @@ class Part:
     command: list[str]
     log: Path
     threads: int
-    restarts: int = 0
+    max_restarts: int
+    hung_s: float
     process: subprocess.Popen | None = None
+    restarts: int = 0
+    """since it was last of use"""
+    heard_at: float = 0.0
+    """when it was last known to live"""
+    start_at: float | None = None
+    """when it will be started again"""
 
     def start(self) -> None:
+        self.heard_at, self.start_at = clock.now(), None
         environment = os.environ | dict.fromkeys(THREAD_SETTINGS, str(self.threads)) | {SUPERVISED: str(os.getpid())}
         with self.log.open("ab") as output:
             self.process = subprocess.Popen(
@@ -103,6 +118,7 @@ class Supervisor:
         self._over = False
         self._metrics_read = 0
         self._next_status = 0.0
+        self._best_step = 0
 
     def run(self) -> str:
         self.logs.mkdir(parents=True, exist_ok=True)
@@ -111,7 +127,7 @@ class Supervisor:
         (self.run_dir / "address").unlink(missing_ok=True)
         previous = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
-            self.broker = self._part("broker", ["broker", str(config_path)])
+            self.broker = self._part("broker", ["broker", str(config_path)], self.config.broker)
             self._start(self.broker)
             address = self._wait_for_broker()
             if address is None:
@@ -120,7 +136,8 @@ class Supervisor:
             self.workers = [self._worker_part(index, config_path, address) for index in range(self.config.worker.count)]
             for part in (self.learner, *self.workers):
                 self._start(part)
-            return self._watch(address)
+            self.connection = self._connection(address)
+            return self._watch()
         finally:
             for part in reversed(self._started):
                 part.kill()
@@ -135,20 +152,21 @@ class Supervisor:
 
     # --- parts ----------------------------------------------------------------------------------------------
 
-    def _part(self, name: str, arguments: list[str], threads: int = 1) -> Part:
+    def _part(self, name: str, arguments: list[str], limits: BrokerSection | WorkerSection, threads: int = 1) -> Part:
         command = [sys.executable, "-m", "april.cli", *arguments]
-        return Part(name, command, self.logs / f"{name}.log", threads)
+        return Part(name, command, self.logs / f"{name}.log", threads, limits.max_restarts, limits.hung_s)
 
     def _worker_part(self, index: int, config_path: Path, address: str) -> Part:
         name = f"worker-{index}"
         arguments = ["worker", str(config_path), "--connect", address, "--name", name]
-        return self._part(name, arguments, self.config.worker.threads)
+        return self._part(name, arguments, self.config.worker, self.config.worker.threads)
 
     def _learner_part(self, config_path: Path, address: str) -> Part:
-        ranks = str(self.config.learner.ranks)
-        torchrun = [sys.executable, "-m", "april.learner.launch", "--standalone", "--nproc-per-node", ranks]
-        command = [*torchrun, "-m", "april.learner", str(config_path), "--connect", address]
-        return Part("learner", command, self.logs / "learner.log", self.config.learner.threads)
+        section = self.config.learner
+        torchrun = ["-m", "april.learner.launch", "--standalone", "--nproc-per-node", str(section.ranks)]
+        command = [sys.executable, *torchrun, "-m", "april.learner", str(config_path), "--connect", address]
+        log = self.logs / "learner.log"
+        return Part("learner", command, log, section.threads, section.max_restarts, section.hung_s)
 
     def _wait_for_broker(self) -> str | None:
         """The broker's address; None if the user stops the run before there is one."""
@@ -165,55 +183,63 @@ class Supervisor:
                 self.broker.process.wait(timeout=0.05)
         return address_file.read_text()
 
-    def _connect(self, address: str) -> None:
+    def _connection(self, address: str) -> BrokerConnection:
         keys = load_keys(self.config.security.keys, "monitor")
-        self.connection = BrokerConnection(address, "monitor", "april run", uuid.uuid4().hex, keys)
-        self.connection.hello(leases=[])
+        return BrokerConnection(address, "monitor", "april run", uuid.uuid4().hex, self.config.broker.patience_s, keys)
 
     # --- watching -------------------------------------------------------------------------------------------
 
-    def _watch(self, address: str) -> str:
-        try:
-            self._connect(address)
-        except BrokerUnreachable as error:
-            raise RunFailed(f"{error}\n{self.broker.last_lines()}") from None
+    def _watch(self) -> str:
         while True:
             self._show()
-            if self.broker.status is not None:
+            if self.broker.status == 0:
                 return self._broker_ended()
-            if self.learner.status not in (None, 0):
-                self._fail(self.learner)
             if self._stop_signals and self.stop_by is None:
                 self._ask_to_stop()
-            if not self._over and self.stop_by is None:
-                self._restart_workers()
+            ending = self._over or self.stop_by is not None
+            for part in (self.broker, self.learner) if ending else (self.broker, self.learner, *self.workers):
+                self._tend(part)
             if self.stop_by is not None and clock.now() > self.stop_by:
                 raise RunFailed(f"the run did not stop within {STOP_S:g} s and was killed")
 
-    def _restart_workers(self) -> None:
-        for worker in self.workers:
-            if worker.status in (None, 0):
-                continue
-            if worker.status == REFUSED or worker.restarts >= self.config.worker.max_restarts:
-                self._fail(worker)
-            worker.restarts += 1
-            limit = self.config.worker.max_restarts
-            self.view.note(f"{worker.name} ended with status {worker.status}; restart {worker.restarts} of {limit}")
-            worker.start()
+    def _tend(self, part: Part) -> None:
+        """Restart a part that is dead or hung, unless that has been tried too often without a step trained since."""
+        if part.start_at is not None:
+            if clock.now() >= part.start_at:
+                part.start()
+                if part is self.broker:
+                    self._forget_silence()
+            return
+        if part.status is None and clock.now() - part.heard_at > part.hung_s:
+            self.view.note(f"{part.name} has not been heard of for {part.hung_s:g} s and is killed")
+            part.kill()
+        if part.status in (None, 0):
+            return
+        ended = f"{part.name} ended with status {part.status}"
+        if part.status in HOPELESS:
+            self._fail(part, f"{ended}: it {HOPELESS[part.status]}")
+        if part.restarts >= part.max_restarts:
+            self._fail(part, f"{ended}, {part.restarts} restarts have brought nothing" if part.restarts else ended)
+        part.kill()
+        part.restarts += 1
+        part.start_at = clock.now() + min(LONGEST_DELAY_S, 2.0 ** (part.restarts - 1) - 1)
+        self.view.note(f"{ended}; restart {part.restarts} of {part.max_restarts}")
 
-    def _fail(self, part: Part) -> None:
+    def _forget_silence(self) -> None:
+        """Who could not be heard while the broker was away has its whole time again."""
+        for part in self._started:
+            part.heard_at = clock.now()
+
+    def _fail(self, part: Part, reason: str) -> NoReturn:
         """Let workers hand in what they have and the broker close the books, then give up."""
-        failure = f"{part.name} ended with status {part.status}; its last lines:\n{part.last_lines()}"
-        self._stop_run(f"{part.name} ended with status {part.status}", "failed")
-        deadline = clock.now() + CLOSE_S
-        while clock.now() < deadline and self.broker.status is None:
-            self._poll_status()
-        raise RunFailed(failure)
+        if part is not self.broker:
+            self._stop_run(reason, "failed")
+            deadline = clock.now() + CLOSE_S
+            while clock.now() < deadline and self.broker.status is None:
+                self._poll_status()
+        raise RunFailed(f"{reason}; its last lines:\n{part.last_lines()}")
 
     def _broker_ended(self) -> str:
-        if self.broker.status != 0:
-            status, lines = self.broker.status, self.broker.last_lines()
-            raise RunFailed(f"the broker ended with status {status}; its last lines:\n{lines}")
         deadline = clock.now() + CLOSE_S
         for part in (self.learner, *self.workers):
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -237,13 +263,9 @@ class Supervisor:
 
     def _stop_run(self, reason: str, state: str) -> None:
         """Tell the broker; a broker that does not answer is seen, or killed, by whoever calls."""
-        for _ in range(2):
-            try:
-                self.connection.request(wire.StopRun(reason, state), 5.0)
-                return
-            except BrokerUnreachable:
-                with contextlib.suppress(BrokerUnreachable):
-                    self.connection.hello([], timeout_s=5.0)
+        with contextlib.suppress(BrokerUnreachable):
+            if self._has_session():
+                self.connection.request(wire.StopRun(reason, state), HELLO_S)
 
     # --- showing --------------------------------------------------------------------------------------------
 
@@ -251,22 +273,44 @@ class Supervisor:
         self._show_new_steps()
         self._poll_status()
 
+    def _has_session(self) -> bool:
+        """With the broker that runs now; it is asked for one if need be, and may still be starting."""
+        if not self.connection.session:
+            with contextlib.suppress(BrokerUnreachable):
+                self.connection.hello([], timeout_s=HELLO_S)
+        return bool(self.connection.session)
+
     def _poll_status(self) -> None:
+        if not self._has_session():
+            return
         if clock.now() >= self._next_status:
             self._next_status = clock.now() + STATUS_S
             self.connection.send(wire.StatusRequest())
         for received in self.connection.receive(POLL_MS):
             if self.connection.is_disowned(received):
-                return self._say_hello_again()
+                self.connection.session = 0
+                return
             if isinstance(received.message, wire.Status):
                 status = orjson.loads(received.arrays[0].tobytes())
                 self._over = status["phase"] == "finished"
+                self._note_alive(status)
                 self.view.update(status)
 
-    def _say_hello_again(self) -> None:
-        """After a pause, say of this process's terminal, the broker has ended the session."""
-        with contextlib.suppress(BrokerUnreachable):
-            self.connection.hello([])
+    def _note_alive(self, status: dict) -> None:
+        """Who lives, and, when a step has been trained that never was before, who has been of use."""
+        now = clock.now()
+        present = {worker["name"]: worker for worker in status["workers"]}
+        silent_s = status["learner_silent_s"]
+        self.broker.heard_at = now
+        self.learner.heard_at = max(self.learner.heard_at, now - (math.inf if silent_s is None else silent_s))
+        for worker in self.workers:
+            worker.heard_at = now if worker.name in present else worker.heard_at
+        if status["step"] > self._best_step:
+            self._best_step = status["step"]
+            self.broker.restarts = self.learner.restarts = 0
+            for worker in self.workers:
+                if worker.name in present and present[worker.name]["tokens_per_s"]:
+                    worker.restarts = 0
 
     def _show_new_steps(self) -> None:
         metrics = self.run_dir / "metrics.jsonl"

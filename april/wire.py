@@ -7,7 +7,7 @@ decode raises `WireError` and nothing else.
 
 import struct
 import zlib
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -17,8 +17,8 @@ from april.limits import FROM_BROKER, Limits, clip
 from april.version import Number, Version
 
 MAGIC = b"AP"
-PROTOCOL = 1
-HEADER = struct.Struct("<2sBxHxxQQ")
+PROTOCOL = 2
+HEADER = struct.Struct("<2sBxIQQ")
 """magic, protocol, number of arrays, session, sequence number: 24 bytes"""
 
 DTYPES = {"i4": np.dtype("<i4"), "f4": np.dtype("<f4"), "u1": np.dtype("u1")}
@@ -80,6 +80,8 @@ class Heartbeat(Message):
     leases: list[int] = []
     emitted_tokens: Number = 0
     """sampled since its process started"""
+    received_bytes: Number = 0
+    """arrays that have reached it in this session; the broker sends only so much ahead"""
 
 
 class Renewed(Message):
@@ -117,14 +119,13 @@ class Holding(Message):
 
 
 class Grant(Message):
-    """A lease. Arrays: prompt and response so far, int32 [P + R]."""
+    """A lease. Arrays: the prompt int32 [P], then the response so far in pieces, int32 each."""
 
     token: int
     group: int
     index: int
     scoring: bool
     evaluation: bool
-    prompt_tokens: int
     max_new_tokens: int
     seed: int
     temperature: float
@@ -145,11 +146,12 @@ class Chunk(Message):
     finish_reason: Literal["", "stop", "length"] = ""
 
 
-class ChunkAck(Message):
-    """All tokens below `length` are on disk."""
+class Acknowledged(Message):
+    """What is on disk: all tokens of a lease below a length, and the `done` leases' Scored or GiveBack."""
 
-    token: int
-    length: int
+    lengths: list[tuple[int, int]]
+    """(token, length)"""
+    done: list[int]
 
 
 class ResendFrom(Message):
@@ -169,12 +171,6 @@ class GiveBack(Message):
     length: Number
     cause: Literal["abort", "leave", "generation_failed", "scoring_failed"]
     error: str = ""
-
-
-class Done(Message):
-    """Scored or GiveBack of this token is on disk."""
-
-    token: int
 
 
 class Abort(Message):
@@ -238,10 +234,13 @@ class GroupHead(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Batch(Message):
-    """The groups of one step. Arrays, two per group: ids int32 of all samples (prompt + response each, joined),
-    behaviour logprobs float32 of all responses, joined."""
+    """The answer to Fetch, in one or more parts: some of the `total` groups of a step, from the `first` on.
+    Arrays of each group: the prompt int32, then of each of its samples the response's ids int32 and behaviour
+    logprobs float32."""
 
     step: int
+    first: int
+    total: int
     groups: list[GroupHead]
 
 
@@ -257,7 +256,10 @@ class Consumed(Message):
 
 
 class Durable(Message):
+    """Checkpoint `step` is on disk; none older than `oldest` is kept."""
+
     step: Number
+    oldest: Number
 
 
 class Accepted(Message):
@@ -280,6 +282,32 @@ class StopRun(Message):
 
     reason: str
     state: Literal["stopped", "failed"] = "stopped"
+
+
+class Drain(Message):
+    """Hand out nothing more and have back what is generated, until `on` is false; it outlasts restarts."""
+
+    on: bool = True
+
+
+class DeadLettersRequest(Message):
+    pass
+
+
+class DeadLetters(Message):
+    """Arrays: one uint8 frame of JSON."""
+
+
+class Requeue(Message):
+    """Draw the prompts of these dead groups again; none named: of all that can be."""
+
+    groups: list[int] = []
+
+
+class Requeued(Message):
+    """`groups`: those that this request has re-queued."""
+
+    groups: list[int]
 
 
 # --- weight lanes (learner rank 0 <-> worker) ---------------------------------------------------------------
@@ -369,24 +397,38 @@ _decoder = msgspec.msgpack.Decoder(Body)
 _codes = {dtype: code for code, dtype in DTYPES.items()}
 
 
-@dataclass(frozen=True)
-class Received:
+class Packed(msgspec.Struct, frozen=True, gc=False):
+    """A flat array as it travels: passed on with the checksum that its maker gave it."""
+
+    dtype: str
+    checksum: int
+    data: bytes | memoryview
+
+
+class Received(msgspec.Struct, frozen=True):
     """A decoded message; `arrays` are read-only views of the frames."""
 
     message: Any
     arrays: list[np.ndarray]
     session: int
     sequence: int
+    packed: list[Packed]
+    """the arrays again, to be passed on"""
 
 
-def encode(message: Message, arrays: list[np.ndarray] = (), session: int = 0, sequence: int = 0) -> list:
-    """Frames to send. Arrays are int32, float32 or uint8 and are sent without a copy."""
+def pack(array: np.ndarray) -> Packed:
+    data = np.ascontiguousarray(array)
+    view = memoryview(data.reshape(-1).view("u1"))
+    return Packed(_codes[data.dtype], zlib.crc32(view), view)
+
+
+def encode(message: Message, arrays: Sequence[np.ndarray | Packed] = (), session: int = 0, sequence: int = 0) -> list:
+    """Frames to send. Arrays are int32, float32 or uint8, flat, and sent without a copy."""
     frames, heads = [], []
     for array in arrays:
-        data = np.ascontiguousarray(array)
-        view = memoryview(data.reshape(-1).view("u1"))
-        heads.append(ArrayHead(_codes[data.dtype], list(data.shape), zlib.crc32(view)))
-        frames.append(view)
+        packed = array if isinstance(array, Packed) else pack(array)
+        heads.append(ArrayHead(packed.dtype, [len(packed.data) // DTYPES[packed.dtype].itemsize], packed.checksum))
+        frames.append(packed.data)
     header = HEADER.pack(MAGIC, PROTOCOL, len(frames), session, sequence)
     return [header, _encoder.encode(Body(message, heads)), *frames]
 
@@ -409,18 +451,14 @@ def decode(frames: list, limits: Limits = FROM_BROKER) -> Received:
     if len(body.arrays) != count:
         raise WireError("arrays do not agree with the body")
     arrays = [decode_array(head, frame) for head, frame in zip(body.arrays, frames[2:], strict=True)]
-    return Received(body.message, arrays, session, sequence)
+    packed = [Packed(head.dtype, head.checksum, frame) for head, frame in zip(body.arrays, frames[2:], strict=True)]
+    return Received(body.message, arrays, session, sequence, packed)
 
 
 def decode_array(head: ArrayHead, frame) -> np.ndarray:
     dtype = DTYPES.get(head.dtype)
-    if dtype is None or any(extent < 0 for extent in head.shape):
-        raise WireError("array of an unknown type or of negative size")
-    count = 1
-    for extent in head.shape:
-        count *= extent
-    if len(head.shape) > 1 or count * dtype.itemsize != len(frame):
-        raise WireError("array is not flat, or its size does not agree with its shape")
+    if dtype is None or len(head.shape) != 1 or head.shape[0] * dtype.itemsize != len(frame):
+        raise WireError("array of an unknown type, not flat, or of another size than its shape")
     if zlib.crc32(frame) != head.checksum:
         raise WireError("array checksum does not agree")
-    return np.frombuffer(frame, dtype=dtype).reshape(head.shape)
+    return np.frombuffer(frame, dtype=dtype)

@@ -12,6 +12,8 @@ path = "{folder}"
 path = "{folder}/train.jsonl"
 """
 
+CONTINUOUS = ["--schedule.kind", "continuous"]
+
 
 @pytest.fixture
 def file(tmp_path):
@@ -34,7 +36,13 @@ def file(tmp_path):
         (["--over-sampling-batch-size", "193"], ["over_sampling_batch_size", "193", "192", "max_staleness"]),
         (["--schedule.overlap", "--over-sampling-batch-size", "161"], ["161", "160", "with overlap"]),
         (["--schedule.kind", "sync", "--over-sampling-batch-size", "64"], ["over_sampling_batch_size", "64", "april"]),
-        (["--schedule.kind", "psync"], ["schedule.kind", "psync", "'sync' or 'april'"]),
+        (["--schedule.kind", "psync"], ["schedule.kind", "psync", "'sync', 'april' or 'continuous'"]),
+        (["--schedule.in_flight", "64"], ["schedule.in_flight", "64", "'continuous'", "'april'"]),
+        ([*CONTINUOUS, "--schedule.in_flight", "0"], ["schedule.in_flight", "0", "greater than or equal to 1"]),
+        ([*CONTINUOUS, "--schedule.in_flight", "1537"], ["schedule.in_flight", "1537", "1536", "max_staleness"]),
+        ([*CONTINUOUS, "--over-sampling-batch-size", "193"], ["over_sampling_batch_size", "193", "192"]),
+        ([*CONTINUOUS, "--no-partial-rollout"], ["schedule.partial_rollout", "False", "'april'"]),
+        ([*CONTINUOUS, "--schedule.overlap"], ["schedule.overlap", "True", "'april'"]),
         (["--schedule.min_group_size", "9"], ["min_group_size", "9", "n = 8"]),
         (["--sampling.top_p", "0.9"], ["sampling.top_p", "0.9", "biased"]),
         (["--sampling.top_k", "5"], ["sampling.top_k", "5", "biased"]),

@@ -19,7 +19,7 @@ from tests.run.processes import APRIL, Job, assert_closed, wait_until
 
 PAGE = (Path(__file__).parent.parent / "docs" / "protocol.md").read_text()
 PROSE = " ".join(PAGE.split())
-HEADER = struct.Struct("<2sBBHHQQ")
+HEADER = struct.Struct("<2sBBIQQ")
 DTYPES = {"i4": "i", "f4": "f", "u1": "B"}
 PATIENCE_S = 30.0
 
@@ -28,16 +28,16 @@ def pack(tag, *fields, arrays=(), session=0, sequence=0):
     """Frames of a message; arrays are (dtype, values)."""
     frames = [struct.pack(f"<{len(values)}{DTYPES[dtype]}", *values) for dtype, values in arrays]
     heads = [[dtype, [len(values)], zlib.crc32(frame)] for (dtype, values), frame in zip(arrays, frames, strict=True)]
-    header = HEADER.pack(b"AP", 1, 0, len(frames), 0, session, sequence)
+    header = HEADER.pack(b"AP", 2, 0, len(frames), session, sequence)
     return [header, msgpack.packb([[tag, *fields], heads]), *frames]
 
 
 class Received:
     def __init__(self, frames, connection):
         header, body, *raw = frames
-        magic, protocol, _, count, _, self.session, self.sequence = HEADER.unpack(header)
+        magic, protocol, _, count, self.session, self.sequence = HEADER.unpack(header)
         (self.tag, *self.fields), heads = msgpack.unpackb(body)
-        assert (magic, protocol, count) == (b"AP", 1, len(raw)) and len(heads) == count
+        assert (magic, protocol, count) == (b"AP", 2, len(raw)) and len(heads) == count
         self.connection = connection
         self.arrays = []
         for (dtype, (length,), checksum), frame in zip(heads, raw, strict=True):
@@ -121,13 +121,11 @@ class Lease:
     """A grant, and all response tokens of its sample as the page tells to count them."""
 
     def __init__(self, grant):
-        (self.token, group, index, self.scoring, self.evaluation, prompt_tokens, self.budget, self.seed, *rest) = (
-            grant.fields
-        )
+        self.token, group, index, self.scoring, self.evaluation, self.budget, self.seed, *rest = grant.fields
         self.temperature, self.top_p, self.top_k, self.label, self.reward, self.finish_reason = rest
         self.sample = (group, index)
-        (tokens,) = grant.arrays
-        self.prompt, self.ids = tokens[:prompt_tokens], tokens[prompt_tokens:]
+        self.prompt, *pieces = grant.arrays
+        self.ids = [token for piece in pieces for token in piece]
         self.logprobs = []
         """of the tokens that were sampled here"""
 
@@ -176,7 +174,7 @@ class Worker(Client):
         self.send_chunk(lease, start, ids, logprobs, version, finish_reason)
         lease.ids += ids
         lease.logprobs += logprobs
-        assert self.take("ChunkAck", "Refused").fields == [lease.token, len(lease.ids)]
+        assert self.take("Acknowledged", "Refused").fields == [[[lease.token, len(lease.ids)]], []]
         self.acknowledged["evaluation" if lease.evaluation else "generated"] += count
 
     def send_chunk(self, lease, start, ids, logprobs, version, finish_reason=""):
@@ -188,7 +186,7 @@ class Worker(Client):
         self.done(lease)
 
     def done(self, lease):
-        assert self.take("Done", "ResendFrom", "Refused").fields == [lease.token]
+        assert self.take("Acknowledged", "ResendFrom", "Refused").fields == [[], [lease.token]]
         self.leases.pop(lease.token, None)
 
 
@@ -260,7 +258,9 @@ def test_a_client_written_from_the_page_carries_a_batch_from_prompt_to_consumed(
 
     worker.generate(first, 3, [0, 0])
     worker.send_chunk(first, 0, first.ids, first.logprobs, [0, 0])
-    assert worker.take("ChunkAck").fields == [first.token, 3], "a duplicate is acknowledged and changes nothing"
+    assert worker.take("Acknowledged").fields == [[[first.token, 3]], []], (
+        "a duplicate is acknowledged and changes nothing"
+    )
     worker.send_chunk(first, 5, [7], [-1.0], [0, 0])
     assert worker.take("ResendFrom").fields == [first.token, 3], "a gap is asked for"
     worker.send("Scored", first.token, 1.0)
@@ -273,21 +273,22 @@ def test_a_client_written_from_the_page_carries_a_batch_from_prompt_to_consumed(
     completed = make_batch(worker, [0, 0])
     batch = learner.take("Batch")
     assert batch.sequence == pending
-    step, groups = batch.fields
-    assert step == 0 and len(groups) == 4 and len(batch.arrays) == 8
-    for (group, prompt_tokens, samples), ids, logprobs in zip(
-        groups, batch.arrays[::2], batch.arrays[1::2], strict=True
-    ):
-        leases = [completed[group, index] for index, *_ in samples]
-        assert ids == [token for lease in leases for token in (*lease.prompt, *lease.ids)]
-        assert logprobs == [logprob for lease in leases for logprob in lease.logprobs]
-        for (_, length, reward, finish_reason, segments), lease in zip(samples, leases, strict=True):
-            assert prompt_tokens == len(lease.prompt) and length == len(lease.ids)
+    step, place, total, groups = batch.fields
+    assert (step, place, total, len(groups)) == (0, 0, 4, 4)
+    arrays = iter(batch.arrays)
+    for group, prompt_tokens, samples in groups:
+        prompt = next(arrays)
+        assert prompt_tokens == len(prompt)
+        for index, length, reward, finish_reason, segments in samples:
+            lease = completed[group, index]
+            assert (prompt, next(arrays), next(arrays)) == (lease.prompt, lease.ids, lease.logprobs)
+            assert length == len(lease.ids)
             assert (reward, finish_reason) == (reward_of(lease), "stop")
             assert segments == [[0, length, [0, 0]]]
+    assert list(arrays) == []
     assert learner.ask("Accepted", "Consumed", 0, {"loss": 0.5}).connection == "data"
     assert learner.ask("Accepted", "Consumed", 0, {"loss": 0.5}), "saying so again is accepted"
-    assert learner.ask("Accepted", "Durable", 1)
+    assert learner.ask("Accepted", "Durable", 1, 0)
 
     abort = worker.take("Abort")
     round, worker.watermark = abort.fields
@@ -458,6 +459,7 @@ def test_the_page_states_the_broker_s_limits_and_deadlines():
         assert f"`broker.{key}` ({getattr(broker, key):g})" in PROSE
     assert f"`broker.attempts`, {broker.attempts}" in PROSE
     assert f"after {server.LEAVE_S:g} s ({server.LEAVE_AFTER_SIGNAL_S:g} s" in PROSE
+    assert f"`broker.credit_mb` ({broker.credit_mb} MiB)" in PROSE
     assert f"{server.OUTBOX_MESSAGES:,} messages" in PROSE
     to_broker, from_broker = limits.FROM_PEER, limits.FROM_BROKER
     assert f"at most {to_broker.frames} frames and {to_broker.message_bytes >> 20} MiB" in PROSE

@@ -10,15 +10,19 @@ from april import wire
 from april.version import Version
 
 GRANT = wire.Grant(
-    token=(3 << 32) | 7, group=4, index=1, scoring=False, evaluation=False, prompt_tokens=2, max_new_tokens=9,
+    token=(3 << 32) | 7, group=4, index=1, scoring=False, evaluation=False, max_new_tokens=9,
     seed=2**62, temperature=1.0, top_p=1.0, top_k=0, label="12", reward="final_answer", finish_reason="",
 )  # fmt: skip
 HEAD = wire.SampleHead(0, 3, 1.0, "stop", [(0, 3, Version(0, 1))])
+BATCH_ARRAYS = [np.arange(2, dtype="i4"), np.arange(3, dtype="i4"), np.ones(3, "f4")]
 EXAMPLES = [
     (wire.Hello("worker", "w0", "u", [1, 2]), []),
-    (GRANT, [np.arange(5, dtype="i4")]),
+    (GRANT, [np.arange(5, dtype="i4"), np.arange(2, dtype="i4")]),
     (wire.Chunk(7, 0, Version(1, 2), "stop"), [np.arange(3, dtype="i4"), np.ones(3, "f4")]),
-    (wire.Batch(4, [wire.GroupHead(9, 2, [HEAD])]), [np.arange(5, dtype="i4"), np.zeros(3, "f4")]),
+    (
+        wire.Batch(4, 0, 1, [wire.GroupHead(9, 2, [HEAD])]),
+        [np.arange(2, dtype="i4"), np.arange(3, dtype="i4"), np.zeros(3, "f4")],
+    ),
     (wire.Consumed(4, {"loss": 0.5}), []),
     (wire.Status(), [np.frombuffer(b"{}", np.uint8)]),
     (wire.Chunk(7, 0, Version(1, 2)), [np.empty(0, "i4"), np.empty(0, "f4")]),

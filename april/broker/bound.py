@@ -1,7 +1,7 @@
 """The staleness bound: which groups may be opened and which batches delivered so that none is ever too old."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 
 class StalenessBound:
@@ -16,7 +16,8 @@ class StalenessBound:
     batch is delivered only if it holds for k + 1 afterwards. No token of g is older than v0(g), so a token
     trained in batch k has a staleness of at most k - v0(g) <= S: the bound is a theorem, whatever the speeds,
     lengths and failures. It also keeps work from having to be thrown away: batches k .. D have room for every
-    group that is due by D.
+    group that is due by D. And it lets work go on: the N oldest undelivered groups can always be delivered once
+    they are complete, and a worker at step k can always open groups as long as fewer than N are undelivered.
 
         bound = StalenessBound(max_staleness=5, batch_groups=32)
         if bound.survives(next_step=k, opened_at=k):
@@ -46,7 +47,8 @@ class StalenessBound:
 
     def survives(self, next_step: int, opened_at: int) -> bool:
         """Whether it would hold with one more group first leased at step `opened_at`."""
-        return self._holds(self._due + Counter([self.deadline(opened_at)]), next_step)
+        deadline = self.deadline(opened_at)
+        return self._holds({**self._due, deadline: self._due[deadline] + 1}, next_step)
 
     def survives_delivery(self, next_step: int, delivered: Iterable[int]) -> bool:
         """Whether it would hold for the step after, with the groups opened at these steps delivered."""
@@ -54,10 +56,27 @@ class StalenessBound:
         due.subtract(self.deadline(opened_at) for opened_at in delivered)
         return self._holds(due, next_step + 1)
 
-    def _holds(self, due: Counter[int], next_step: int) -> bool:
+    def _holds(self, due: Mapping[int, int], next_step: int) -> bool:
         total = 0
         for deadline in sorted(due):
             total += due[deadline]
             if total > max(0, deadline - next_step + 1) * self.batch_groups:
                 return False
         return True
+
+
+def throughput_cap(
+    batches: int, batch_groups: int, group_size: int, in_flight: int, mean_length: float, longest: float
+) -> float:
+    """Largest share of the rollout throughput without any barrier that can be trained, from 0 to 1.
+
+    While the longest response, of `longest` tokens, is generated, `in_flight` samples produce
+    in_flight * longest tokens: responses of `mean_length` tokens for in_flight * longest / (group_size * mean_length)
+    groups. No more than `batches` batches of `batch_groups` groups can be trained until its group is due, so that
+
+        share <= min(1, batches * batch_groups * group_size * mean_length / (in_flight * longest))
+
+    `batches` is the number of batches that may train a group: S + 1 where it is opened under the version that the
+    next batch trains, S where it is opened one version earlier, 1 where every batch waits for all of its groups.
+    """
+    return min(1.0, batches * batch_groups * group_size * mean_length / (in_flight * longest))

@@ -1,4 +1,7 @@
-"""The facts that the broker writes down. Applying them in order to an empty ledger rebuilds it."""
+"""The facts that the broker writes down. Applying them in order to an empty ledger rebuilds it.
+
+Token ids and logprobs are not part of an event; they lie beside it in its record.
+"""
 
 import msgspec
 
@@ -32,7 +35,7 @@ class BrokerStarted(Event):
 class GroupOpened(Event):
     """Drawing a prompt and creating its group are one fact; (epoch, row) is the prompt cursor.
 
-    For evaluation, `epoch` is the policy step that is evaluated.
+    For evaluation, `epoch` is the policy step that is evaluated. Array: the prompt's token ids, int32.
     """
 
     group: int
@@ -41,8 +44,9 @@ class GroupOpened(Event):
     row: int
     size: int
     floor: int
-    prompt: bytes = b""
-    """int32 little-endian token ids"""
+    prompt_tokens: int
+    replaces: int | None = None
+    """the dead group whose prompt is drawn again; the cursor stays where it is"""
 
 
 class Leased(Event):
@@ -55,16 +59,14 @@ class Leased(Event):
 
 
 class ChunkAccepted(Event):
+    """Arrays: token ids int32 and behaviour logprobs float32, little-endian, `count` of each."""
+
     token: int
     start: int
     count: int
     version: Version
     finish_reason: str
     """"" unless these are the last tokens"""
-    ids: bytes = b""
-    """int32 little-endian"""
-    logprobs: bytes = b""
-    """float32 little-endian"""
 
 
 class SampleScored(Event):
@@ -78,11 +80,29 @@ class LeaseEnded(Event):
     token: int
     cause: str
     error: str = ""
+    at: float = 0.0
+    """Unix seconds"""
 
 
 class GroupDiscarded(Event):
     group: int
     reason: str
+
+
+class GroupRequeued(Event):
+    """The prompt of a group that lost a sample for good is to be drawn again, ahead of fresh ones."""
+
+    group: int
+
+
+class DrainStarted(Event):
+    """Nothing is handed out any more, and grants up to the watermark are to be handed back."""
+
+    watermark: int
+
+
+class DrainEnded(Event):
+    pass
 
 
 class RoundStarted(Event):
@@ -104,7 +124,10 @@ class BatchConsumed(Event):
 
 
 class CheckpointDurable(Event):
+    """Checkpoint `step` is on disk; none older than `oldest` will ever be asked for again."""
+
     step: int
+    oldest: int
 
 
 class LearnerStarted(Event):
@@ -112,6 +135,10 @@ class LearnerStarted(Event):
 
     branch: int
     step: int
+    uid: str = ""
+    """of the learner's process, which a restarted broker knows again"""
+    weights_address: str = ""
+    weights_key: str = ""
 
 
 AnyEvent = (
@@ -123,6 +150,9 @@ AnyEvent = (
     | SampleScored
     | LeaseEnded
     | GroupDiscarded
+    | GroupRequeued
+    | DrainStarted
+    | DrainEnded
     | RoundStarted
     | RoundEnded
     | BatchDelivered

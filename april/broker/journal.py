@@ -1,142 +1,260 @@
-"""The broker's only truth on disk: an append-only file of checksummed MessagePack records.
+"""The broker's only truth on disk: an append-only sequence of checksummed records in segment files.
 
-A record is the MessagePack array `[crc32, body]` in fixed-width form, `body` the MessagePack of one event, so
-that any MessagePack reader can stream the file. `append` gives a reference that `read` understands; `sync`
-puts everything appended on disk, and only after it may anything be acknowledged.
+Positions count bytes from the beginning of the run; a segment is named by the position at which it begins.
+`append` gives a reference that `read` understands; `sync` puts everything appended on disk, and only after it
+may anything be acknowledged. When `segment_full` says so, a snapshot of the ledger is taken and `rotate` begins a
+new segment, so that a restart reads one snapshot and what follows it. `reclaim` gives space back.
 """
 
+import bisect
+import contextlib
 import fcntl
+import itertools
+import logging
 import os
-import struct
-import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 
+from april.broker import records
 from april.broker.events import AnyEvent, Event
+from april.broker.records import Part
 
-FILE_NAME = "journal.msgpack"
-PREFIX = struct.Struct(">2sIcI")
-"""array of two with a uint32, the crc32 of the body, bin32, the length of the body: 11 bytes"""
-ARRAY_UINT32, BIN32 = b"\x92\xce", b"\xc6"
+log = logging.getLogger(__name__)
+
+SEGMENT_BYTES = 512 << 20
+SEGMENT_RECORDS = 250_000
+"""a segment ends after this many records at the latest: they bound the time of a restart as the bytes do"""
+BUFFERS_PER_WRITE = 1000
+"""the kernel takes at most 1024"""
+READ_BYTES = 4 << 20
+SUFFIX = ".msgpack"
 
 Reference = tuple[int, int]
-"""(offset, length) of a record, bytes"""
+"""(position, length) of a record, bytes"""
 
 
 class JournalError(RuntimeError):
     """The journal cannot be trusted or written any further."""
 
+    def __init__(self, text: str, errno: int | None = None):
+        super().__init__(text)
+        self.errno = errno
+        """of the system's refusal, None for damage"""
+
 
 class Journal:
     """One writer. After a failed write or sync it refuses everything but reading."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, segment_bytes: int = SEGMENT_BYTES, segment_records: int = SEGMENT_RECORDS):
         folder.mkdir(parents=True, exist_ok=True)
-        self.path = folder / FILE_NAME
-        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        self.folder = folder
+        self.segment_bytes, self.segment_records = segment_bytes, segment_records
+        self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise JournalError(f"journal {self.path} is in use by another broker; stop that one first") from None
-        self._pending: list[bytes] = []
-        self._end = os.fstat(self._file).st_size
-        self._written = self._synced = self._end
-        self._failed: str | None = None
+            os.close(self._lock)
+            raise JournalError(f"journal {folder} is in use by another broker; stop that one first") from None
+        self._files: dict[int, int] = {
+            int(path.stem): os.open(path, os.O_RDWR) for path in sorted(folder.glob(f"*{SUFFIX}"))
+        }
+        self._starts = sorted(self._files)
+        self._pending: list[bytes | memoryview] = []
+        self._records = 0
+        self._failed: JournalError | None = None
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(AnyEvent)
-        sync_folder(folder)
+        if not self._files:
+            self._begin_segment(0)
+        self.end = self._written = self._synced = self._starts[-1] + self._size(self._starts[-1])
+        self.bytes_on_disk = sum(map(self._size, self._starts))
 
-    def append(self, event: Event) -> Reference:
-        """Queue one event; nothing is on disk before `sync`."""
+    def _begin_segment(self, position: int) -> None:
+        path = self.folder / f"{position:020d}{SUFFIX}"
+        self._files[position] = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+        self._starts.append(position)
+        self._records = 0
+        sync_folder(self.folder)
+
+    def _size(self, start: int) -> int:
+        return os.fstat(self._files[start]).st_size
+
+    # --- writing --------------------------------------------------------------------------------------------
+
+    def append(self, event: Event, arrays: Sequence[Part] = ()) -> Reference:
+        """Queue one event and its arrays; nothing is on disk before `sync`."""
         if self._failed:
-            raise JournalError(self._failed)
-        body = self._encoder.encode(event)
-        reference = (self._end, PREFIX.size + len(body))
-        self._pending += [PREFIX.pack(ARRAY_UINT32, zlib.crc32(body), BIN32, len(body)), body]
-        self._end += reference[1]
+            raise self._failed
+        pieces = records.encode(self._synced, self._encoder.encode(event), arrays)
+        reference = (self.end, sum(map(len, pieces)))
+        self._pending += pieces
+        self._records += 1
+        self.end += reference[1]
         return reference
+
+    @property
+    def unsynced_bytes(self) -> int:
+        return self.end - self._synced
 
     def sync(self) -> None:
         """Write and `fdatasync` what was appended. Raises JournalError, for good, if the disk refuses."""
         if self._failed:
-            raise JournalError(self._failed)
-        if self._synced == self._end:
+            raise self._failed
+        if self._synced == self.end:
             return
         self._write(durably=True)
-        self._synced = self._end
+        self.bytes_on_disk += self.end - self._synced
+        self._synced = self.end
 
     def _write(self, durably: bool) -> None:
-        data = memoryview(b"".join(self._pending))
-        self._pending.clear()
+        start = self._starts[-1]
+        file, buffers = self._files[start], iter(self._pending)
         try:
-            while data:
-                count = os.pwrite(self._file, data, self._written)
+            while some := list(itertools.islice(buffers, BUFFERS_PER_WRITE)):
+                count = os.pwritev(file, some, self._written - start)
                 self._written += count
-                data = data[count:]
+                rest = memoryview(b"".join(some))[count:] if count < sum(map(len, some)) else b""
+                while rest:
+                    count = os.pwrite(file, rest, self._written - start)
+                    self._written += count
+                    rest = rest[count:]
             if durably:
-                os.fdatasync(self._file)
+                os.fdatasync(file)
         except OSError as error:
-            self._failed = f"journal {self.path} cannot be written ({error}); nothing is acknowledged any more"
-            raise JournalError(self._failed) from error
+            raise self.fail(error) from error
+        finally:
+            self._pending = []
 
-    def read(self, reference: Reference) -> Event:
-        """The event behind a reference that `append` or `replay` gave."""
-        offset, length = reference
-        if offset + length > self._written:
-            self._write(durably=False)
-        body = record_body(os.pread(self._file, length, offset))
-        if body is None:
-            raise JournalError(f"journal {self.path} is damaged at byte {offset}; restore it from a copy")
-        return self._decoder.decode(body)
+    def fail(self, error: OSError) -> JournalError:
+        """Write no more and forget what no sync has finished: nobody knows what of it is on disk."""
+        text = f"journal {self.folder} cannot be written ({error}); nothing is acknowledged any more"
+        self._failed, self._pending = JournalError(text, error.errno), []
+        start = self._starts[-1]
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._files[start], self._synced - start)
+        return self._failed
 
-    def replay(self) -> Iterator[tuple[Event, Reference]]:
-        """Every event with its reference, oldest first; a torn tail is cut off.
+    @property
+    def segment_full(self) -> bool:
+        """Time for a snapshot and `rotate`."""
+        return self.end - self._starts[-1] >= self.segment_bytes or self._records >= self.segment_records
 
-        A bad record with a good one behind it is damage and raises JournalError; otherwise it is what a crash
-        left of the writes that no `sync` had finished.
+    def rotate(self) -> int:
+        """Begin a new segment behind what is synced; returns the position at which it begins."""
+        self.sync()
+        try:
+            self._begin_segment(self.end)
+        except OSError as error:
+            raise self.fail(error) from error
+        return self.end
+
+    def reclaim(self, needed_from: int, live: set[int]) -> list[Path]:
+        """Forget the segments that end at or below `needed_from` and hold no `live` position.
+
+        Returns the files, for the caller to delete: that takes a while.
         """
-        offset = 0
-        with self.path.open("rb") as file:
-            while prefix := file.read(PREFIX.size):
-                length = PREFIX.unpack(prefix)[3] if len(prefix) == PREFIX.size else 0
-                body = record_body(prefix + file.read(min(length, self._end - offset)))
-                if body is None:
-                    self._cut_torn_tail(offset)
-                    return
-                yield self._decoder.decode(body), (offset, PREFIX.size + length)
-                offset += PREFIX.size + length
+        ends = [*self._starts[1:], self.end]
+        kept = {self._starts[bisect.bisect_right(self._starts, position) - 1] for position in live}
+        dead = [
+            start
+            for start, end in zip(self._starts[:-1], ends[:-1], strict=True)
+            if end <= needed_from and start not in kept
+        ]
+        for start in dead:
+            self.bytes_on_disk -= self._size(start)
+            os.close(self._files.pop(start))
+        self._starts = sorted(self._files)
+        return [self.folder / f"{start:020d}{SUFFIX}" for start in dead]
 
-    def _cut_torn_tail(self, offset: int) -> None:
-        rest = os.pread(self._file, self._end - offset, offset)
-        start, view = rest.find(ARRAY_UINT32, 1), memoryview(rest)
-        while start >= 0:
-            if record_body(view[start:], exact=False) is not None:
-                raise JournalError(
-                    f"journal {self.path} is damaged at byte {offset}, with good records from byte {offset + start}; "
-                    "restore it from a copy"
-                )
-            start = rest.find(ARRAY_UINT32, start + 1)
-        os.ftruncate(self._file, offset)
-        os.fdatasync(self._file)
-        self._end = self._written = self._synced = offset
+    # --- reading --------------------------------------------------------------------------------------------
+
+    def read(self, reference: Reference) -> tuple[Event, list[Part]]:
+        """The event behind a reference that `append` or `replay` gave, and its arrays."""
+        position, length = reference
+        if position + length > self._written and not self._failed:
+            self._write(durably=False)
+        start = self._starts[bisect.bisect_right(self._starts, position) - 1]
+        record = records.decode(os.pread(self._files[start], length, position - start))
+        if record is None or record.length != length:
+            raise JournalError(f"journal {self.folder} is damaged at position {position}; restore it from a copy")
+        return self._decoder.decode(record.event), record.arrays
+
+    def replay(self, position: int = 0) -> Iterator[tuple[Event, Reference]]:
+        """Every event from `position` on with its reference, oldest first; a torn tail is cut off.
+
+        `position` is 0 or one at which a segment begins. A bad record that was once synced is damage and raises
+        JournalError; otherwise it is what a crash left of the writes that no `sync` had finished.
+        """
+        expected, last = position, None
+        for start in [start for start in self._starts if start >= position]:
+            if start != expected:
+                raise JournalError(f"journal {self.folder} lacks the segment at {expected}; restore it from a copy")
+            self._records = 0
+            for last, at in self._scan(start):
+                self._records += 1
+                yield self._decoder.decode(last.event), (at, last.length)
+            expected = start + self._size(start)
+        if expected == position and position not in self._files:
+            raise JournalError(f"journal {self.folder} lacks the segment at {position}; restore it from a copy")
+        if last:
+            self._write_again(max(last.synced, self._starts[-1]))
+
+    def _write_again(self, position: int) -> None:
+        """What the last sync may not have reached is made dirty again: after a failed sync the system may take it
+        for clean and never write it."""
+        start = self._starts[-1]
+        tail = os.pread(self._files[start], self.end - position, position - start)
+        try:
+            os.pwrite(self._files[start], tail, position - start)
+            os.fdatasync(self._files[start])
+        except OSError as error:
+            raise self.fail(error) from error
+
+    def _scan(self, start: int) -> Iterator[tuple[records.Record, int]]:
+        """The records of a segment; the tail of the last one may be torn."""
+        size, offset, window = self._size(start), 0, b""
+        at = 0
+        while offset < size:
+            record = records.decode(window, offset - at)
+            if record is None and at + len(window) < size:
+                needed = max(READ_BYTES, 2 * (len(window) - (offset - at)))
+                at, window = offset, os.pread(self._files[start], needed, offset)
+                continue
+            if record is None:
+                self._cut_torn_tail(start, offset)
+                return
+            yield record, start + offset
+            offset += record.length
+
+    def _cut_torn_tail(self, start: int, offset: int) -> None:
+        """Cut what no sync had finished; raises JournalError if a later record proves that it was synced."""
+        bad = start + offset
+        rest = os.pread(self._files[start], self._size(start) - offset, offset)
+        was_synced = start != self._starts[-1] or any(synced > bad for _, synced in good_records(rest))
+        if was_synced:
+            raise JournalError(f"journal {self.folder} is damaged at position {bad}; restore it from a copy")
+        log.warning("journal %s: %d bytes that no sync had finished are cut off", self.folder, len(rest))
+        os.ftruncate(self._files[start], offset)
+        os.fdatasync(self._files[start])
+        self.bytes_on_disk -= len(rest)
+        self.end = self._written = self._synced = bad
 
     def close(self) -> None:
+        """Let go of the files; what is still queued is synced first, unless the disk has refused."""
         if not self._failed:
             self.sync()
-        os.close(self._file)
+        for file in (*self._files.values(), self._lock):
+            os.close(file)
+        self._files.clear()
 
 
-def record_body(record: bytes | memoryview, exact: bool = True) -> bytes | memoryview | None:
-    """The body of a record if its form and checksum are right; `exact`: the bytes end with it."""
-    if len(record) < PREFIX.size:
-        return None
-    array, checksum, binary, length = PREFIX.unpack_from(record)
-    body = record[PREFIX.size : PREFIX.size + length]
-    if (array, binary, len(body)) != (ARRAY_UINT32, BIN32, length) or zlib.crc32(body) != checksum:
-        return None
-    return body if not exact or len(record) == PREFIX.size + length else None
+def good_records(data: bytes) -> Iterator[tuple[int, int]]:
+    """(offset, synced) of every whole record somewhere in `data`."""
+    for form in records.FORM.finditer(data):
+        if record := records.decode(data, form.start()):
+            yield form.start(), record.synced
 
 
 def sync_folder(folder: Path) -> None:

@@ -3,8 +3,6 @@
 import logging
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from april import limits, wire
 from april.broker.ledger import LedgerError, Verdict
 from april.broker.samples import Group, Sample, SampleState
@@ -15,36 +13,46 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+PART_BYTES = 1 << 20
+"""arrays in one message of a batch, rounded up to whole groups"""
+TURN_BYTES = 4 << 20
+"""arrays sent to the learner in one turn, so that nobody else waits long"""
+
 
 class LearnerDesk:
     def __init__(self, service: "Service"):
         self.service = service
         self.ledger = service.ledger
         self.sessions = service.sessions
-        self.weights_address = ""
-        self.weights_key = ""
-        """the learner's public key, by which workers recognise its publisher"""
         self.waiting: tuple[Session, wire.Received] | None = None
-        """a fetch whose batch does not exist yet"""
+        """a fetch whose batch does not exist yet, or is not sent to its end"""
+        self.sent_groups = 0
+        """of the batch that is being sent"""
 
     def hello(self, session: Session) -> None:
         for other in list(self.sessions.by_id.values()):
             if other.role == "learner" and other is not session:
                 self.sessions.close(other)
         self.waiting = None
+        session.started = self._has_started(session)
+
+    def _has_started(self, session: Session) -> bool:
+        """Whether this process is the learner of the current branch, though the broker may have restarted since."""
+        return session.uid == self.ledger.learner_uid
 
     def on_LearnerStart(self, session: Session, received: wire.Received, now: float) -> None:
-        consumed_before = self.ledger.consumed
-        try:
-            self.ledger.start_learner(received.message.step)
-        except LedgerError as error:
-            return self._refuse(session, received, str(error))
-        for step in range(consumed_before, received.message.step):
-            self.service.step_trained(step, {}, now)
+        message = received.message
+        repeated = self._has_started(session) and message.step == self.ledger.consumed
+        if not repeated:
+            consumed_before = self.ledger.consumed
+            try:
+                self.ledger.start_learner(message.step, session.uid, message.weights_address, session.key)
+            except LedgerError as error:
+                return self._refuse(session, received, str(error))
+            for step in range(consumed_before, message.step):
+                self.service.step_trained(step, {}, now)
         session.started = True
-        self.weights_address = received.message.weights_address
-        self.weights_key = session.key
-        self.sessions.broadcast(wire.WeightsAt(self.weights_address, self.weights_key))
+        self.sessions.broadcast(wire.WeightsAt(message.weights_address, session.key))
         answer = wire.LearnerStarted(self.ledger.branch, self.ledger.frontier)
         self.sessions.send(session, answer, sequence=received.sequence)
 
@@ -54,35 +62,46 @@ class LearnerDesk:
             return self._refuse(session, received, "say first which checkpoint you hold")
         if step != self.ledger.consumed:
             return self._refuse(session, received, f"batch {step} does not follow {self.ledger.consumed} consumed ones")
-        self.waiting = (session, received)
+        self.waiting, self.sent_groups = (session, received), 0
         self.answer_fetch()
 
     def answer_fetch(self) -> None:
-        """Send the batch that the learner waits for, or that there is none, as soon as that is known."""
+        """Send of the batch that the learner waits for as much as goes into a turn, or that there is none."""
         if self.waiting is None:
             return
         session, received = self.waiting
         step = received.message.step
-        if self.service.over:
+        replayed = step < self.ledger.frontier
+        if self.service.over and not replayed:
             self.sessions.send(session, wire.Finished(self.service.over), sequence=received.sequence)
+            self.waiting = None
         elif step in self.ledger.deliveries:
-            groups = self.ledger.deliveries[step]
-            batch = wire.Batch(step, [group_head(group) for group in groups])
-            arrays = [array for group in groups for array in self._group_arrays(group)]
-            self.sessions.send(session, batch, arrays, received.sequence)
-        else:
-            return
-        self.waiting = None
+            bytes_before = session.sent_bytes
+            while session.sent_bytes - bytes_before < TURN_BYTES and self.waiting:
+                if not self.sessions.has_credit(session, self.service.credit_bytes):
+                    return
+                self._send_part(session, step, received.sequence)
 
-    def _group_arrays(self, group: Group) -> list[np.ndarray]:
-        prompt = np.frombuffer(self.service.journal.read(group.prompt).prompt, "<i4")
-        ids, logprobs = [], []
+    def _send_part(self, session: Session, step: int, sequence: int) -> None:
+        """The next groups of the batch, PART_BYTES or one group."""
+        groups, heads, arrays, size = self.ledger.deliveries[step], [], [], 0
+        first = self.sent_groups
+        while self.sent_groups < len(groups) and size < PART_BYTES:
+            group = groups[self.sent_groups]
+            group_arrays = self._group_arrays(group)
+            heads.append(group_head(group))
+            arrays += group_arrays
+            size += sum(len(array.data) for array in group_arrays)
+            self.sent_groups += 1
+        self.sessions.send(session, wire.Batch(step, first, len(groups), heads), arrays, sequence)
+        if self.sent_groups == len(groups):
+            self.waiting = None
+
+    def _group_arrays(self, group: Group) -> list[wire.Packed]:
+        arrays = [self.service.read_prompt(group)]
         for sample in done_samples(group):
-            ids.append(prompt)
-            for chunk_ids, chunk_logprobs in self.service.read_chunks(sample):
-                ids.append(chunk_ids)
-                logprobs.append(chunk_logprobs)
-        return [np.concatenate(ids), np.concatenate(logprobs)]
+            arrays += self.service.read_response(sample)
+        return arrays
 
     def on_Consumed(self, session: Session, received: wire.Received, now: float) -> None:
         step = received.message.step
@@ -97,12 +116,12 @@ class LearnerDesk:
 
     def on_Durable(self, session: Session, received: wire.Received, now: float) -> None:
         step = received.message.step
-        if self.ledger.checkpoint(step) is Verdict.INVALID:
+        if self.ledger.checkpoint(step, received.message.oldest) is Verdict.INVALID:
             return self._refuse(session, received, f"checkpoint {step} is beyond the {self.ledger.consumed} batches")
         self.sessions.send(session, wire.Accepted(), sequence=received.sequence)
 
     def _refuse(self, session: Session, received: wire.Received, reason: str) -> None:
-        log.warning("learner refused: %s", reason)
+        log.warning("learner refused: %s", reason, extra={"role": "learner"})
         cause = f"{type(received.message).__name__} out of order"
         self.sessions.refuse(cause, reason, session.data_route, 0, session.id, received.sequence)
 

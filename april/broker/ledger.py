@@ -10,19 +10,27 @@ generated = trained + delivered + ready + open + sum(discarded), in acknowledged
     ledger = Ledger(Rules(batch_groups=32, group_size=8, max_staleness=5), record=journal.append)
     group = ledger.open_group(epoch=0, row=17, floor=0)
     lease = ledger.lease(group.samples[0], worker="w0", step=0, expires_at=now + 60)
-    ledger.add_chunk(lease.token, start=0, count=40, version=Version(0, 0), ids=..., logprobs=...)
+    ledger.add_chunk(lease.token, start=0, count=40, version=Version(0, 0), arrays=[...])
     ledger.add_chunk(lease.token, start=40, count=9, version=Version(0, 1), finish_reason="stop", ...)
     ledger.score(lease.token, reward=1.0)
 """
 
-from collections.abc import Callable
+import heapq
+import zlib
+from collections.abc import Callable, Sequence
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from april.broker import events
 from april.broker.ledger_state import EPOCH_BITS, LedgerState, Rules
+from april.broker.records import Part
 from april.broker.samples import TO_GENERATE, Group, GroupState, Lease, Sample, SampleState
 from april.version import Version
+
+Recorder = Callable[[events.Event, Sequence[Part]], Any]
+"""writes an event and its arrays down; what it gives is kept as the reference to them"""
+if TYPE_CHECKING:
+    from april.broker.schedule import Prompts
 
 
 class Verdict(StrEnum):
@@ -39,30 +47,43 @@ class LedgerError(RuntimeError):
 
 
 class Ledger(LedgerState):
-    def __init__(self, rules: Rules, record: Callable[[events.Event], Any] = lambda event: None):
+    def __init__(self, rules: Rules, record: Recorder = lambda event, arrays: None):
         super().__init__(rules)
         self.record = record
+        self._expiries: list[tuple[float, int]] = []
+        """heap of (instant, token): when to look at a lease; renewals make it outlive some of its entries"""
 
     # --- commands -------------------------------------------------------------------------------------------
 
-    def commit(self, event: events.Event) -> None:
-        self.apply(event, self.record(event))
+    def commit(self, event: events.Event, arrays: Sequence[Part] = ()) -> None:
+        self.apply(event, self.record(event, arrays))
 
     def open_group(
         self, epoch: int, row: int, floor: int, evaluation: bool = False, size: int | None = None, prompt: bytes = b""
     ) -> Group:
-        """Draw a prompt. `floor`: workers must be at this step or later to start it.
+        """Draw a prompt, int32 token ids. `floor`: workers must be at this step or later to start it.
 
         Evaluation groups take no part in bound and batches; their `epoch` is the policy step they belong to.
         """
         if not evaluation and not self.bound.survives(self.next_step, floor):
             raise LedgerError(f"opening a group at step {floor} would break the staleness bound")
-        group = self._next_group
-        self.commit(events.GroupOpened(group, evaluation, epoch, row, size or self.rules.group_size, floor, prompt))
+        group, size = self._next_group, size or self.rules.group_size
+        replaces = None if evaluation else self.dead_letters.waiting_at(epoch, row)
+        opened = events.GroupOpened(group, evaluation, epoch, row, size, floor, len(prompt) // 4, replaces)
+        self.commit(opened, [(zlib.crc32(prompt), prompt)])
         return self.groups[group]
 
-    def lease(self, sample: Sample, worker: str, step: int, expires_at: float) -> Lease:
-        """Give a sample that waits to a worker at policy step `step`."""
+    def next_prompt(self, prompts: "Prompts") -> tuple[int, int, bytes] | None:
+        """(epoch, row, token ids) of the prompt for the next group: that of a re-queued group, otherwise the one at
+        the cursor; None when they are exhausted. A prompt that is no longer in the dataset's limits goes on waiting."""
+        for place in self.dead_letters.waiting.values():
+            drawn = prompts.draw(place)
+            if drawn and drawn[:2] == place:
+                return drawn
+        return prompts.draw(self.cursor)
+
+    def lease(self, sample: Sample, worker: str, step: int, expires_at: float, ends_at: float = float("inf")) -> Lease:
+        """Give a sample that waits to a worker at policy step `step`; no renewal keeps it longer than `ends_at`."""
         scoring = sample.state is SampleState.GENERATED
         if sample.token or not (scoring or sample.state in TO_GENERATE) or sample.group.state is not GroupState.OPEN:
             raise LedgerError(f"sample {sample.group.id}.{sample.index} is not waiting")
@@ -70,8 +91,15 @@ class Ledger(LedgerState):
             raise LedgerError(f"sample {sample.group.id}.{sample.index} needs step {sample.first_step}, not {step}")
         token = (self.epoch << EPOCH_BITS) | (self._grants + 1)
         self.commit(events.Leased(token, sample.group.id, sample.index, worker, step, scoring))
-        self.leases[token].expires_at = expires_at
-        return self.leases[token]
+        lease = self.leases[token]
+        lease.ends_at = ends_at
+        self.expire_at(lease, expires_at)
+        return lease
+
+    def expire_at(self, lease: Lease, instant: float) -> None:
+        """Let a lease end at `instant`, unless it is renewed, or at its end if that is earlier."""
+        lease.expires_at = min(instant, lease.ends_at)
+        heapq.heappush(self._expiries, (lease.expires_at, lease.token))
 
     def add_chunk(
         self,
@@ -80,11 +108,11 @@ class Ledger(LedgerState):
         count: int,
         version: Version,
         finish_reason: str = "",
-        ids: bytes = b"",
-        logprobs: bytes = b"",
+        arrays: Sequence[Part] = (),
     ) -> Verdict:
         """Accept tokens iff the lease is current and they start at the acknowledged length.
 
+        `arrays`: ids and logprobs with their checksums.
         A finish reason ends the response together with its last tokens; the holder scores it next.
         """
         lease = self.leases.get(token)
@@ -101,7 +129,7 @@ class Ledger(LedgerState):
         within_budget = count > 0 and (left > 0 or (left == 0 and finish_reason))
         if not lease.generating or not within_budget or not self.was_published(version):
             return Verdict.INVALID
-        self.commit(events.ChunkAccepted(token, start, count, version, finish_reason, ids, logprobs))
+        self.commit(events.ChunkAccepted(token, start, count, version, finish_reason), arrays)
         return Verdict.OK
 
     def score(self, token: int, reward: float) -> Verdict:
@@ -113,31 +141,61 @@ class Ledger(LedgerState):
         self.commit(events.SampleScored(token, reward))
         return Verdict.OK
 
-    def end_lease(self, token: int, cause: str, error: str = "") -> Verdict:
+    def end_lease(self, token: int, cause: str, error: str = "", at: float = 0.0) -> Verdict:
         """The sample goes back to where it waits; too many failures make it dead, and perhaps its group."""
         if token not in self.leases:
             return Verdict.FENCED
-        self.commit(events.LeaseEnded(token, cause, error))
+        self.commit(events.LeaseEnded(token, cause, error, at))
         return Verdict.OK
 
     def renew(self, tokens: list[int], expires_at: float) -> list[int]:
-        """Prolong leases, but for aborted ones; returns the tokens that are not current any more."""
+        """Prolong leases, each to its end at most and aborted ones not at all; returns the tokens that are not
+        current any more."""
         for token in tokens:
             if token in self.leases and not self.is_aborted(token):
-                self.leases[token].expires_at = expires_at
+                self.leases[token].expires_at = min(expires_at, self.leases[token].ends_at)
         return [token for token in tokens if token not in self.leases]
 
     def expire(self, now: float) -> list[Lease]:
         """End the leases whose time is over."""
-        expired = [lease for lease in self.leases.values() if lease.expires_at <= now]
-        for lease in expired:
-            cause = "abort" if self.is_aborted(lease.token) else "expired"
-            self.end_lease(lease.token, cause, "" if cause == "abort" else "the lease was not renewed")
+        expired = []
+        while self._expiries and self._expiries[0][0] <= now:
+            _, token = heapq.heappop(self._expiries)
+            if lease := self.leases.get(token):
+                if lease.expires_at <= now:
+                    expired.append(lease)
+                else:
+                    heapq.heappush(self._expiries, (lease.expires_at, token))
+        for lease in {lease.token: lease for lease in expired}.values():
+            if self.is_aborted(lease.token):
+                self.end_lease(lease.token, "abort", at=now)
+            else:
+                why = "was held for longer than broker.max_run_s" if lease.ends_at <= now else "was not renewed"
+                self.end_lease(lease.token, "expired", f"the lease {why}", at=now)
         return expired
 
     def discard(self, group: Group, reason: str) -> None:
-        """End an open group for a reason that is counted; its leases are void."""
+        """End an open or ready group for a reason that is counted; its leases are void."""
         self.commit(events.GroupDiscarded(group.id, reason))
+
+    def requeue(self, group: int) -> Verdict:
+        """Draw the prompt of a group that lost a sample for good again, ahead of fresh ones; once for each group."""
+        letter = self.dead_letters.of_group(group)
+        if letter is None or letter.outcome == "without_it":
+            return Verdict.INVALID
+        if letter.outcome != "discarded":
+            return Verdict.DUPLICATE
+        self.commit(events.GroupRequeued(group))
+        return Verdict.OK
+
+    def start_drain(self) -> None:
+        """Have all that is generated for training handed back. Saying so again changes nothing."""
+        if not self.draining:
+            self.commit(events.DrainStarted((self.epoch << EPOCH_BITS) | self._grants))
+
+    def end_drain(self) -> None:
+        if self.draining:
+            self.commit(events.DrainEnded())
 
     def start_round(self) -> None:
         self.commit(events.RoundStarted(self.round + 1))
@@ -171,14 +229,16 @@ class Ledger(LedgerState):
         self.commit(events.BatchConsumed(step))
         return Verdict.OK
 
-    def checkpoint(self, step: int) -> Verdict:
-        """A checkpoint that contains all batches below `step` is on disk."""
-        if not self.durable < step <= self.consumed:
-            return Verdict.DUPLICATE if step <= self.durable else Verdict.INVALID
-        self.commit(events.CheckpointDurable(step))
+    def checkpoint(self, step: int, oldest: int) -> Verdict:
+        """A checkpoint that contains all batches below `step` is on disk, and none older than `oldest` is kept."""
+        if step > self.consumed:
+            return Verdict.INVALID
+        if step < self.durable or (step == self.durable and min(oldest, step) <= self.first_kept_step):
+            return Verdict.DUPLICATE
+        self.commit(events.CheckpointDurable(step, min(oldest, step)))
         return Verdict.OK
 
-    def start_learner(self, step: int) -> None:
+    def start_learner(self, step: int, uid: str = "", weights_address: str = "", weights_key: str = "") -> None:
         """A learner goes on from checkpoint `step`: later groups are delivered again, under a new branch.
 
         A checkpoint may be ahead of the last report by the batches that were delivered; they are consumed, then.
@@ -190,7 +250,7 @@ class Ledger(LedgerState):
             )
         while self.consumed < step:
             self.commit(events.BatchConsumed(self.consumed))
-        self.commit(events.LearnerStarted(self.branch + 1, step))
+        self.commit(events.LearnerStarted(self.branch + 1, step, uid, weights_address, weights_key))
 
     # --- questions ------------------------------------------------------------------------------------------
 
@@ -203,18 +263,14 @@ class Ledger(LedgerState):
         return version.step <= self.frontier and version.branch <= max(0, self.branch)
 
     def is_aborted(self, token: int) -> bool:
-        """Whether the sample is to be handed back: generated for training under a grant of an ended round."""
+        """Whether the sample is to be handed back: generated for training under a grant of an ended round,
+        or of the time before a drain."""
         lease = self.leases.get(token)
         return bool(lease and token <= self.watermark and lease.generating and not lease.sample.group.evaluation)
 
     @property
     def undelivered(self) -> int:
         return self.counts[GroupState.OPEN] + self.counts[GroupState.READY]
-
-    @property
-    def generating(self) -> int:
-        """Training samples that some worker generates now."""
-        return sum(count for (_, evaluation), count in self.load.items() if not evaluation)
 
     @property
     def partials_waiting(self) -> int:

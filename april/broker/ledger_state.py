@@ -9,6 +9,7 @@ from typing import Any
 
 from april.broker import events
 from april.broker.bound import StalenessBound
+from april.broker.dead_letters import DeadLetters
 from april.broker.lengths import LengthCohorts
 from april.broker.samples import Group, GroupState, HandOutQueue, Lease, Sample, SampleState
 
@@ -39,8 +40,12 @@ class LedgerState:
         self.rules = rules
         self.groups: dict[int, Group] = {}
         self.leases: dict[int, Lease] = {}
+        self.held: dict[str, set[int]] = {}
+        """tokens of leases by worker"""
         self.load: Counter[tuple[str, bool]] = Counter()
         """leases that generate, by (worker, evaluation)"""
+        self.generating = 0
+        """training samples that some worker generates now"""
         self.queue = HandOutQueue()
         self.bound = StalenessBound(rules.max_staleness, rules.batch_groups)
         self.cohorts = LengthCohorts(rules.batch_groups)
@@ -64,9 +69,17 @@ class LedgerState:
         self.durable = 0
         """batches in the newest checkpoint on disk"""
         self.branch = -1
+        self.learner_uid = ""
+        """the learner process that the branch belongs to"""
+        self.weights_address = ""
+        self.weights_key = ""
+        """where it publishes"""
         self.dead_in_a_row = 0
         """groups that lost a sample for good since the last one that became ready"""
         self.last_error = ""
+        self.dead_letters = DeadLetters()
+        self.draining = False
+        """nothing is handed out; workers hand back what they generate"""
         self.voided: list[tuple[str, int]] = []
         """(worker, token) of leases that ended with their group, until somebody tells the workers"""
         self.round = -1
@@ -94,12 +107,14 @@ class LedgerState:
         ordinal = -1
         if not event.evaluation:
             ordinal, self._next_ordinal = self._next_ordinal, self._next_ordinal + 1
-            self.cursor = (event.epoch, event.row + 1)
+            if event.replaces is None:
+                self.cursor = (event.epoch, event.row + 1)
+            else:
+                self.dead_letters.drawn(event.replaces)
             self.counts[GroupState.OPEN] += 1
             self.bound.add(event.floor)
-        prompt_tokens = len(event.prompt) // 4
         group = Group(
-            event.group, ordinal, event.evaluation, event.epoch, event.row, event.floor, reference, prompt_tokens
+            event.group, ordinal, event.evaluation, event.epoch, event.row, event.floor, reference, event.prompt_tokens
         )
         group.samples = [Sample(group, index) for index in range(event.size)]
         if event.evaluation:
@@ -115,15 +130,36 @@ class LedgerState:
         self._grants = event.token & ((1 << EPOCH_BITS) - 1)
         sample.token = event.token
         sample.state = SampleState.SCORING if event.scoring else SampleState.LEASED
-        self.leases[event.token] = Lease(event.token, sample, event.worker, event.step, event.scoring, float("inf"))
-        if not event.scoring:
-            self.load[event.worker, group.evaluation] += 1
+        self.hold(Lease(event.token, sample, event.worker, event.step, event.scoring, float("inf")))
         if not group.started:
             self._start(group, event.step)
 
+    def hold(self, lease: Lease) -> None:
+        """Enter a lease in the books."""
+        self.leases[lease.token] = lease
+        self.held.setdefault(lease.worker, set()).add(lease.token)
+        if lease.generating:
+            self.load[lease.worker, lease.sample.group.evaluation] += 1
+            self.generating += not lease.sample.group.evaluation
+
+    def _release(self, token: int) -> Lease:
+        """Take a lease out of the books."""
+        lease = self.leases.pop(token)
+        self._stops_generating(lease)
+        held = self.held[lease.worker]
+        held.remove(token)
+        if not held:
+            del self.held[lease.worker]
+        lease.sample.token = 0
+        return lease
+
     def _stops_generating(self, lease: Lease) -> None:
         if lease.generating:
-            self.load[lease.worker, lease.sample.group.evaluation] -= 1
+            evaluation = lease.sample.group.evaluation
+            self.generating -= not evaluation
+            self.load[lease.worker, evaluation] -= 1
+            if not self.load[lease.worker, evaluation]:
+                del self.load[lease.worker, evaluation]
 
     def _start(self, group: Group, step: int) -> None:
         group.started = True
@@ -155,20 +191,18 @@ class LedgerState:
             sample.state, sample.finish_reason = SampleState.SCORING, event.finish_reason
 
     def _on_SampleScored(self, event: events.SampleScored, reference: Any) -> None:
-        sample = self.leases.pop(event.token).sample
-        sample.token, sample.state, sample.reward = 0, SampleState.DONE, event.reward
+        sample = self._release(event.token).sample
+        sample.state, sample.reward = SampleState.DONE, event.reward
         self._complete(sample.group)
 
     def _on_LeaseEnded(self, event: events.LeaseEnded, reference: Any) -> None:
-        lease = self.leases.pop(event.token)
-        self._stops_generating(lease)
-        sample = lease.sample
-        sample.token = 0
+        sample = self._release(event.token).sample
         if event.cause not in NO_ATTEMPT:
             sample.attempts += 1
             sample.last_error = self.last_error = event.error or event.cause
         if sample.attempts >= self.rules.max_attempts:
             sample.state = SampleState.DEAD
+            self.dead_letters.add(sample, event.at)
             if len(sample.group.live_samples) < self._least_samples(sample.group):
                 self._end_group(sample.group, "dead_sample")
             else:
@@ -215,15 +249,15 @@ class LedgerState:
     def _end_group(self, group: Group, reason: str) -> None:
         for sample in group.samples:
             if sample.token:
-                lease = self.leases.pop(sample.token)
-                self._stops_generating(lease)
+                lease = self._release(sample.token)
                 self.voided.append((lease.worker, lease.token))
-                sample.token = 0
         del self.groups[group.id]
         if group.evaluation:
             group.state = GroupState.DISCARDED
             return
-        self.dead_in_a_row += reason == "dead_sample"
+        if reason == "dead_sample":
+            self.dead_in_a_row += 1
+            self.dead_letters.discard(group.id)
         if group in self.ready:
             self.ready.remove(group)
         self._move(group, GroupState.DISCARDED)
@@ -231,6 +265,15 @@ class LedgerState:
         self.counts[reason] += 1
         self.bound.remove(group.opened_at)
         self.cohorts.finish(group.ordinal, [sample.length for sample in group.samples], [])
+
+    def _on_GroupRequeued(self, event: events.GroupRequeued, reference: Any) -> None:
+        self.dead_letters.requeue(event.group)
+
+    def _on_DrainStarted(self, event: events.DrainStarted, reference: Any) -> None:
+        self.draining, self.watermark = True, event.watermark
+
+    def _on_DrainEnded(self, event: events.DrainEnded, reference: Any) -> None:
+        self.draining = False
 
     def _on_RoundStarted(self, event: events.RoundStarted, reference: Any) -> None:
         self.round, self.round_open = event.round, True
@@ -257,7 +300,7 @@ class LedgerState:
         self.frontier = max(self.frontier, self.consumed)
 
     def _on_CheckpointDurable(self, event: events.CheckpointDurable, reference: Any) -> None:
-        for step in [step for step in self.deliveries if step < min(self.durable, event.step)]:
+        for step in [step for step in self.deliveries if step < event.oldest]:
             for group in self.deliveries.pop(step):
                 del self.groups[group.id]
         self.durable = event.step
@@ -267,3 +310,5 @@ class LedgerState:
             for group in self.deliveries[step]:
                 self._move(group, GroupState.DELIVERED)
         self.consumed, self.branch = event.step, event.branch
+        self.learner_uid = event.uid
+        self.weights_address, self.weights_key = event.weights_address, event.weights_key

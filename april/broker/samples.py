@@ -3,6 +3,7 @@
 import heapq
 import itertools
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -102,87 +103,108 @@ class Lease:
     """granted to score only"""
     expires_at: float
     """on the caller's clock"""
+    ends_at: float = float("inf")
+    """the longest that renewals can keep it"""
 
     @property
     def generating(self) -> bool:
         return self.sample.state is SampleState.LEASED
 
 
-class HandOutQueue:
-    """Samples waiting for a lease, in the order in which they are handed out.
+class Waiting:
+    """Samples that wait for a lease, each for a worker at its `first_step` or later, in the order of a key.
 
-    What only lacks its score comes first, since it costs no slot; then what a deadline needs, evaluation,
-    samples of started groups (oldest group first, lost work and partials before untouched siblings), and
-    fresh groups. Entries that no longer wait are skipped when they surface.
+    An entry whose sample no longer waits, or has come to need a later step and was pushed again, is dropped when it
+    surfaces. Taking costs a look at each of the few steps that samples need, and a heap's logarithm.
+    """
+
+    def __init__(self, order: Callable[[Sample], tuple]):
+        self._order = order
+        self._arrivals = itertools.count()
+        self._by_step: dict[int, list[tuple]] = {}
+
+    def push(self, sample: Sample) -> None:
+        heap = self._by_step.setdefault(sample.first_step, [])
+        heapq.heappush(heap, (self._order(sample), next(self._arrivals), sample))
+
+    def take(self, step: int, below: tuple | None = None) -> Sample | None:
+        """The first that a worker at `step` may go on with; `below`: only if its key is."""
+        within_reach = [first_step for first_step in self._by_step if first_step <= step]
+        heads = [self._by_step[first_step] for first_step in within_reach if self._has_head(first_step)]
+        if not heads:
+            return None
+        first = min(heads, key=lambda heap: heap[0])
+        if below is not None and first[0][0] >= below:
+            return None
+        return heapq.heappop(first)[-1]
+
+    def _has_head(self, first_step: int) -> bool:
+        """Drop what no longer waits at this step; whether anything is left."""
+        heap = self._by_step[first_step]
+        while heap and not (_waits_to_generate(heap[0][-1]) and heap[0][-1].first_step == first_step):
+            heapq.heappop(heap)
+        if not heap:
+            del self._by_step[first_step]
+        return bool(heap)
+
+
+class HandOutQueue:
+    """Samples waiting for a lease, by what they are; `april.broker.schedule.choose_sample` has the order of the kinds.
+
+    Within a kind: evaluation and fresh groups in the order of their creation, evaluation that was lost first; of
+    started groups those first that were lost with their worker or failed, then partials and untouched siblings,
+    oldest version first. What a deadline needs is taken from the started by age alone.
     """
 
     def __init__(self):
         self._scoring: deque[Sample] = deque()
-        self._evaluation: deque[Sample] = deque()
-        self._started: list[tuple] = []
-        self._arrivals = itertools.count()
-        self._fresh: deque[Sample] = deque()
+        self._evaluation = Waiting(lambda sample: (not sample.attempts, *_place(sample)))
+        self._started = Waiting(lambda sample: (not sample.attempts, *_age(sample)))
+        self._by_age = Waiting(_age)
+        self._fresh = Waiting(_place)
 
     def push(self, sample: Sample) -> None:
-        group = sample.group
         if sample.state is SampleState.GENERATED:
             self._scoring.append(sample)
-        elif group.evaluation:
-            self._evaluation.append(sample)
-        elif group.started:
-            untouched = sample.attempts == 0 and sample.length == 0
-            age = (group.opened_at, untouched, -sample.attempts, group.id, sample.index)
-            heapq.heappush(self._started, (age, next(self._arrivals), sample))
+        elif sample.group.evaluation:
+            self._evaluation.push(sample)
+        elif sample.group.started:
+            self._started.push(sample)
+            self._by_age.push(sample)
         else:
-            self._fresh.append(sample)
+            self._fresh.push(sample)
 
     def take_scoring(self) -> Sample | None:
-        return _take(self._scoring, lambda sample: sample.state is SampleState.GENERATED)
+        while self._scoring:
+            sample = self._scoring.popleft()
+            if sample.state is SampleState.GENERATED and sample.group.state is GroupState.OPEN:
+                return sample
+        return None
 
     def take_evaluation(self, step: int) -> Sample | None:
-        if self._evaluation and self._evaluation[0].first_step > step:
-            return None
-        return _take(self._evaluation, _waits_to_generate)
+        return self._evaluation.take(step)
 
-    def take_started(self, step: int, opened_by: int | None = None) -> Sample | None:
-        """The first that a worker at `step` may go on with; `opened_by`: only of groups first leased by then."""
-        held_back, found = [], None
-        while self._started and found is None:
-            entry = heapq.heappop(self._started)
-            sample = entry[-1]
-            if not _waits_to_generate(sample):
-                continue
-            if opened_by is not None and sample.group.opened_at > opened_by:
-                held_back.append(entry)
-                break
-            if sample.first_step > step:
-                held_back.append(entry)
-                continue
-            found = sample
-        for entry in held_back:
-            heapq.heappush(self._started, entry)
-        return found
+    def take_started(self, step: int) -> Sample | None:
+        """Of a group that has been leased before."""
+        return self._started.take(step)
+
+    def take_due(self, step: int, opened_by: int) -> Sample | None:
+        """Of a group first leased at step `opened_by` or before."""
+        return self._by_age.take(step, below=(opened_by + 1,))
 
     def take_fresh(self, step: int) -> Sample | None:
-        """A sample of a group that nobody has started; its siblings must be pushed again once it is leased."""
-        while self._fresh:
-            sample = self._fresh[0]
-            if sample.group.started or not _waits_to_generate(sample):
-                self._fresh.popleft()
-            elif sample.first_step > step:
-                return None
-            else:
-                return self._fresh.popleft()
-        return None
+        """Of a group that nobody has started; its siblings must be pushed again once it is leased."""
+        return self._fresh.take(step)
 
 
 def _waits_to_generate(sample: Sample) -> bool:
     return sample.state in TO_GENERATE and sample.group.state is GroupState.OPEN
 
 
-def _take(queue: deque[Sample], still_waits) -> Sample | None:
-    while queue:
-        sample = queue.popleft()
-        if still_waits(sample) and sample.group.state is GroupState.OPEN:
-            return sample
-    return None
+def _place(sample: Sample) -> tuple:
+    return sample.group.id, sample.index
+
+
+def _age(sample: Sample) -> tuple:
+    untouched = sample.attempts == 0 and sample.length == 0
+    return sample.group.opened_at, untouched, *_place(sample)

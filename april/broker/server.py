@@ -1,15 +1,21 @@
 """The broker's process: one thread, one poll loop, one ROUTER. Drain, apply, sync, and only then answer."""
 
-import contextlib
+import errno
 import logging
+import math
+import os
 import signal
+import time
 from collections import deque
 from pathlib import Path
 
 import zmq
 
 from april import clock, limits, wire
-from april.broker.journal import Journal
+from april.broker.exporter import Exporter, Picture
+from april.broker.health import condition
+from april.broker.journal import Journal, JournalError
+from april.broker.metrics import Photographer, SyncTimes
 from april.broker.prompts import PromptBook
 from april.broker.recorder import replace_file
 from april.broker.service import Service
@@ -26,6 +32,15 @@ DRAIN_MESSAGES = 256
 """most messages between two syncs"""
 OUTBOX_MESSAGES = 1024
 """most messages kept for a peer that does not read; more end its session"""
+HTTP_FILE = "http"
+"""in the run folder: the base of the URLs of metrics and health"""
+RETRY_S = 5.0
+"""how often a broker that ran out of disk looks for room"""
+PROBE_BYTES = 16 << 20
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""refusals of a disk after which it can be written again"""
+BIND_S, BIND_AGAIN_S = 10.0, 0.2
+"""longest wait for the port of a broker that was killed, and how often it is tried"""
 LEAVE_S = 600.0
 """longest wait at the end of a run for workers and learner to say goodbye"""
 LEAVE_AFTER_SIGNAL_S = 60.0
@@ -48,9 +63,10 @@ class Server:
         keys = load_keys(config.security.keys, "broker")
         allow_list = AllowList(config.security.keys / ALLOW_LIST) if keys else None
         config.run_dir.mkdir(parents=True, exist_ok=True)
-        self.journal = Journal(config.run_dir / "journal")
-        self.service = Service(config, PromptBook(config), self.journal, clock.now())
-        self.journal.sync()
+        self.config = config
+        self.door: Door | None = None
+        """None where there are no keys"""
+        self._open(PromptBook(config))
         self.context = zmq.Context()
         self.socket = self.context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -60,22 +76,45 @@ class Server:
         self.socket.setsockopt(zmq.HANDSHAKE_IVL, int(limits.HANDSHAKE_S * 1000))
         self.socket.setsockopt(zmq.MAXMSGSIZE, limits.FROM_PEER.frame_bytes)
         self.socket.setsockopt(zmq.RCVHWM, limits.UPLOAD_QUEUE_MESSAGES)
-        self.door = Door(self.context, keys, allow_list) if keys else None
-        if self.door:
+        if keys:
+            self.door = Door(self.context, keys, allow_list)
             self.door.guard(self.socket)
             self.service.failed_handshakes = self.door.failures
-        try:
-            self.socket.bind(config.broker.bind)
-        except zmq.ZMQError as error:
-            raise BindError(
-                f"key 'broker.bind' = {config.broker.bind!r} cannot be used ({error}); give a free one of this machine"
-            ) from None
-        self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.address_file: Path = config.run_dir / "address"
+        self._bind(config.broker.bind)
+        self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         replace_file(self.address_file, self.address.encode())
+        self.exporter = start_exporter(config)
+        self._photographer, self._sync_times = Photographer(), SyncTimes()
         self._leave_s = LEAVE_S
         self._signal = ""
+        self._retry_at = 0.0
         self._late: dict[bytes, deque[Outgoing]] = {}
+
+    def _open(self, prompts: PromptBook) -> None:
+        """Rebuild the service from what is on disk."""
+        broker = self.config.broker
+        self.journal = Journal(self.config.run_dir / "journal", broker.segment_mb << 20, broker.segment_records)
+        self.service = Service(self.config, prompts, self.journal, clock.now())
+        if self.door:
+            self.service.failed_handshakes = self.door.failures
+        self.journal.sync()
+
+    def _bind(self, endpoint: str) -> None:
+        """Bind; where any port will do, that of a broker of this run that was killed, as its peers come back to it."""
+        mend = "give a free one of this machine"
+        deadline = clock.now()
+        if endpoint.endswith(":*") and self.address_file.exists():
+            endpoint = endpoint[:-1] + self.address_file.read_text().rpartition(":")[2]
+            mend = f"the run's peers look for it there: free it, or remove {self.address_file} if none is left"
+            deadline += BIND_S
+        while True:
+            try:
+                return self.socket.bind(endpoint)
+            except zmq.ZMQError as error:
+                if clock.now() >= deadline:
+                    raise BindError(f"key 'broker.bind' = {endpoint!r} cannot be used ({error}); {mend}") from None
+            time.sleep(BIND_AGAIN_S)
 
     def serve(self) -> None:
         signal.signal(signal.SIGTERM, self._on_signal)
@@ -89,19 +128,60 @@ class Server:
                     break
                 if self.service.over and over_since is None:
                     over_since = clock.now()
+            self.address_file.unlink(missing_ok=True)
         finally:
             self.close()
 
     def turn(self) -> None:
         """One drain of the socket, one sync, the answers."""
-        caught_up = not self.socket.poll(POLL_MS) or self._drain()
-        if self.door and self.door.watch():
-            self._end_revoked()
-        if self._signal:
-            self.service.stop(f"signal {self._signal}", "stopped", clock.now())
-        self.service.tick(clock.now(), caught_up)
-        self.journal.sync()
+        waiting = self.socket.poll(POLL_MS)
+        try:
+            caught_up = not waiting or self._drain()
+            if self.door and self.door.watch() and not self.service.read_only:
+                self._end_revoked()
+            if self._signal:
+                self.service.stop(f"signal {self._signal}", "stopped", clock.now())
+            self.service.tick(clock.now(), caught_up)
+            if not self.service.read_only:
+                self._sync()
+                self.service.take_snapshot()
+        except (JournalError, OSError) as error:
+            self._fail(error)
         self._send_all()
+        if self.service.read_only and clock.now() >= self._retry_at:
+            self._recover()
+        if self.exporter:
+            self.exporter.turned(clock.now(), self._picture)
+
+    def _sync(self) -> None:
+        unsynced, began = self.journal.unsynced_bytes, clock.now()
+        self.journal.sync()
+        if unsynced:
+            self._sync_times.observe(clock.now() - began)
+
+    def _picture(self) -> Picture:
+        outbox_messages = sum(len(waiting) for waiting in self._late.values())
+        series = self._photographer.read(self.service, outbox_messages, clock.now())
+        return Picture(condition(self.service), series, self._sync_times.picture())
+
+    def _fail(self, error: JournalError | OSError) -> None:
+        """Stay up without a disk: nothing is acknowledged, questions are answered, and room is waited for."""
+        if not isinstance(error, JournalError):
+            error = self.journal.fail(error)
+        self.service.fall_silent(str(error))
+        self._retry_at = clock.now() + RETRY_S if error.errno in NO_ROOM else math.inf
+
+    def _recover(self) -> None:
+        """Once there is room again, go on from what is on disk, as after a crash; peers say hello again."""
+        self._retry_at = clock.now() + RETRY_S
+        try:
+            probe_disk(self.journal.folder)
+            self.journal.close()
+            self._open(self.service.prompts)
+        except (JournalError, OSError) as error:
+            log.error("there is still no going on: %s", error)
+        else:
+            log.warning("the journal can be written again; going on as epoch %d", self.service.ledger.epoch)
 
     def _drain(self) -> bool:
         """Handle what has arrived; True if nothing is left."""
@@ -127,8 +207,7 @@ class Server:
                 waiting.popleft()
             if waiting:
                 self._late[route] = waiting
-        outgoing, self.service.sessions.outgoing = self.service.sessions.outgoing, []
-        for message in outgoing:
+        for message in self.service.sessions.take_outgoing():
             waiting = self._late.get(message.route)
             if waiting is None and self._send(message):
                 continue
@@ -138,8 +217,10 @@ class Server:
                 self._drop_peer(message.route)
 
     def _send(self, message: Outgoing) -> bool:
-        """False if the peer does not read at present. One that is gone gets nothing: it says hello when it is back,
-        and if it does not, its silence ends its session."""
+        """False if the peer does not read at present. One that is gone gets nothing; its session is void, so that it
+        says hello when it is back, and if it does not, its silence ends it."""
+        if not message.route:
+            return True
         frames = wire.encode(message.message, message.arrays, message.session, message.sequence)
         try:
             self.socket.send_multipart([message.route, *frames], zmq.NOBLOCK)
@@ -149,6 +230,7 @@ class Server:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
             log.info("a peer is gone before its %s", type(message.message).__name__)
+            self.service.sessions.void(message.route)
         return True
 
     def _drop_peer(self, route: bytes) -> None:
@@ -163,10 +245,46 @@ class Server:
 
     def close(self) -> None:
         self.service.close(clock.now())
-        with contextlib.suppress(FileNotFoundError):
-            self.address_file.unlink()
         if self.door:
             self.door.close()
+        if self.exporter:
+            self.exporter.close()
+            (self.config.run_dir / HTTP_FILE).unlink(missing_ok=True)
         self.socket.close()
         self.context.term()
         self.journal.close()
+
+
+def probe_disk(folder: Path) -> None:
+    """Raise OSError if there is no room for a while's records."""
+    path = folder / "probe"
+    try:
+        with path.open("wb") as file:
+            file.write(bytes(PROBE_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def start_exporter(config: Config) -> Exporter | None:
+    """Serve /metrics and /health as `operations.http` says, and leave the address in the run folder."""
+    wanted = config.operations.http_address
+    if wanted is None:
+        return None
+    try:
+        exporter = Exporter(*wanted, config.operations.stuck_after_s)
+    except OSError as error:
+        raise BindError(
+            f"key 'operations.http' = {config.operations.http!r} cannot be used ({error}); give a free address of "
+            "this machine, or none"
+        ) from None
+    replace_file(config.run_dir / HTTP_FILE, exporter.address.encode())
+    log.info("metrics and health at %s", exporter.address)
+    if not is_loopback(wanted[0]):
+        log.warning("%s can be read by whoever reaches this machine; it shows figures and names only", exporter.address)
+    return exporter
+
+
+def is_loopback(host: str) -> bool:
+    return host == "localhost" or host.startswith("127.")

@@ -4,24 +4,25 @@
 """
 
 import logging
+import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
-
-import numpy as np
 
 from april import limits, wire
 from april.broker import events
+from april.broker.census import Census
 from april.broker.journal import Journal, JournalError
 from april.broker.learner_desk import LearnerDesk
-from april.broker.ledger import Ledger, Rules
+from april.broker.ledger import Ledger
+from april.broker.monitor_desk import MonitorDesk
+from april.broker.plan import ledger_rules, make_schedule
 from april.broker.prompts import PromptBook
 from april.broker.recorder import Recorder
 from april.broker.samples import Group, GroupState, Sample
-from april.broker.schedule import RoundRules, RoundSchedule
 from april.broker.sessions import Session, Sessions
-from april.broker.status import describe_status
-from april.broker.worker_desk import WorkerDesk, chunk_arrays
+from april.broker.snapshot import SnapshotStore, freeze, live_positions, thaw
+from april.broker.worker_desk import WorkerDesk
 from april.config import Config
 from april.data.prompts import Row
 from april.security.allow_list import Peer
@@ -37,7 +38,7 @@ SWEEP_S = 0.25
 MAY_SEND = {
     "worker": {"Heartbeat", "Holding", "Lane", "Chunk", "Scored", "GiveBack"},
     "learner": {"Heartbeat", "LearnerStart", "Fetch", "Consumed", "Durable"},
-    "monitor": {"Heartbeat", "StatusRequest", "StopRun"},
+    "monitor": {"Heartbeat", "StatusRequest", "StopRun", "Drain", "DeadLettersRequest", "Requeue"},
 }
 
 
@@ -58,34 +59,20 @@ class Service:
         self.failed_handshakes: Counter[str] = Counter()
         """by cause, as the server sees them"""
         self.audit = Audit()
-        schedule = config.schedule
-        self.ledger = Ledger(
-            Rules(
-                batch_groups=schedule.rollout_batch_size,
-                group_size=schedule.n_samples_per_prompt,
-                max_staleness=schedule.max_staleness,
-                max_attempts=config.broker.attempts,
-                min_group_size=schedule.min_group_size,
-                max_response_tokens=config.sampling.max_response_tokens,
-            ),
-            record=journal.append,
-        )
-        self.schedule = RoundSchedule(
-            RoundRules(
-                batch_groups=schedule.rollout_batch_size,
-                round_groups=schedule.groups_per_round,
-                max_steps=schedule.max_steps,
-                partial_rollout=schedule.partial_rollout,
-                overlap=schedule.overlap,
-                train_last_batch=schedule.last_batch == "train",
-            ),
-            prompts,
-        )
+        self.read_only = ""
+        """why nothing can be written; what is in memory is then ahead of the disk, and nobody is told of it"""
+        self.credit_bytes = config.broker.credit_mb << 20
+        self.ledger = Ledger(ledger_rules(config), record=journal.append)
+        self.schedule = make_schedule(config.schedule, prompts)
+        self.snapshots = SnapshotStore(journal.folder)
         self._recover(now)
         self.sessions.number_from(self.ledger.epoch)
-        self.recorder = Recorder(config.run_dir, config.run.name, schedule.max_steps, now, self.ledger, self.sessions)
+        max_steps = config.schedule.max_steps
+        self.recorder = Recorder(config.run_dir, config.run.name, max_steps, now, self.ledger, self.sessions)
         self.workers = WorkerDesk(self)
         self.learner = LearnerDesk(self)
+        self.monitors = MonitorDesk(self)
+        self.census = Census(self.ledger, config.broker.max_run_s)
         for step in self.ledger.evaluations:
             self._record_evaluation(step)
         self._last_tick = now
@@ -94,8 +81,11 @@ class Service:
     # --- start ----------------------------------------------------------------------------------------------
 
     def _recover(self, now: float) -> None:
-        """Rebuild the ledger from the journal; former holders of leases have `readopt_s` to come back."""
-        for event, reference in self.journal.replay():
+        """Rebuild the ledger from snapshot and journal; former holders of leases have `readopt_s` to come back."""
+        position, image = next(self.snapshots.newest_first(), (0, None))
+        if image:
+            thaw(image, self.ledger)
+        for event, reference in self.journal.replay(position):
             self.ledger.apply(event, reference)
         header = events.RunStarted(
             self.config.run.name,
@@ -112,11 +102,13 @@ class Service:
             self.ledger.commit(header)
         elif self.ledger.header != header:
             raise JournalError(
-                f"journal {self.journal.path} belongs to another run ({self.ledger.header}), not {header}; "
+                f"journal {self.journal.folder} belongs to another run ({self.ledger.header}), not {header}; "
                 "go on with that run's configuration and dataset, or choose another run.name"
             )
         for lease in self.ledger.leases.values():
-            lease.expires_at = now + self.config.broker.readopt_s
+            lease.ends_at = now + self.config.broker.max_run_s
+            self.ledger.expire_at(lease, now + self.config.broker.readopt_s)
+            lease.ends_at = now + self.config.broker.max_run_s
         self.ledger.commit(events.BrokerStarted(self.ledger.epoch + 1))
 
     # --- messages -------------------------------------------------------------------------------------------
@@ -130,7 +122,8 @@ class Service:
             if peer and not peer.role:
                 raise AccessDenied("this key is not on the allow-list")
             received = wire.decode(frames, limits.FROM_PEER)
-            self._dispatch(route, received, now, peer)
+            answer = self._answer_read_only if self.read_only else self._dispatch
+            answer(route, received, now, peer)
         except AccessDenied as error:
             self.audit.say("access denied to %s: %s", peer.name or peer.key, error)
             self.sessions.refuse("access denied", f"{wire.DENIED}{error}", route)
@@ -151,6 +144,8 @@ class Service:
         if peer and (peer.key, peer.role) != (session.key, session.role):
             raise AccessDenied(f"the session belongs to another key, of a {session.role}")
         session.last_seen = now
+        if isinstance(message, wire.Heartbeat):
+            session.received_bytes = max(session.received_bytes, message.received_bytes)
         kind = type(message).__name__
         if isinstance(message, wire.Bind):
             session.control_route = route
@@ -163,8 +158,25 @@ class Service:
         elif kind == "Heartbeat":
             self.sessions.send_control(session, wire.Renewed([]))
         else:
-            desk = self.learner if session.role == "learner" else self
+            desk = self.learner if session.role == "learner" else self.monitors
             getattr(desk, f"on_{kind}")(session, received, now)
+
+    def _answer_read_only(self, route: bytes, received: wire.Received, now: float, peer: Peer | None) -> None:
+        """Peers learn that the broker lives, monitors what they ask; whatever would change something has to wait."""
+        message, session = received.message, self.sessions.by_id.get(received.session)
+        if isinstance(message, wire.Hello) and message.role == "monitor":
+            self._hello(route, received, now, peer)
+        elif session and isinstance(message, wire.Heartbeat):
+            self.sessions.send_control(session, wire.Renewed([]))
+        elif session and session.role == "monitor":
+            self._dispatch(route, received, now, peer)
+
+    def fall_silent(self, reason: str) -> None:
+        """Nothing can be written any more: forget what peers were to be told, and change nothing from here on."""
+        log.critical("READ ONLY: %s", reason)
+        monitors = {session.id for session in self.sessions.by_id.values() if session.role == "monitor"}
+        self.sessions.outgoing = [m for m in self.sessions.take_outgoing() if m.session in monitors]
+        self.read_only, self.state = reason, "read only"
 
     def _hello(self, route: bytes, received: wire.Received, now: float, peer: Peer | None) -> None:
         hello = received.message
@@ -193,8 +205,8 @@ class Service:
             watermark=self.ledger.watermark,
             lost=lost,
             renew_s=self.config.broker.renew_s,
-            weights_address=self.learner.weights_address,
-            weights_key=self.learner.weights_key,
+            weights_address=self.ledger.weights_address,
+            weights_key=self.ledger.weights_key,
         )
         self.sessions.send(session, welcome, sequence=received.sequence)
         if self.over and hello.role == "worker":
@@ -221,7 +233,8 @@ class Service:
 
     def end_session(self, session: Session, why: str, now: float) -> None:
         """Without the peer's doing."""
-        log.warning("the session of %s %s ends: %s", session.role, session.name, why)
+        ids = {"role": session.role} | ({"worker": session.name} if session.role == "worker" else {})
+        log.warning("the session of %s %s ends: %s", session.role, session.name, why, extra=ids)
         if session.role == "worker":
             return self.workers.lose(session, why, now)
         if session.role == "learner":
@@ -234,13 +247,6 @@ class Service:
         else:
             self.sessions.close(session)
 
-    def on_StatusRequest(self, session: Session, received: wire.Received, now: float) -> None:
-        self.sessions.send(session, wire.Status(), [describe_status(self, now)], received.sequence)
-
-    def on_StopRun(self, session: Session, received: wire.Received, now: float) -> None:
-        self.stop(limits.clip(received.message.reason), received.message.state, now)
-        self.sessions.send(session, wire.Accepted(), sequence=received.sequence)
-
     # --- time -----------------------------------------------------------------------------------------------
 
     def tick(self, now: float, caught_up: bool = True) -> None:
@@ -248,6 +254,8 @@ class Service:
 
         `caught_up`: no message waits to be handled, so that who seems silent is silent.
         """
+        if self.read_only:
+            return
         if self.ledger.generating:
             self.recorder.generating(now - self._last_tick)
         self._last_tick = now
@@ -260,10 +268,12 @@ class Service:
             self.workers.hand_out(now)
         self.workers.cancel_voided()
         self.recorder.buffered(self.ledger)
+        self.census.advance(now)
 
     def _sweep(self, now: float) -> None:
         self._next_sweep = now + SWEEP_S
         self.workers.drop_silent(now)
+        self.monitors.log_deaths()
         for session in list(self.sessions.by_id.values()):
             if session.role == "monitor" and now - session.last_seen > self.config.broker.session_timeout_s:
                 self.sessions.close(session)
@@ -277,7 +287,7 @@ class Service:
         for opened in self.ledger.evaluations:
             if opened not in self.recorder.evaluations:
                 self._record_evaluation(opened)
-        if self.ledger.dead_in_a_row >= DEAD_ROUNDS * self.schedule.rules.round_groups:
+        if self.ledger.dead_in_a_row >= DEAD_ROUNDS * self.config.schedule.groups_per_round:
             count, error = self.ledger.dead_in_a_row, self.ledger.last_error
             return self.stop(f"{count} groups in a row lost samples for good, the last to: {error}", "failed", now)
         all_trained = self.schedule.finished(self.ledger) and step == self.ledger.next_step
@@ -300,12 +310,23 @@ class Service:
         groups = self.ledger.evaluations[step]
         if all(group.state is not GroupState.OPEN for group in groups):
             result = self.recorder.evaluated(step, groups)
-            log.info("evaluation at step %d: accuracy %s on %d prompts", step, result["accuracy"], result["prompts"])
+            accuracy, prompts = result["accuracy"], result["prompts"]
+            log.info("evaluation at step %d: accuracy %s on %d prompts", step, accuracy, prompts, extra={"step": step})
 
     def step_trained(self, step: int, metrics: dict[str, float], now: float) -> None:
         record = self.recorder.consumed(step, self.ledger, metrics, now)
-        self.recorder.write_summary(self.ledger, self.state, now)
-        log.info("step %d trained: reward %.3f, %d tokens", step, record["reward"], record["tokens"])
+        self._write_summary(now)
+        reward, tokens = record["reward"], record["tokens"]
+        log.info("step %d trained: reward %.3f, %d tokens", step, reward, tokens, extra={"step": step})
+
+    def take_snapshot(self) -> None:
+        """When a segment of the journal is full, begin a new one with a picture of the ledger, and reclaim space."""
+        if not self.journal.segment_full or self.snapshots.busy:
+            return
+        position = self.journal.rotate()
+        image = freeze(self.ledger)
+        dead_segments = self.journal.reclaim(self.snapshots.newest, live_positions(image))
+        self.snapshots.write(position, image, dead_segments)
 
     # --- the end --------------------------------------------------------------------------------------------
 
@@ -314,22 +335,43 @@ class Service:
         if not self.over:
             log.info("the run is over: %s", reason)
             self.over, self.state = reason, state
-            self.recorder.write_summary(self.ledger, state, now)
             self.sessions.broadcast(wire.Stop(reason))
+            self._write_summary(now)
+            self.sessions.broadcast(wire.Stop(reason))
+            if not self.read_only:
+                self.recorder.write_summary(self.ledger, state, now)
 
     def everyone_left(self) -> bool:
         """The run is over and no worker or learner is connected any more."""
         return bool(self.over) and not self.sessions.workers() and self.sessions.of_role("learner") is None
 
     def close(self, now: float) -> None:
-        self.recorder.write_summary(self.ledger, self.state, now)
+        self._write_summary(now)
+        self.snapshots.close()
+
+    def _write_summary(self, now: float) -> None:
+        if not self.read_only:
+            self.recorder.write_summary(self.ledger, self.state, now)
+            self.monitors.write_dead_letters()
 
     # --- payloads -------------------------------------------------------------------------------------------
 
-    def read_chunks(self, sample: Sample) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    def read_prompt(self, group: Group) -> wire.Packed:
+        _, [(checksum, data)] = self.journal.read(group.prompt)
+        return wire.Packed("i4", checksum, data)
+
+    def read_chunks(self, sample: Sample) -> Iterator[tuple[wire.Packed, wire.Packed]]:
         """(ids, behaviour logprobs) of the acknowledged chunks of a sample."""
         for reference in sample.chunks:
-            yield chunk_arrays(self.journal.read(reference))
+            _, [(checksum, ids), (logprobs_checksum, logprobs)] = self.journal.read(reference)
+            yield wire.Packed("i4", checksum, ids), wire.Packed("f4", logprobs_checksum, logprobs)
+
+    def read_response(self, sample: Sample) -> list[wire.Packed]:
+        """[ids, behaviour logprobs] of all its acknowledged tokens."""
+        chunks = list(self.read_chunks(sample))
+        if len(chunks) == 1:
+            return list(chunks[0])
+        return [join(column) for column in zip(*chunks, strict=True)]
 
     def row_of(self, group: Group) -> Row:
         if group.evaluation:
@@ -338,3 +380,9 @@ class Service:
 
     def recent_steps(self, count: int) -> list[dict[str, Any]]:
         return [self.recorder.steps[step] for step in sorted(self.recorder.steps)[-count:]]
+
+
+def join(pieces: Iterable[wire.Packed]) -> wire.Packed:
+    pieces = list(pieces)
+    data = b"".join(piece.data for piece in pieces)
+    return wire.Packed(pieces[0].dtype, zlib.crc32(data), data)

@@ -28,6 +28,12 @@ class Session:
     capacity: int = 0
     started: bool = False
     """a learner that has said which checkpoint it holds"""
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    """of arrays: what was sent to it, and what it says has reached it"""
+    lengths: dict[int, int] = field(default_factory=dict)
+    done: list[int] = field(default_factory=list)
+    """what its next acknowledgement says: acknowledged tokens by lease, and the leases that are over"""
     recent: deque[tuple[float, int]] = field(default_factory=deque)
     """(time, tokens) of the chunks of the last seconds"""
 
@@ -61,7 +67,7 @@ class Outgoing:
 
     route: bytes
     message: wire.Message
-    arrays: list[np.ndarray] = field(default_factory=list)
+    arrays: list[np.ndarray | wire.Packed] = field(default_factory=list)
     session: int = 0
     sequence: int = 0
 
@@ -77,6 +83,7 @@ class Sessions:
         """messages that were not accepted, by cause: one for each `Refused`"""
         self.outgoing: list[Outgoing] = []
         self._next = 1
+        self._acknowledging: dict[int, Session] = {}
 
     def number_from(self, epoch: int) -> None:
         """A session's number is never used again, not even by a restarted broker."""
@@ -104,6 +111,12 @@ class Sessions:
     def close(self, session: Session) -> None:
         self.by_id.pop(session.id, None)
 
+    def void(self, route: bytes) -> None:
+        """A connection is gone and what was sent over it may be lost: nothing of its session counts until a hello."""
+        for session in self.by_id.values():
+            if route in (session.data_route, session.control_route):
+                session.data_route = session.control_route = b""
+
     def unacknowledged_tokens(self) -> int:
         """Tokens that workers which have left or were lost had sampled and never got acknowledged."""
         here = {session.uid for session in self.by_id.values()}
@@ -123,8 +136,11 @@ class Sessions:
         """The session of a worker's process."""
         return next((s for s in self.by_id.values() if s.uid == uid and s.role == "worker"), None)
 
-    def send(self, session: Session, message: wire.Message, arrays: list[np.ndarray] = (), sequence: int = 0) -> None:
+    def send(
+        self, session: Session, message: wire.Message, arrays: list[np.ndarray | wire.Packed] = (), sequence: int = 0
+    ) -> None:
         """To the data connection, in order behind what was sent there before."""
+        session.sent_bytes += sum(len(a.data) if isinstance(a, wire.Packed) else a.nbytes for a in arrays)
         self.outgoing.append(Outgoing(session.data_route, message, list(arrays), session.id, sequence))
 
     def refuse(
@@ -133,6 +149,29 @@ class Sessions:
         """The answer to a message that is not accepted, and its counter; `cause` is never a peer's own text."""
         self.refusals[cause] += 1
         self.outgoing.append(Outgoing(route, wire.Refused(reason, token), [], session, sequence))
+
+    def has_credit(self, session: Session, credit_bytes: int) -> bool:
+        """Whether it has taken enough of what it was sent to be sent more; one message may exceed the credit."""
+        return session.sent_bytes - session.received_bytes < credit_bytes
+
+    def acknowledge(self, session: Session, token: int, length: int | None = None) -> None:
+        """The tokens of a lease below `length` are safe after the next sync, or its end is (None)."""
+        if length is None:
+            session.done.append(token)
+        else:
+            session.lengths[token] = length
+        self._acknowledging[session.id] = session
+
+    def take_outgoing(self) -> list[Outgoing]:
+        """What is to be sent now: one acknowledgement for each worker that has earned some, then the rest."""
+        acknowledgements = []
+        for session in self._acknowledging.values():
+            message = wire.Acknowledged(list(session.lengths.items()), session.done)
+            acknowledgements.append(Outgoing(session.data_route, message, [], session.id))
+            session.lengths, session.done = {}, []
+        self._acknowledging = {}
+        outgoing, self.outgoing = acknowledgements + self.outgoing, []
+        return outgoing
 
     def send_control(self, session: Session, message: wire.Message) -> None:
         """To the control connection, past whatever queues on the other one."""

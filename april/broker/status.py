@@ -1,10 +1,10 @@
 """What a live broker says about its run: the dictionary behind the terminal view."""
 
+import dataclasses
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import orjson
-
+from april.broker.ledger import Ledger
 from april.broker.samples import GroupState
 
 if TYPE_CHECKING:
@@ -14,29 +14,25 @@ ETA_STEPS = 10
 """the newest steps, whose pace the estimate takes"""
 
 
-def describe_status(service: "Service", now: float) -> np.ndarray:
-    """uint8 [bytes]: JSON."""
-    return np.frombuffer(orjson.dumps(status(service, now)), np.uint8)
-
-
 def status(service: "Service", now: float) -> dict[str, Any]:
-    ledger, rules = service.ledger, service.schedule.rules
+    ledger, schedule = service.ledger, service.config.schedule
     recent = service.recent_steps(ETA_STEPS)
     last = recent[-1] if recent else {}
     return {
         "run": service.config.run.name,
         "state": service.state,
+        "read_only": service.read_only,
         "step": ledger.consumed,
-        "max_steps": rules.max_steps,
+        "max_steps": schedule.max_steps,
         "round": ledger.round,
-        "groups_complete": len(ledger.ready) if ledger.round_open else rules.batch_groups,
-        "groups_needed": rules.batch_groups,
+        "groups_complete": len(ledger.ready) if ledger.round_open else schedule.rollout_batch_size,
+        "groups_needed": schedule.rollout_batch_size,
         "groups_open": ledger.counts[GroupState.OPEN],
         "partials_waiting": ledger.partials_waiting,
         "leased": ledger.generating,
         "phase": phase(service),
         "elapsed_s": round(now - service.started_at, 1),
-        "eta_s": eta_s(recent, rules.max_steps - ledger.consumed),
+        "eta_s": eta_s(recent, schedule.max_steps - ledger.consumed),
         "reward": last.get("reward"),
         "rollout_tokens_per_s": last.get("rollout_tokens_per_s", 0.0),
         "staleness": last.get("staleness", {"mean": 0.0, "max": 0}),
@@ -55,14 +51,42 @@ def status(service: "Service", now: float) -> dict[str, Any]:
         "ledger_closed": ledger.closed,
         "refusals": dict(service.sessions.refusals),
         "failed_handshakes": dict(service.failed_handshakes),
+        "drain": drain_state(ledger),
+        "leases": len(ledger.leases),
+        "queues": dataclasses.asdict(service.census.latest),
+        "sessions": dict(Counter(session.role for session in service.sessions.by_id.values())),
+        "dead_letters": {
+            "total": ledger.dead_letters.total,
+            "to_requeue": len(ledger.dead_letters.discarded_groups()),
+            "waiting": len(ledger.dead_letters.waiting),
+        },
+        "starts": {"broker": ledger.epoch, "learner": ledger.branch + 1},
+        "learner_silent_s": learner_silent_s(service, now),
     }
+
+
+def learner_silent_s(service: "Service", now: float) -> float | None:
+    """Since the learner was heard, which speaks every second but while it trains; None without one."""
+    session = service.sessions.of_role("learner")
+    return round(now - session.last_seen, 1) if session else None
+
+
+def drain_state(ledger: Ledger) -> str:
+    """draining: leases are still to come back; drained: none is left and none is given; otherwise empty."""
+    if not ledger.draining:
+        return ""
+    return "draining" if ledger.leases else "drained"
 
 
 def phase(service: "Service") -> str:
     ledger = service.ledger
-    floor = max(0, service.schedule.floor(ledger))
+    floor = service.schedule.floor(ledger)
     if service.over:
         return "finished"
+    if service.read_only:
+        return "read-only"
+    if ledger.draining:
+        return drain_state(ledger)
     if ledger.generating:
         return "generating"
     if any(count for (_, evaluation), count in ledger.load.items() if evaluation):

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from april import limits, wire
-from april.broker.events import ChunkAccepted, GroupOpened
 from april.broker.ledger import Verdict
 from april.broker.prompts import sample_seed
-from april.broker.samples import Lease, Sample
+from april.broker.samples import Lease
+from april.broker.schedule import choose_sample
 from april.broker.sessions import Session
 
 if TYPE_CHECKING:
@@ -42,16 +42,17 @@ class WorkerDesk:
         self.ledger.renew(list(held), now + self.config.broker.lease_s)
         for lease in self.leases_of(hello.uid):
             if lease.token not in held:
-                self.ledger.end_lease(lease.token, "lost", "its worker came back without it")
+                self.ledger.end_lease(lease.token, "lost", "its worker came back without it", now)
         self.recorder.lane(session.name, "joined", now, now)
         return [token for token in hello.leases if token not in held]
 
     def lose(self, session: Session, why: str, now: float) -> None:
         """A worker is gone: all that it held waits for another."""
         leases = self.leases_of(session.uid)
-        log.warning("worker %s is lost (%s); %d samples wait for another", session.name, why, len(leases))
+        ids = {"worker": session.name}
+        log.warning("worker %s is lost (%s); %d samples wait for another", session.name, why, len(leases), extra=ids)
         for lease in leases:
-            self.ledger.end_lease(lease.token, "lost", f"worker {session.name} was lost: {why}")
+            self.ledger.end_lease(lease.token, "lost", f"worker {session.name} was lost: {why}", now)
         self.recorder.lane(session.name, "lost", now, now)
         self.sessions.close(session)
 
@@ -61,7 +62,7 @@ class WorkerDesk:
         self.sessions.close(session)
 
     def leases_of(self, uid: str) -> list[Lease]:
-        return [lease for lease in self.ledger.leases.values() if lease.worker == uid]
+        return [self.ledger.leases[token] for token in sorted(self.ledger.held.get(uid, ()))]
 
     def _holds(self, uid: str, token: int) -> bool:
         lease = self.ledger.leases.get(token)
@@ -73,7 +74,8 @@ class WorkerDesk:
         message = received.message
         if len(message.leases) > self.config.security.max_leases:
             raise wire.WireError("more leases than a worker may hold")
-        self.sessions.tallies[session.uid].emitted = message.emitted_tokens
+        tally = self.sessions.tallies[session.uid]
+        tally.emitted = max(tally.emitted, message.emitted_tokens)
         mine = [token for token in message.leases if self._holds(session.uid, token)]
         self.ledger.renew(mine, now + self.config.broker.lease_s)
         lost = [token for token in message.leases if token not in set(mine)]
@@ -100,7 +102,7 @@ class WorkerDesk:
 
     def on_Chunk(self, session: Session, received: wire.Received, now: float) -> None:
         message = received.message
-        if len(received.arrays) != 2 or [array.dtype.str for array in received.arrays] != ["<i4", "<f4"]:
+        if [packed.dtype for packed in received.packed] != ["i4", "f4"]:
             raise wire.WireError("a chunk carries ids int32 and logprobs float32")
         ids, logprobs = received.arrays
         if not len(ids) or ids.shape != logprobs.shape or ids.min() < 0 or not np.isfinite(logprobs).all():
@@ -112,7 +114,7 @@ class WorkerDesk:
         lease = self.ledger.leases[message.token]
         verdict = self.ledger.add_chunk(
             message.token, message.start, len(ids), message.version, message.finish_reason,
-            ids.tobytes(), logprobs.tobytes(),
+            [(packed.checksum, packed.data) for packed in received.packed],
         )  # fmt: skip
         if verdict is Verdict.OK:
             self.sessions.tallies[session.uid].acknowledged += len(ids)
@@ -122,9 +124,9 @@ class WorkerDesk:
         elif verdict is Verdict.GAP:
             return self.sessions.send(session, wire.ResendFrom(message.token, lease.sample.length))
         elif verdict is not Verdict.DUPLICATE:
-            self.ledger.end_lease(message.token, "generation_failed", f"chunk refused: {verdict}")
+            self.ledger.end_lease(message.token, "generation_failed", f"chunk refused: {verdict}", now)
             return self._refuse(session, received, f"chunk refused: {verdict}", len(ids))
-        self.sessions.send(session, wire.ChunkAck(message.token, lease.sample.length))
+        self.sessions.acknowledge(session, message.token, lease.sample.length)
 
     def on_Scored(self, session: Session, received: wire.Received, now: float) -> None:
         message = received.message
@@ -135,7 +137,7 @@ class WorkerDesk:
         if self.ledger.score(message.token, message.reward) is Verdict.GAP:
             sample = self.ledger.leases[message.token].sample
             return self.sessions.send(session, wire.ResendFrom(message.token, sample.length))
-        self.sessions.send(session, wire.Done(message.token))
+        self.sessions.acknowledge(session, message.token)
 
     def on_GiveBack(self, session: Session, received: wire.Received, now: float) -> None:
         message = received.message
@@ -146,9 +148,10 @@ class WorkerDesk:
             return self.sessions.send(session, wire.ResendFrom(message.token, sample.length))
         error = limits.clip(message.error)
         if error:
-            log.warning("sample %d.%d came back: %s: %s", sample.group.id, sample.index, message.cause, error)
-        self.ledger.end_lease(message.token, message.cause, error)
-        self.sessions.send(session, wire.Done(message.token))
+            ids = {"worker": session.name, "group": sample.group.id, "sample": sample.index}
+            log.warning("sample %d.%d came back: %s: %s", ids["group"], ids["sample"], message.cause, error, extra=ids)
+        self.ledger.end_lease(message.token, message.cause, error, now)
+        self.sessions.acknowledge(session, message.token)
 
     def _refuse(self, session: Session, received: wire.Received, reason: str, tokens: int = 0) -> None:
         self.sessions.tallies[session.uid].refused += tokens
@@ -157,52 +160,49 @@ class WorkerDesk:
     # --- leases ---------------------------------------------------------------------------------------------
 
     def hand_out(self, now: float) -> None:
-        """Fill every worker as far as it has room, the emptiest first."""
-        able = [s for s in self.sessions.workers() if s.version and s.control_route and self._load(s) < s.capacity]
+        """Fill every worker as far as it has room, the emptiest first; nothing while the broker is drained."""
+        if self.ledger.draining:
+            return
+        able = [session for session in self.sessions.workers() if self._has_room(session)]
         emptiest = [(self._load(session) / session.capacity, session.id, session) for session in able]
         heapq.heapify(emptiest)
         while emptiest:
             _, number, session = emptiest[0]
-            if not self._grant_one(session, now) or self._load(session) >= session.capacity:
+            if not self._grant_one(session, now) or not self._has_room(session):
                 heapq.heappop(emptiest)
             else:
                 heapq.heapreplace(emptiest, (self._load(session) / session.capacity, number, session))
+
+    def _has_room(self, session: Session) -> bool:
+        if session.version is None or session.control_route is None or self._load(session) >= session.capacity:
+            return False
+        return self.sessions.has_credit(session, self.service.credit_bytes)
 
     def _load(self, session: Session) -> int:
         return self.ledger.load[session.uid, False] + self.ledger.load[session.uid, True]
 
     def _grant_one(self, session: Session, now: float) -> bool:
         step = session.version.step
-        sample = (
-            self.ledger.queue.take_scoring()
-            or self.service.schedule.urgent_sample(self.ledger, step)
-            or self._evaluation_sample(session)
-            or self.service.schedule.next_sample(self.ledger, step)
-        )
+        sample = choose_sample(self.service.schedule, self.ledger, step, self._evaluation_share_left(session))
         if sample is None:
             return False
-        lease = self.ledger.lease(sample, session.uid, step, now + self.config.broker.lease_s)
+        lease_s, max_run_s = self.config.broker.lease_s, self.config.broker.max_run_s
+        lease = self.ledger.lease(sample, session.uid, step, now + lease_s, now + max_run_s)
         self._send_grant(session, lease)
         return True
 
-    def _evaluation_sample(self, session: Session) -> Sample | None:
-        """Evaluation has a capped share of the slots, unless there is nothing else to do."""
-        share = self.ledger.load[session.uid, True] / session.capacity
-        if share >= self.config.evaluation.share and self.ledger.round_open:
-            return None
-        return self.ledger.queue.take_evaluation(session.version.step)
+    def _evaluation_share_left(self, session: Session) -> bool:
+        return self.ledger.load[session.uid, True] < self.config.evaluation.share * session.capacity
 
     def _send_grant(self, session: Session, lease: Lease) -> None:
         sample, group, sampling = lease.sample, lease.sample.group, self.config.sampling
         row = self.service.row_of(group)
-        prompt = self._prompt_tokens(sample)
         grant = wire.Grant(
             token=lease.token,
             group=group.id,
             index=sample.index,
             scoring=lease.scoring,
             evaluation=group.evaluation,
-            prompt_tokens=len(prompt),
             max_new_tokens=sampling.max_response_tokens - sample.length,
             seed=sample_seed(self.config.seed, group.id, sample.index),
             temperature=self.config.evaluation.temperature if group.evaluation else sampling.temperature,
@@ -212,13 +212,8 @@ class WorkerDesk:
             reward=row.reward or self.config.reward.name,
             finish_reason=sample.finish_reason,
         )
-        tokens = np.concatenate([prompt, *(ids for ids, _ in self.service.read_chunks(sample))])
-        self.sessions.send(session, grant, [tokens])
-
-    def _prompt_tokens(self, sample: Sample) -> np.ndarray:
-        opened = self.service.journal.read(sample.group.prompt)
-        assert isinstance(opened, GroupOpened)
-        return np.frombuffer(opened.prompt, "<i4")
+        pieces = [ids for ids, _ in self.service.read_chunks(sample)]
+        self.sessions.send(session, grant, [self.service.read_prompt(group), *pieces])
 
     # --- aborts and losses ----------------------------------------------------------------------------------
 
@@ -227,7 +222,7 @@ class WorkerDesk:
         deadline = now + self.config.broker.abort_deadline_s
         aborted = [lease for lease in self.ledger.leases.values() if self.ledger.is_aborted(lease.token)]
         for lease in aborted:
-            lease.expires_at = min(lease.expires_at, deadline)
+            self.ledger.expire_at(lease, min(lease.expires_at, deadline))
         self.recorder.aborted(len(aborted))
         busy = {lease.worker for lease in aborted}
         for session in self.sessions.workers():
@@ -252,7 +247,3 @@ class WorkerDesk:
     def _cancel(self, worker: str, token: int) -> None:
         if session := self.sessions.of_uid(worker):
             self.sessions.send_control(session, wire.Cancel([token]))
-
-
-def chunk_arrays(event: ChunkAccepted) -> tuple[np.ndarray, np.ndarray]:
-    return np.frombuffer(event.ids, "<i4"), np.frombuffer(event.logprobs, "<f4")

@@ -4,7 +4,7 @@ silent about a failed rank, which has said itself why."""
 import os
 import sys
 
-from april.process import SUPERVISED, die_with_parent
+from april.process import REFUSED, SUPERVISED, die_with_parent
 
 if __name__ == "__main__":
     die_with_parent()
@@ -14,5 +14,6 @@ if __name__ == "__main__":
 
     try:
         main()
-    except ChildFailedError:
-        sys.exit(1)
+    except ChildFailedError as error:
+        statuses = {failure.exitcode for failure in error.failures.values()}
+        sys.exit(REFUSED if REFUSED in statuses else 1)

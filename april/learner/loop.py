@@ -34,8 +34,9 @@ class Source(Protocol):
     def consumed(self, step: int, metrics: dict[str, float]) -> None:
         """Batch `step` is in the weights."""
 
-    def durable(self, step: int) -> None:
-        """The checkpoint of weights `step` is on disk: the batches below `step` are never needed again."""
+    def durable(self, step: int, oldest: int) -> None:
+        """The checkpoint of weights `step` is on disk, and the oldest that is kept is `oldest`: the batches below
+        that are never needed again."""
 
 
 class Publisher(Protocol):
@@ -76,17 +77,18 @@ def run(config: Config, trainer: Trainer, source: Source | None, publisher: Publ
             saved_step = trainer.step_count
             metrics["checkpoint_s"] = time.perf_counter() - trained
         if source:
-            log.info("batch %d trained in %.2f s, loss %.4f", step, metrics["train_s"], metrics["loss"])
+            seconds, loss = metrics["train_s"], metrics["loss"]
+            log.info("batch %d trained in %.2f s, loss %.4f", step, seconds, loss, extra={"step": step})
             source.consumed(step, metrics)
             if due:
-                source.durable(saved_step)
+                source.durable(saved_step, trainer.oldest_checkpoint)
         publish_metrics = {}
         if trainer.step_count >= frontier:
             publish_metrics = publish(trainer, publisher, branch)
     if saved_step != trainer.step_count:
         trainer.save()
         if source:
-            source.durable(trainer.step_count)
+            source.durable(trainer.step_count, trainer.oldest_checkpoint)
     trainer.export()
 
 

@@ -146,6 +146,12 @@ class Trainer:
         checkpoint.save(self.directory, self.step_count, self.policy, self.optimizer, self.optimizer_steps)
         checkpoint.prune(self.directory, self.config.learner.keep_checkpoints)
 
+    @property
+    def oldest_checkpoint(self) -> int:
+        """Step of the oldest checkpoint that is kept; 0, the starting weights, until one had to be removed."""
+        kept = checkpoint.steps(self.directory)
+        return kept[0] if len(kept) >= self.config.learner.keep_checkpoints else 0
+
     def export(self) -> None:
         """Write the policy as a Hugging Face folder, `checkpoints/policy`."""
         checkpoint.export(self.policy, self.config.model.path, self.directory / "policy")

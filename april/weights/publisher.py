@@ -113,7 +113,8 @@ class WeightPublisher:
             late = self._behind(version)
             reached = sum(lane.acknowledged == version for lane in self._lanes.values())
         for lane in late:
-            log.warning("worker %s has not loaded %s within %g s", lane.worker, version, self.config.publish_deadline_s)
+            within_s, ids = self.config.publish_deadline_s, {"worker": lane.worker, "step": version.step}
+            log.warning("worker %s has not loaded %s within %g s", lane.worker, version, within_s, extra=ids)
         return {"publish_bytes": snapshot.data.numel(), "publish_workers": reached, "publish_late": len(late)}
 
     def _behind(self, version: Version) -> list[PeerLane]:
@@ -214,7 +215,7 @@ class WeightPublisher:
 
     def _lose(self, lane: PeerLane, why: str) -> None:
         if lane.state != "lost":
-            log.info("lane %s is lost: %s", lane.name, why)
+            log.info("lane %s is lost: %s", lane.name, why, extra={"worker": lane.worker})
         lane.state = "lost"
         self._lanes.pop(lane.name, None)
         self._changed.notify_all()

@@ -25,7 +25,7 @@ def run_worker(config: Config, address: str, name: str) -> NoReturn:
     from april.weights.receiver import WeightReceiver
     from april.workers.worker import Worker
 
-    log_to_stderr(name)
+    log_to_stderr(name, config.operations.log_format, run=config.run.name, worker=name)
     torch.set_num_threads(config.worker.threads)
     device = config.worker.device
     if device == "auto":
@@ -36,7 +36,7 @@ def run_worker(config: Config, address: str, name: str) -> NoReturn:
     engine = make_engine(config, device)
     uid = uuid.uuid4().hex
     log.info("connecting to %s", address)
-    connection = BrokerConnection(address, "worker", name, uid, keys)
+    connection = BrokerConnection(address, "worker", name, uid, config.broker.patience_s, keys)
     worker = Worker(config, engine, connection, WeightReceiver(config.weights, uid, name, device, keys))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: worker.stop(f"signal {signal.Signals(number).name}"))

@@ -32,7 +32,7 @@ class Work:
 
     grant: wire.Grant
     tokens: list[np.ndarray]
-    """prompt and response in pieces, as they came and grew"""
+    """the prompt, then the response in pieces, as they came and grew"""
     length: int
     """response tokens"""
     finished: bool
@@ -135,7 +135,7 @@ class Worker:
         if leases:
             self._next_renewal = now + self.renew_s
         self._next_heartbeat = now + HEARTBEAT_S
-        self.connection.send_control(wire.Heartbeat(leases, self.engine.generated_tokens))
+        self.connection.beat(leases, self.engine.generated_tokens)
 
     # --- messages -------------------------------------------------------------------------------------------
 
@@ -143,14 +143,15 @@ class Worker:
         message = received.message
         match message:
             case wire.Grant():
-                self._accept(message, received.arrays[0])
-            case wire.ChunkAck():
-                self._acknowledged(message.token, message.length)
+                self._accept(message, received.arrays)
+            case wire.Acknowledged():
+                for token, length in message.lengths:
+                    self._acknowledged(token, length)
+                for token in message.done:
+                    self.works.pop(token, None)
             case wire.ResendFrom():
                 if work := self.works.get(message.token):
                     self._send_again(work, message.start)
-            case wire.Done():
-                self.works.pop(message.token, None)
             case wire.Abort():
                 self.watermark = max(self.watermark, message.watermark)
                 self._hand_back_aborted()
@@ -164,11 +165,11 @@ class Worker:
             case wire.Refused() if self.connection.is_disowned(received):
                 self._say_hello()
             case wire.Refused() if "unknown session" not in message.reason:
-                log.warning("refused: %s", message.reason)
+                log.warning("refused: %s", message.reason, extra=self._ids(message.token))
                 self._drop(message.token)
 
-    def _accept(self, grant: wire.Grant, tokens: np.ndarray) -> None:
-        work = Work(grant, [tokens], len(tokens) - grant.prompt_tokens, finished=grant.scoring)
+    def _accept(self, grant: wire.Grant, pieces: list[np.ndarray]) -> None:
+        work = Work(grant, pieces, sum(map(len, pieces[1:])), finished=grant.scoring)
         self.works[grant.token] = work
         if grant.scoring:
             self._score(work, grant.finish_reason)
@@ -177,7 +178,7 @@ class Worker:
         else:
             request = Request(
                 id=grant.token,
-                tokens=tokens,
+                tokens=np.concatenate(pieces),
                 max_new_tokens=grant.max_new_tokens,
                 seed=grant.seed,
                 temperature=grant.temperature,
@@ -223,7 +224,7 @@ class Worker:
 
     def _score(self, work: Work, finish_reason: str) -> None:
         grant = work.grant
-        response = np.concatenate(work.tokens)[grant.prompt_tokens :]
+        response = np.concatenate(work.tokens[1:])
         self.rewards.submit(grant.token, grant.reward, self.tokenizer.decode(response), grant.label, finish_reason)
 
     def _hand_in(self, token: int, reward: float | None, error: str | None) -> None:
@@ -231,6 +232,7 @@ class Worker:
         if work is None:
             return
         if reward is None:
+            log.warning("a sample goes back, scoring_failed: %s", error, extra=self._ids(token))
             work.closing = wire.GiveBack(token, work.length, "scoring_failed", error or "no reward")
         else:
             work.closing = wire.Scored(token, reward)
@@ -249,8 +251,15 @@ class Worker:
         work = self.works[token]
         if work.closing or (work.finished and cause == "abort"):
             return
+        if error:
+            log.warning("a sample goes back, %s: %s", cause, error, extra=self._ids(token))
         work.closing = wire.GiveBack(token, work.length, cause, error)
         self.connection.send(work.closing)
+
+    def _ids(self, token: int) -> dict[str, int]:
+        """What a log line says of the sample behind a lease."""
+        work = self.works.get(token)
+        return {"group": work.grant.group, "sample": work.grant.index} if work else {}
 
     def _drop(self, token: int) -> None:
         """The lease has ended: what is generated for it no longer counts."""

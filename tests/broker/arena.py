@@ -35,16 +35,11 @@ class Arena(Conversation):
         super().start()
         record = self.ledger.record
 
-        def count(event):
+        def count(event, *arrays):
             self.events += 1
-            return record(event)
+            return record(event, *arrays)
 
         self.ledger.record = count
-
-    def deliver(self):
-        known = (message for message in self.service.sessions.outgoing if message.route.split(b"/")[0] in self.peers)
-        self.service.sessions.outgoing = list(known)
-        super().deliver()
 
     def progress(self):
         """Everybody does some of what is theirs."""
@@ -77,18 +72,19 @@ class Remembered(Peer):
 class Worker(Remembered, FakeWorker):
     def __init__(self, arena, name):
         super().__init__(arena, name)
+        self.received_bytes = 0
         self.held = {}
         """grant and acknowledged length by token"""
 
     def work(self):
         arena, chance = self.conversation, self.conversation.chance
         for received in self.take(wire.Grant):
-            length = len(received.arrays[0]) - received.message.prompt_tokens
-            self.held[received.message.token] = (received.message, length)
+            self.received_bytes += sum(array.nbytes for array in received.arrays)
+            self.held[received.message.token] = (received.message, sum(len(piece) for piece in received.arrays[1:]))
         for token in [token for token in self.held if token not in arena.ledger.leases]:
             arena.ended.append(token)
             del self.held[token]
-        self.say(wire.Heartbeat(list(self.held), 0), connection=b"control")
+        self.say(wire.Heartbeat(list(self.held), 0, self.received_bytes), connection=b"control")
         step = arena.ledger.consumed
         if chance.random() < 0.2 or self.version.step != step:
             self.hold(step, capacity=chance.choice([2, 3, 6, 2**53]))
@@ -113,11 +109,12 @@ class Worker(Remembered, FakeWorker):
 class Learner(Remembered, FakeLearner):
     def train(self):
         step = self.conversation.ledger.consumed
-        if self.fetch(step) is None:
-            self.say(wire.Heartbeat(), connection=b"control")
-            return
-        self.say(wire.Consumed(step, {"loss": 0.5}))
-        self.say(wire.Durable(step + 1))
+        self.say(wire.Heartbeat([], 0, self.received_bytes), connection=b"control")
+        self.say(wire.Fetch(step))
+        for batch in self.take(wire.Batch):
+            self.received_bytes += sum(array.nbytes for array in batch.arrays)
+            self.say(wire.Consumed(step, {"loss": 0.5}))
+            self.say(wire.Durable(step + 1, step))
 
 
 class Monitor(Remembered):

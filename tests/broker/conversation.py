@@ -1,5 +1,7 @@
 """A broker without sockets, and peers that talk to it frame by frame."""
 
+import itertools
+
 import numpy as np
 
 from april import wire
@@ -7,6 +9,8 @@ from april.broker.journal import Journal
 from april.broker.prompts import PromptBook
 from april.broker.service import Service
 from april.version import Version
+
+LEARNERS = itertools.count()
 
 
 class Conversation:
@@ -35,10 +39,10 @@ class Conversation:
 
     def deliver(self):
         self.journal.sync()
-        outgoing, self.service.sessions.outgoing = self.service.sessions.outgoing, []
-        for message in outgoing:
+        for message in self.service.sessions.take_outgoing():
             frames = [bytes(f) for f in wire.encode(message.message, message.arrays, message.session, message.sequence)]
-            self.peers[message.route.split(b"/")[0]].inbox.append(wire.decode(frames))
+            if peer := self.peers.get(message.route.split(b"/")[0]):
+                peer.inbox.append(wire.decode(frames))
 
     def tick(self, seconds=0.0):
         self.now += seconds
@@ -91,9 +95,8 @@ class FakeWorker(Peer):
         return [received.message for received in self.take(wire.Grant)]
 
     def chunk(self, grant, start, count, finish_reason="", version=None):
-        ids = np.arange(start, start + count, dtype="i4") % 40 + 2
         message = wire.Chunk(grant.token, start, version or self.version, finish_reason)
-        self.say(message, [ids, np.full(count, -0.5, "f4")])
+        self.say(message, chunk_arrays(start, count))
 
     def complete(self, grant, count=4, reward=1.0):
         self.chunk(grant, 0, count, "stop")
@@ -101,8 +104,9 @@ class FakeWorker(Peer):
 
 
 class FakeLearner(Peer):
-    def __init__(self, conversation):
-        super().__init__(conversation, "learner", "learner")
+    def __init__(self, conversation, name=None):
+        super().__init__(conversation, "learner", name or f"learner-{next(LEARNERS)}")
+        self.received_bytes = 0
 
     def join(self, step=0):
         self.hello()
@@ -115,6 +119,22 @@ class FakeLearner(Peer):
         batches = self.take(wire.Batch)
         return (batches[-1].message, [array.tolist() for array in batches[-1].arrays]) if batches else None
 
+    def fetch_parts(self, step):
+        """All messages of a batch, while the broker takes turns and the learner takes what it is sent."""
+        self.say(wire.Fetch(step))
+        parts = []
+        for _ in range(100):
+            for received in self.take(wire.Batch):
+                self.received_bytes += sum(array.nbytes for array in received.arrays)
+                parts.append(received)
+            self.say(wire.Heartbeat([], 0, self.received_bytes), connection=b"control")
+        return parts
+
     def consume(self, step):
         self.say(wire.Consumed(step, {"loss": 0.5}))
         assert self.take(wire.Accepted)
+
+
+def chunk_arrays(start, count):
+    """(ids, logprobs) of tokens `start` to `start + count` of some response."""
+    return np.arange(start, start + count, dtype="i4") % 40 + 2, np.full(count, -0.5, "f4")

@@ -61,9 +61,8 @@ def fuzz_sockets(config, messages, folder, seed=0):
     chance = random.Random(seed)
     attacker = Attacker(Arena(renamed(config, "material"), chance), chance)
     with serving(secured) as server:
-        monitor = BrokerConnection(
-            server.address, "monitor", "m", uuid.uuid4().hex, load_keys(folder / "keys", "monitor")
-        )
+        keys = load_keys(folder / "keys", "monitor")
+        monitor = BrokerConnection(server.address, "monitor", "m", uuid.uuid4().hex, PATIENCE_S, keys)
         monitor.hello([])
         before = digest(server.service.ledger)
         bad_worker = Raw(server.address, load_keys(folder / "keys", "worker"))

@@ -42,13 +42,13 @@ ONLY_FOR = {
         wire.Scored(1, 1.0),
         wire.GiveBack(1, 0, "leave"),
     ],
-    "learner": [wire.LearnerStart(0, ""), wire.Fetch(0), wire.Consumed(0, {"loss": 1.0}), wire.Durable(0)],
-    "monitor": [wire.StatusRequest(), wire.StopRun("enough")],
+    "learner": [wire.LearnerStart(0, ""), wire.Fetch(0), wire.Consumed(0, {"loss": 1.0}), wire.Durable(0, 0)],
+    "monitor": [wire.StatusRequest(), wire.StopRun("enough"), wire.Drain(True), wire.Requeue([1])],
     "broker": [
         wire.Welcome(1, "", 1, 0, 0, [], 1.0, ""),
-        wire.Done(1),
+        wire.Acknowledged([], [1]),
         wire.Accepted(),
-        wire.Batch(0, []),
+        wire.Batch(0, 0, 0, []),
         wire.Stop(""),
     ],
     "lanes": [wire.LaneJoin("u", "n", "cpu", None), wire.LaneAlive("l"), wire.LaneFailed("l", "e")],
@@ -176,11 +176,11 @@ class Attacker:
                 wire.Fetch(beyond),
                 wire.Consumed(beyond, {"loss": float("nan")}),
                 wire.Consumed(self.arena.ledger.consumed, {f"m{number}": 0.0 for number in range(1000)}),
-                wire.Durable(beyond),
+                wire.Durable(beyond, 0),
                 wire.LearnerStart(beyond, "tcp://elsewhere"),
             ]
         )
-        return b"learner/data", encode(message, session=learner.session), None, "refused"
+        return learner.name.encode() + b"/data", encode(message, session=learner.session), None, "refused"
 
     def absurd_worker(self):
         """Values that make no sense where the lease is the worker's own."""

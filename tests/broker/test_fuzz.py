@@ -7,7 +7,7 @@ import pytest
 from april import config as configuration
 from april import limits, wire
 from april.broker.sessions import Sessions, Tally
-from tests.broker.conversation import Conversation, FakeLearner, FakeWorker, Peer
+from tests.broker.conversation import Conversation, FakeWorker, Peer
 from tests.broker.fuzz import SETTINGS, fuzz
 from tests.broker.fuzz_sockets import fuzz_sockets
 
@@ -45,22 +45,6 @@ def test_a_worker_gets_no_more_leases_than_it_may_have_whatever_it_states(config
     worker = FakeWorker(talk)
     worker.join(capacity=2**53)
     assert len(worker.grants()) == 3
-
-
-def test_a_repeated_durable_does_not_count_as_a_newer_checkpoint(config_file):
-    """The last checkpoint but one stays one to start from."""
-    talk = Conversation(configuration.load(config_file, ["--evaluation.prompts", "1"]))
-    worker, learner = FakeWorker(talk), FakeLearner(talk)
-    worker.join()
-    learner.join()
-    grants = worker.grants()
-    while learner.fetch(0) is None:
-        worker.complete(grants.pop(0))
-        grants += worker.grants()
-    learner.consume(0)
-    for _ in range(3):
-        learner.say(wire.Durable(1))
-    assert learner.join(0).frontier == 1
 
 
 def test_tokens_of_processes_that_left_long_ago_stay_counted_when_they_are_forgotten(monkeypatch):

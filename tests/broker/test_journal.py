@@ -2,6 +2,8 @@
 
 import errno
 import os
+import random
+import zlib
 from contextlib import closing
 
 import msgpack
@@ -11,36 +13,49 @@ from april.broker.events import ChunkAccepted, RoundStarted
 from april.broker.journal import Journal, JournalError
 from april.version import Version
 
+ARRAYS = [(zlib.crc32(data), data) for data in (b"\x01\x00\x00\x00" * 2, b"\xcf" * 8)]
+
 
 @pytest.fixture
 def written(tmp_path):
-    """A folder with ten synced records, and the offset behind each."""
-    journal = Journal(tmp_path)
-    ends = [sum(journal.append(chunk(number))) for number in range(10)]
-    journal.sync()
-    journal.close()
-    return tmp_path, journal.path, ends
+    """A folder with ten records, each synced, and the position behind each."""
+    with closing(Journal(tmp_path)) as journal:
+        ends = []
+        for number in range(10):
+            ends.append(sum(journal.append(chunk(number), ARRAYS)))
+            journal.sync()
+    (path,) = tmp_path.glob("*.msgpack")
+    return tmp_path, path, ends
 
 
 def chunk(number):
-    return ChunkAccepted(number, 0, 2, Version(0, number), "", b"\x01\x00\x00\x00" * 2, b"\x00" * 8)
+    return ChunkAccepted(number, 0, 2, Version(0, number), "")
 
 
-def replayed(folder):
+def replayed(folder, position=0):
     with closing(Journal(folder)) as journal:
-        return [event for event, _ in journal.replay()]
+        return [event for event, _ in journal.replay(position)]
 
 
 def test_replay_gives_back_what_was_appended(written):
-    assert replayed(written[0]) == [chunk(number) for number in range(10)]
+    with closing(Journal(written[0])) as journal:
+        found = [journal.read(reference) for _, reference in journal.replay()]
+    assert found == [(chunk(number), ARRAYS) for number in range(10)]
 
 
 def test_a_reference_reads_its_own_record_before_and_after_the_sync(tmp_path):
-    journal = Journal(tmp_path)
-    references = [journal.append(chunk(number)) for number in range(5)]
-    assert journal.read(references[3]) == chunk(3)
-    journal.sync()
-    assert [journal.read(reference) for reference in references] == [chunk(number) for number in range(5)]
+    with closing(Journal(tmp_path)) as journal:
+        references = [journal.append(chunk(number), ARRAYS) for number in range(5)]
+        assert journal.read(references[3]) == (chunk(3), ARRAYS)
+        journal.sync()
+        assert [journal.read(reference)[0] for reference in references] == [chunk(number) for number in range(5)]
+
+
+def test_many_records_in_one_sync_are_all_there(tmp_path):
+    with closing(Journal(tmp_path)) as journal:
+        for number in range(3000):
+            journal.append(chunk(number), ARRAYS)
+    assert replayed(tmp_path) == [chunk(number) for number in range(3000)]
 
 
 def test_a_cut_at_any_byte_loses_only_the_records_it_cuts(written):
@@ -55,49 +70,78 @@ def test_a_cut_at_any_byte_loses_only_the_records_it_cuts(written):
 def test_after_a_cut_the_journal_goes_on_behind_the_last_good_record(written):
     folder, path, _ = written
     path.write_bytes(path.read_bytes()[:-1])
-    journal = Journal(folder)
-    assert len(list(journal.replay())) == 9
-    journal.append(RoundStarted(7))
-    journal.close()
+    with closing(Journal(folder)) as journal:
+        assert len(list(journal.replay())) == 9
+        journal.append(RoundStarted(7))
     assert replayed(folder) == [*(chunk(number) for number in range(9)), RoundStarted(7)]
 
 
-def test_damage_before_the_last_record_is_refused(written):
+def test_damage_to_what_was_synced_before_the_last_record_is_refused(written):
     folder, path, ends = written
     whole = path.read_bytes()
     for at in range(ends[-2]):
         damaged = bytearray(whole)
         damaged[at] ^= 0x10
         path.write_bytes(damaged)
-        with pytest.raises(JournalError, match="damaged at byte"):
+        with pytest.raises(JournalError, match="damaged at position"):
             replayed(folder)
+
+
+def test_the_pages_of_an_unfinished_sync_may_reach_the_disk_in_any_order(written):
+    """A crash may leave a hole before a good record of the same, unfinished sync: both are cut."""
+    folder, path, ends = written
+    with closing(Journal(folder)) as journal:
+        list(journal.replay())
+        hole = journal.append(chunk(10), ARRAYS)
+        journal.append(chunk(11), ARRAYS)
+    whole = bytearray(path.read_bytes())
+    whole[hole[0] : sum(hole)] = bytes(hole[1])
+    path.write_bytes(whole)
+    assert replayed(folder) == [chunk(number) for number in range(10)]
+    assert path.stat().st_size == ends[-1]
 
 
 def test_any_messagepack_reader_can_stream_it(written):
     with written[1].open("rb") as file:
         records = list(msgpack.Unpacker(file))
-    assert [msgpack.unpackb(body)[:2] for _, body in records] == [["ChunkAccepted", number] for number in range(10)]
+    for number, (synced, checksum, event, *arrays) in enumerate(records):
+        assert synced == (0, *written[2])[number]
+        assert checksum == zlib.crc32(event, zlib.crc32(synced.to_bytes(8)))
+        assert msgpack.unpackb(event)[:2] == ["ChunkAccepted", number]
+        assert list(zip(arrays[::2], arrays[1::2], strict=True)) == ARRAYS
+    assert len(records) == 10
 
 
-@pytest.mark.parametrize("call", ["pwrite", "fdatasync"])
+@pytest.mark.parametrize("call", ["pwritev", "fdatasync"])
 def test_after_a_failed_write_nothing_is_accepted_but_reading_goes_on(tmp_path, monkeypatch, call):
     journal = Journal(tmp_path)
-    reference = journal.append(chunk(0))
+    reference = journal.append(chunk(0), ARRAYS)
     journal.sync()
 
     def fail(*arguments):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    journal.append(chunk(1))
+    journal.append(chunk(1), ARRAYS)
     monkeypatch.setattr(os, call, fail)
-    with pytest.raises(JournalError, match="No space left"):
+    with pytest.raises(JournalError, match="No space left") as failure:
         journal.sync()
+    assert failure.value.errno == errno.ENOSPC
     monkeypatch.undo()
     with pytest.raises(JournalError):
         journal.sync()
     with pytest.raises(JournalError):
-        journal.append(chunk(2))
-    assert journal.read(reference) == chunk(0)
+        journal.append(chunk(2), ARRAYS)
+    assert journal.read(reference) == (chunk(0), ARRAYS)
+    journal.close()
+
+
+def test_a_write_that_the_system_cuts_short_is_finished(tmp_path, monkeypatch):
+    whole_write = os.pwritev
+    monkeypatch.setattr(os, "pwritev", lambda file, data, at: whole_write(file, [b"".join(data)[:30]], at))
+    with closing(Journal(tmp_path)) as journal:
+        for number in range(3):
+            journal.append(chunk(number), ARRAYS)
+    assert replayed(tmp_path) == [chunk(number) for number in range(3)]
 
 
 def test_a_second_broker_on_the_same_journal_is_refused(tmp_path):
@@ -106,3 +150,61 @@ def test_a_second_broker_on_the_same_journal_is_refused(tmp_path):
         Journal(tmp_path)
     first.close()
     Journal(tmp_path).close()
+
+
+# --- segments -------------------------------------------------------------------------------------------------
+
+
+def fill(folder, count, records_per_segment=10):
+    """`count` synced records; returns the positions at which segments begin."""
+    with closing(Journal(folder, segment_records=records_per_segment)) as journal:
+        starts = [0]
+        for number in range(count):
+            journal.append(chunk(number), ARRAYS)
+            journal.sync()
+            if journal.segment_full:
+                starts.append(journal.rotate())
+    return starts
+
+
+def test_references_and_replay_reach_across_segments(tmp_path):
+    starts = fill(tmp_path, 35)
+    assert len(starts) == 4
+    assert replayed(tmp_path) == [chunk(number) for number in range(35)]
+    assert replayed(tmp_path, starts[2]) == [chunk(number) for number in range(20, 35)]
+    with closing(Journal(tmp_path)) as journal:
+        references = [reference for _, reference in journal.replay()]
+        order = random.Random(0).sample(range(35), 35)
+        assert [journal.read(references[number])[0] for number in order] == [chunk(number) for number in order]
+
+
+def test_only_the_last_segment_may_be_torn(tmp_path):
+    fill(tmp_path, 35)
+    first, *_, last = sorted(tmp_path.glob("*.msgpack"))
+    last.write_bytes(last.read_bytes()[:-1])
+    assert len(replayed(tmp_path)) == 34
+    first.write_bytes(first.read_bytes()[:-1])
+    with pytest.raises(JournalError, match="damaged at position"):
+        replayed(tmp_path)
+
+
+def test_a_missing_segment_is_refused(tmp_path):
+    fill(tmp_path, 35)
+    sorted(tmp_path.glob("*.msgpack"))[1].unlink()
+    with pytest.raises(JournalError, match="lacks the segment"):
+        replayed(tmp_path)
+
+
+def test_segments_are_reclaimed_unless_something_in_them_lives(tmp_path):
+    starts = fill(tmp_path, 45)
+    with closing(Journal(tmp_path)) as journal:
+        references = [reference for _, reference in journal.replay()]
+        before = journal.bytes_on_disk
+        live = {references[13][0], references[44][0]}
+        dead = journal.reclaim(starts[3], live)
+        assert [int(path.stem) for path in dead] == [starts[0], starts[2]]
+        assert journal.bytes_on_disk == before - sum(path.stat().st_size for path in dead)
+        assert journal.read(references[13]) == (chunk(13), ARRAYS)
+        for path in dead:
+            path.unlink()
+    assert replayed(tmp_path, starts[3]) == [chunk(number) for number in range(30, 45)]

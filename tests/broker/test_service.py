@@ -67,18 +67,18 @@ def test_a_worker_without_weights_or_control_connection_gets_nothing(talk):
 
 def test_a_grant_carries_prompt_label_and_budget(talk, worker):
     received = worker.take(wire.Grant)[-1]
-    grant, tokens = received.message, received.arrays[0]
+    grant, [tokens] = received.message, received.arrays
     text = talk.service.prompts.tokenizer.decode(tokens)
-    assert grant.prompt_tokens == len(tokens) == len(text) and text.endswith("=")
+    assert len(tokens) == len(text) and text.endswith("=")
     assert grant.max_new_tokens == 24 and grant.label.isdigit() and grant.reward == "final_answer"
 
 
 def test_a_chunk_is_acknowledged_only_after_it_is_on_disk(talk, worker):
     grant = worker.grants()[0]
-    size = talk.journal.path.stat().st_size
+    size = talk.journal.bytes_on_disk
     worker.chunk(grant, 0, 3)
-    assert worker.take(wire.ChunkAck)[-1].message == wire.ChunkAck(grant.token, 3)
-    assert talk.journal.path.stat().st_size > size
+    assert worker.take(wire.Acknowledged)[-1].message == wire.Acknowledged([(grant.token, 3)], [])
+    assert sum(path.stat().st_size for path in talk.journal.folder.glob("*.msgpack")) > size
 
 
 def test_a_failed_sync_acknowledges_nothing(talk, worker, monkeypatch):
@@ -90,14 +90,14 @@ def test_a_failed_sync_acknowledges_nothing(talk, worker, monkeypatch):
     monkeypatch.setattr("april.broker.journal.os.fdatasync", fail)
     with pytest.raises(JournalError, match="No space left"):
         worker.chunk(grant, 0, 3)
-    assert worker.take(wire.ChunkAck) == []
+    assert worker.take(wire.Acknowledged) == []
 
 
 def test_a_chunk_again_is_a_duplicate_a_gap_is_asked_for(worker):
     grant = worker.grants()[0]
     worker.chunk(grant, 0, 3)
     worker.chunk(grant, 0, 3)
-    assert [ack.message.length for ack in worker.take(wire.ChunkAck)] == [3, 3]
+    assert [ack.message.lengths for ack in worker.take(wire.Acknowledged)] == [[(grant.token, 3)]] * 2
     worker.chunk(grant, 5, 2)
     assert worker.take(wire.ResendFrom)[-1].message == wire.ResendFrom(grant.token, 3)
     worker.say(wire.GiveBack(grant.token, 5, "abort"))
@@ -160,7 +160,7 @@ def test_a_lost_worker_s_sample_goes_on_elsewhere_with_every_acknowledged_token(
     other.join()
     talk.tick(2.0)
     resumed = {(g.message.group, g.message.index): g for g in other.take(wire.Grant)}[grant.group, grant.index]
-    assert resumed.arrays[0][grant.prompt_tokens :].tolist() == [2, 3, 4, 5, 6]
+    assert np.concatenate(resumed.arrays[1:]).tolist() == [2, 3, 4, 5, 6]
     assert resumed.message.max_new_tokens == 19 and resumed.message.seed == grant.seed
     worker.chunk(grant, 5, 1)
     assert "unknown session" in worker.take(wire.Refused)[-1].message.reason
@@ -216,9 +216,9 @@ def test_what_was_generated_but_not_scored_is_only_scored_again(talk, worker):
         g for g in successor.take(wire.Grant) if (g.message.group, g.message.index) == (grant.group, grant.index)
     )
     assert again.message.scoring and again.message.finish_reason == "stop"
-    assert len(again.arrays[0]) == grant.prompt_tokens + 5
+    assert [len(array) for array in again.arrays[1:]] == [5]
     successor.say(wire.Scored(again.message.token, 0.0))
-    assert successor.take(wire.Done)
+    assert successor.take(wire.Acknowledged)[-1].message.done == [again.message.token]
 
 
 def test_a_sample_that_keeps_failing_is_dead_and_its_group_discarded_with_the_reason(talk, worker):
@@ -266,14 +266,52 @@ def test_n_complete_groups_make_a_batch_and_abort_the_rest(talk, worker, learner
     assert all(grant.token <= abort.watermark for grant in aborted)
     batch, arrays = learner.fetch(0)
     assert len(batch.groups) == 4 and all(len(group.samples) == 2 for group in batch.groups)
-    for head, ids, logprobs in zip(batch.groups, arrays[::2], arrays[1::2], strict=True):
-        lengths = [sample.response_tokens for sample in head.samples]
-        assert len(ids) == sum(lengths) + 2 * head.prompt_tokens and len(logprobs) == sum(lengths)
+    expected = []
+    for head in batch.groups:
+        expected.append(head.prompt_tokens)
+        expected += [sample.response_tokens for sample in head.samples for _ in ("ids", "logprobs")]
+    assert [len(array) for array in arrays] == expected
 
 
 def test_the_same_step_gives_the_identical_batch(worker, learner):
     make_batch(worker)
     assert learner.fetch(0) == learner.fetch(0)
+
+
+def test_a_batch_comes_in_parts_that_make_the_whole(worker, learner, monkeypatch):
+    make_batch(worker)
+    whole, arrays = learner.fetch(0)
+    monkeypatch.setattr("april.broker.learner_desk.PART_BYTES", 1)
+    parts = learner.fetch_parts(0)
+    assert [(part.message.first, part.message.total, len(part.message.groups)) for part in parts] == [
+        (place, 4, 1) for place in range(4)
+    ]
+    assert [group for part in parts for group in part.message.groups] == whole.groups
+    assert [array.tolist() for part in parts for array in part.arrays] == arrays
+
+
+def test_a_learner_that_does_not_read_is_sent_no_more_than_its_credit(talk, worker, learner, monkeypatch):
+    make_batch(worker)
+    monkeypatch.setattr("april.broker.learner_desk.PART_BYTES", 1)
+    talk.service.credit_bytes = 1
+    learner.say(wire.Fetch(0))
+    for _ in range(10):
+        talk.tick()
+    [unread] = learner.take(wire.Batch)
+    assert unread.message.first == 0, "one message may exceed the credit"
+    learner.received_bytes = sum(array.nbytes for array in unread.arrays)
+    assert [part.message.first for part in learner.fetch_parts(0)][-1] == 3
+
+
+def test_a_worker_that_does_not_read_is_sent_no_more_than_its_credit(talk, worker):
+    sent = len(worker.grants())
+    talk.service.credit_bytes = 1
+    worker.hold(0, capacity=50)
+    talk.tick()
+    assert worker.grants() == []
+    received = talk.service.sessions.workers()[0].sent_bytes
+    worker.say(wire.Heartbeat([], 0, received), connection=b"control")
+    assert 1 <= len(worker.grants()) < 50 - sent
 
 
 def test_no_lease_of_the_next_round_before_its_version_and_partials_come_first(talk, worker, learner):
@@ -385,6 +423,58 @@ def test_a_restarted_broker_remembers_everything_it_acknowledged(talk, worker, l
     again = FakeLearner(talk)
     again.join(step=0)
     assert again.fetch(0) == batch
+
+
+def test_a_learner_that_outlives_the_broker_goes_on_without_a_new_branch(talk, worker, learner):
+    make_batch(worker)
+    batch = learner.fetch(0)
+    talk.restart_broker()
+    learner = FakeLearner(talk, learner.name)
+    assert learner.hello().weights_address == "tcp://weights"
+    assert learner.fetch(0) == batch
+    learner.consume(0)
+    learner.consume(0)
+    assert (talk.ledger.branch, talk.ledger.consumed) == (0, 1)
+
+
+def test_a_start_that_is_repeated_after_a_restart_opens_no_second_branch(talk, learner):
+    talk.restart_broker()
+    learner = FakeLearner(talk, learner.name)
+    assert learner.join(step=0).branch == 0
+    assert FakeLearner(talk).join(step=0).branch == 1
+
+
+def test_a_learner_that_was_replaced_is_refused_when_it_comes_back(talk, learner):
+    successor = FakeLearner(talk)
+    successor.join(step=0)
+    learner.hello()
+    learner.say(wire.Fetch(0))
+    assert "checkpoint" in learner.take(wire.Refused)[-1].message.reason
+    successor.hello()
+    successor.say(wire.Fetch(0))
+    assert not successor.take(wire.Refused)
+
+
+def test_a_run_that_is_over_still_replays_what_a_restarted_learner_lacks(talk, worker, learner):
+    make_batch(worker)
+    batch = learner.fetch(0)
+    learner.consume(0)
+    talk.service.stop("enough", "stopped", talk.now)
+    again = FakeLearner(talk)
+    again.join(step=0)
+    assert again.fetch(0) == batch
+    again.consume(0)
+    assert again.fetch(1) is None and again.take(wire.Finished)
+
+
+def test_nothing_counts_over_a_session_whose_connection_is_gone(talk, worker):
+    talk.service.sessions.void(b"w0/data")
+    worker.take(wire.Refused)
+    worker.say(wire.Heartbeat(), connection=b"control")
+    assert "unknown session" in worker.take(wire.Refused)[-1].message.reason
+    worker.join(step=0, leases=list(talk.ledger.leases))
+    worker.say(wire.Heartbeat(), connection=b"control")
+    assert not worker.take(wire.Refused)
 
 
 def test_leases_of_workers_that_do_not_come_back_end_after_a_restart(talk, worker):

@@ -108,8 +108,8 @@ class Diary:
         self.events.append(("consumed", step))
         self.metrics.append(metrics)
 
-    def durable(self, step):
-        self.events.append(("durable", step))
+    def durable(self, step, oldest):
+        self.events.append(("durable", step, oldest))
 
     def publish(self, version, tensors):
         self.events.append(("publish", version))

@@ -53,7 +53,7 @@ def live(job: dict, device: torch.device) -> dict:
     weights = trainer.weights()
     if diary is None:
         return {"weights": weights}
-    events = [(what, tuple(of) if isinstance(of, tuple) else of) for what, of in diary.events]
+    events = [(what, *(tuple(of) if isinstance(of, tuple) else of for of in rest)) for what, *rest in diary.events]
     return {"weights": weights, "events": events, "losses": [metrics["loss"] for metrics in diary.metrics]}
 
 

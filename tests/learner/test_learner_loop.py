@@ -33,11 +33,11 @@ def test_a_fresh_run_publishes_at_once_then_reports_each_batch_before_its_weight
         ("consumed", 0),
         ("publish", Version(0, 1)),
         ("consumed", 1),
-        ("durable", 2),
+        ("durable", 2, 0),
         ("publish", Version(0, 2)),
         ("consumed", 2),
         ("publish", Version(0, 3)),
-        ("durable", 3),
+        ("durable", 3, 0),
     ]
     assert checkpoint.steps(live.directory) == [2, 3]
     assert (live.directory / "policy" / "config.json").is_file()
@@ -59,11 +59,11 @@ def test_replay_publishes_nothing_below_the_frontier_and_gives_the_same_weights(
         ("start", 2),
         ("consumed", 2),
         ("consumed", 3),
-        ("durable", 4),
+        ("durable", 4, 0),
         ("consumed", 4),
         ("publish", Version(1, 5)),
         ("consumed", 5),
-        ("durable", 6),
+        ("durable", 6, 0),
         ("publish", Version(1, 6)),
     ]
     logged, replayed = before.metrics[2:5], live_again.metrics[:3]
@@ -88,6 +88,6 @@ def test_two_ranks_live_through_a_run_and_a_replay(policy_folder, tmp_path):
     (first,) = run_ranks(2, [job(config, [], live={"last_step": 3})], tmp_path / "first")
     shutil.rmtree(config.run_dir / "checkpoints" / "step_000003")
     (again,) = run_ranks(2, [job(config, [], live={"last_step": 3, "branch": 1, "frontier": 3})], tmp_path / "again")
-    assert again["events"] == [("start", 2), ("consumed", 2), ("publish", (1, 3)), ("durable", 3)]
+    assert again["events"] == [("start", 2), ("consumed", 2), ("publish", (1, 3)), ("durable", 3, 0)]
     assert again["losses"] == first["losses"][2:]
     assert all(torch.equal(value, again["weights"][name]) for name, value in first["weights"].items())

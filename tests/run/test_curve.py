@@ -47,7 +47,7 @@ def connect(broker):
     connections = []
 
     def begin(role, keys, name="peer"):
-        connections.append(BrokerConnection(broker.address, role, name, uuid.uuid4().hex, keys))
+        connections.append(BrokerConnection(broker.address, role, name, uuid.uuid4().hex, 30.0, keys))
         return connections[-1]
 
     yield begin

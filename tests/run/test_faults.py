@@ -8,6 +8,8 @@ import pytest
 
 from tests.run.processes import APRIL, Job, assert_closed, steps_recorded, summary, wait_until
 
+BROKER_AND_LEARNER = ["april.cli broker", "april.learner.launch", "-u -m april.learner"]
+
 
 @pytest.fixture
 def run(config_file, tmp_path):
@@ -71,15 +73,47 @@ def test_a_worker_that_keeps_dying_ends_the_run(run, run_dir):
     assert job.descendants() == []
 
 
-@pytest.mark.parametrize("victim", ["april.cli broker", "april.learner.launch", "-u -m april.learner"])
-def test_a_dead_broker_or_learner_ends_the_run_with_its_last_lines(run, run_dir, victim):
-    job = run()
+@pytest.mark.parametrize("victim", BROKER_AND_LEARNER)
+def test_a_dead_broker_or_learner_is_restarted_and_the_others_go_on(run, run_dir, victim):
+    """Workers keep their process and their tokens; a learner outlives the broker, and goes on from its checkpoint."""
+    job = run("--learner.checkpoint_every", "3")
+    wait_until(lambda: steps_recorded(run_dir) >= 2, job)
+    part, other = ("broker", "april.learner") if "broker" in victim else ("learner", "april.cli broker")
+    survivors = job.descendants(other) + job.descendants("april.cli worker")
+    job.kill(victim)
+    wait_until(lambda: steps_recorded(run_dir) >= 4, job)
+    assert survivors == job.descendants(other) + job.descendants("april.cli worker")
+    assert job.wait() == 0, job.output
+    assert f"{part} ended with status" in job.output and "restart 1 of 5" in job.output
+    found = assert_closed(run_dir)
+    assert found["steps"] == 6 and found["state"] == "finished"
+    assert found["starts"] == {"broker": 1 + (part == "broker"), "learner": 1 + (part == "learner")}
+    assert found["tokens"]["refused"] == 0
+    assert job.descendants() == []
+
+
+@pytest.mark.parametrize("victim", BROKER_AND_LEARNER)
+def test_a_broker_or_learner_that_keeps_dying_ends_the_run_with_its_last_lines(run, run_dir, victim):
+    part = "broker" if "broker" in victim else "learner"
+    job = run(f"--{part}.max_restarts", "0")
     wait_until(lambda: steps_recorded(run_dir) >= 1, job)
     job.kill(victim)
     assert job.wait() == 1
     assert summary(run_dir)["state"] == "failed"
-    part = "broker" if "broker" in victim else "learner"
     assert f"{part} ended with status" in job.output and f"  {part} | " in job.output
+    assert job.descendants() == []
+
+
+@pytest.mark.parametrize("victim", [*BROKER_AND_LEARNER, "--name worker-0"])
+def test_a_hung_process_is_killed_and_restarted(run, run_dir, victim):
+    limits = [f"--{part}.hung_s=15" for part in ("broker", "learner", "worker")]
+    job = run(*limits, "--broker.session_timeout_s", "2")
+    wait_until(lambda: steps_recorded(run_dir) >= 1, job)
+    ((sleeper, _), *_) = job.descendants(victim)
+    os.kill(sleeper, signal.SIGSTOP)
+    assert job.wait() == 0, job.output
+    assert "has not been heard of for 15 s and is killed" in job.output or "learner.launch" in victim
+    assert_closed(run_dir)
     assert job.descendants() == []
 
 

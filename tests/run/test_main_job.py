@@ -34,7 +34,7 @@ def finished(tmp_path_factory, policy_folder, data_folder):
 
 def journalled(run_dir):
     journal = Journal(run_dir / "journal")
-    found = [event for event, _ in journal.replay()]
+    found = [journal.read(reference) for _, reference in journal.replay()]
     journal.close()
     return found
 
@@ -68,7 +68,7 @@ def test_the_ledger_agrees_with_what_the_engines_say_they_generated(finished):
 def test_the_journal_alone_rebuilds_the_ledger(finished):
     run_dir, _ = finished
     ledger = Ledger(Rules(batch_groups=4, group_size=2, max_staleness=5))
-    for event in journalled(run_dir):
+    for event, _ in journalled(run_dir):
         ledger.apply(event)
     account = assert_closed(run_dir)["tokens"]
     assert ledger.account() == {key: account[key] for key in ledger.account()}
@@ -79,22 +79,22 @@ def test_every_token_s_logprob_is_that_of_the_version_it_is_labelled_with(finish
     run_dir, _ = finished
     prompts, holders, responses, checked = {}, {}, {}, set()
     models = {0: AutoModelForCausalLM.from_pretrained(policy_folder, dtype=torch.float32)}
-    for event in journalled(run_dir):
+    for event, arrays in journalled(run_dir):
         if isinstance(event, GroupOpened):
-            prompts[event.group] = np.frombuffer(event.prompt, "<i4")
+            prompts[event.group] = np.frombuffer(arrays[0][1], "<i4")
         elif isinstance(event, Leased):
             holders[event.token] = (event.group, event.index)
         elif isinstance(event, ChunkAccepted):
             sample = holders[event.token]
             before = responses.get(sample, np.empty(0, "i4"))
             assert len(before) == event.start
-            new = np.frombuffer(event.ids, "<i4")
+            new = np.frombuffer(arrays[0][1], "<i4")
             responses[sample] = np.concatenate([before, new])
             step = event.version.step
             if step not in models:
                 models[step] = model_of_checkpoint(run_dir, step, policy_folder)
             expected = forward_logprobs(models[step], np.concatenate([prompts[sample[0]], responses[sample]]), len(new))
-            assert np.abs(expected - np.frombuffer(event.logprobs, "<f4")).max() < 1e-4
+            assert np.abs(expected - np.frombuffer(arrays[1][1], "<f4")).max() < 1e-4
             checked.add(step)
     assert checked == {0, 1, 2, 3}
     apart = forward_logprobs(models[0], np.arange(2, 20), 10) - forward_logprobs(models[3], np.arange(2, 20), 10)

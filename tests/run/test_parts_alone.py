@@ -119,7 +119,7 @@ def test_a_port_in_use_is_said_so(config_file, capsys, tmp_path):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
-        assert main(["broker", str(config_file), "--broker.bind", address]) == 1
+        assert main(["broker", str(config_file), "--broker.bind", address]) == 2
     assert f"key 'broker.bind' = '{address}'" in capsys.readouterr().err
 
 

@@ -3,6 +3,8 @@
 import orjson
 import pytest
 
+from april.broker.events import BatchConsumed, BatchDelivered, ChunkAccepted, GroupOpened, Leased
+from april.broker.journal import Journal
 from tests.run.processes import APRIL, Job, assert_closed
 
 SCHEDULES = {
@@ -48,3 +50,47 @@ def test_a_short_last_batch_is_trained_when_the_prompts_are_exhausted(config_fil
     steps = [orjson.loads(line) for line in (run_dir / "metrics.jsonl").read_bytes().splitlines()]
     assert [step["groups"] for step in steps] == [24, 24, 16]
     assert summary["tokens"]["generated"] == summary["tokens"]["trained"]
+
+
+def test_continuous_generates_while_the_learner_trains(config_file, tmp_path):
+    """Six samples in flight, through weight updates and into the next batches, with evaluation in between.
+
+    Two slots a worker and batches of 32 samples make generation the slower side, so that updates meet samples.
+    """
+    settings = ["--schedule.kind", "continuous", "--schedule.in_flight", "6", "--schedule.max_staleness", "2"]
+    slow = ["--rollout-batch-size", "16", "--over-sampling-batch-size", "16", "--worker.slots", "2"]
+    longer = ["--sampling.max_response_tokens", "400", "--schedule.max_steps", "5", "--evaluation.every", "2"]
+    job = Job([*APRIL, "run", str(config_file), *settings, *slow, *longer], tmp_path / "output")
+    try:
+        assert job.wait() == 0, job.output
+    finally:
+        job.end()
+    assert "plan: continuous" in job.output
+    run_dir = tmp_path / "runs" / "small"
+    summary = assert_closed(run_dir)
+    assert summary["steps"] == 5 and not summary["tokens"]["discarded"]
+    assert 1 <= summary["staleness"]["max"] <= 2
+    assert [entry["step"] for entry in summary["evaluation"]] == [0, 2, 4, 5]
+    while_training, versions = continuous_facts(run_dir)
+    assert while_training > 0
+    assert max(map(len, versions.values())) > 1, "no sample went on under newer weights"
+
+
+def continuous_facts(run_dir):
+    """Training tokens accepted between the delivery and the consumption of a batch, and the versions in each sample."""
+    evaluation, holders, versions = set(), {}, {}
+    in_training = while_training = 0
+    journal = Journal(run_dir / "journal")
+    for event, _ in journal.replay():
+        match event:
+            case GroupOpened(group=group, evaluation=True):
+                evaluation.add(group)
+            case Leased(token=token, group=group, index=index):
+                holders[token] = (group, index)
+            case BatchDelivered() | BatchConsumed():
+                in_training += 1 if isinstance(event, BatchDelivered) else -1
+            case ChunkAccepted() if holders[event.token][0] not in evaluation:
+                versions.setdefault(holders[event.token], set()).add(event.version)
+                while_training += in_training * event.count
+    journal.close()
+    return while_training, versions

@@ -1,0 +1,65 @@
+"""What a configuration's [schedule] comes to: the ledger's rules, the schedule that drives it, what it can yield."""
+
+from april.broker.bound import throughput_cap
+from april.broker.continuous import ContinuousRules, ContinuousSchedule
+from april.broker.ledger import Rules
+from april.broker.rounds import RoundRules, RoundSchedule
+from april.broker.schedule import Prompts, Schedule
+from april.config import Config, ScheduleSection
+
+EXAMPLE_RATIO = 10.0
+"""longest response over mean response, in the plan's example"""
+
+
+def ledger_rules(config: Config) -> Rules:
+    schedule = config.schedule
+    return Rules(
+        batch_groups=schedule.rollout_batch_size,
+        group_size=schedule.n_samples_per_prompt,
+        max_staleness=schedule.max_staleness,
+        max_attempts=config.broker.attempts,
+        min_group_size=schedule.min_group_size,
+        max_response_tokens=config.sampling.max_response_tokens,
+    )
+
+
+def make_schedule(section: ScheduleSection, prompts: Prompts) -> Schedule:
+    train_last_batch = section.last_batch == "train"
+    if section.kind == "continuous":
+        return ContinuousSchedule(ContinuousRules(section.most_in_flight, section.max_steps, train_last_batch), prompts)
+    rules = RoundRules(
+        batch_groups=section.rollout_batch_size,
+        round_groups=section.groups_per_round,
+        max_steps=section.max_steps,
+        partial_rollout=section.partial_rollout,
+        overlap=section.overlap,
+        train_last_batch=train_last_batch,
+    )
+    return RoundSchedule(rules, prompts)
+
+
+def describe_plan(section: ScheduleSection) -> str:
+    """What is started at a time, the bound, and the share of the throughput that it leaves; a line or two."""
+    plan = (
+        f"plan: {section.kind}, batches of {section.rollout_batch_size} groups of {section.n_samples_per_prompt}, "
+        f"{section.most_in_flight} samples in flight, staleness at most {section.max_staleness}"
+    )
+    if section.groups_outlive_a_round and not section.partial_rollout:
+        return f"{plan}\n      what is unfinished when a batch is complete is discarded"
+    return f"{plan}\n      {describe_cap(section)}"
+
+
+def describe_cap(section: ScheduleSection) -> str:
+    batches = section.batches_in_reach if section.groups_outlive_a_round else 1
+    why = "the bound" if section.groups_outlive_a_round else "waiting for the longest response of every batch"
+    n, in_flight = section.n_samples_per_prompt, section.most_in_flight
+    groups = section.rollout_batch_size if section.groups_outlive_a_round else in_flight // n
+
+    def share(ratio: float) -> float:
+        return throughput_cap(batches, groups, n, in_flight, 1.0, ratio)
+
+    whole_up_to = batches * groups * n / in_flight
+    return (
+        f"{why} lets min(1, {whole_up_to:.3g} x mean / longest response) of what could be generated be trained: "
+        f"all of it up to longest = {whole_up_to:.3g} x mean, {share(EXAMPLE_RATIO):.0%} at {EXAMPLE_RATIO:g} x mean"
+    )

@@ -1,0 +1,237 @@
+"""The ledger's whole state at one position of the journal, so that a restart need not begin at the first record.
+
+`freeze` and `thaw` turn a ledger into plain data and back; a `SnapshotStore` keeps the two newest on disk. A
+snapshot is a shortcut, never the truth: the journal says the same, and one that is damaged is passed over.
+"""
+
+import logging
+import os
+import struct
+import threading
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from april.broker.dead_letters import DeadLetters
+from april.broker.events import RunStarted
+from april.broker.journal import Reference, sync_folder
+from april.broker.ledger_state import LedgerState
+from april.broker.samples import TO_GENERATE, Group, GroupState, Lease, Sample, SampleState
+from april.version import Version
+
+log = logging.getLogger(__name__)
+
+SUFFIX = ".snapshot"
+CHECKSUM = struct.Struct("<I")
+
+PLAIN = (
+    "next_step", "consumed", "frontier", "durable", "branch", "dead_in_a_row", "last_error", "round", "round_open",
+    "watermark", "cursor", "epoch", "learner_uid", "weights_address", "weights_key", "_next_group", "_next_ordinal",
+    "_grants", "draining",
+)  # fmt: skip
+"""attributes that are what they are"""
+COUNTERS = ("tokens", "discarded", "counts")
+
+
+class SampleImage(msgspec.Struct, array_like=True):
+    state: SampleState
+    length: int
+    segments: list[tuple[int, int, Version]]
+    chunks: list[Reference]
+    attempts: int
+    reward: float | None
+    finish_reason: str
+    last_error: str
+    lease: tuple[int, str, int, bool] | None
+    """(token, worker, step, scoring)"""
+
+
+class GroupImage(msgspec.Struct, array_like=True):
+    id: int
+    ordinal: int
+    evaluation: bool
+    epoch: int
+    row: int
+    opened_at: int
+    prompt: Reference | None
+    prompt_tokens: int
+    state: GroupState
+    started: bool
+    tokens: int
+    step: int
+    samples: list[SampleImage]
+
+
+class LedgerImage(msgspec.Struct, array_like=True):
+    header: RunStarted | None
+    plain: dict[str, Any]
+    counters: dict[str, dict[str, int]]
+    groups: list[GroupImage]
+    ready: list[int]
+    deliveries: dict[int, list[int]]
+    evaluations: dict[int, list[int]]
+    cohorts: tuple[int, dict[int, int], dict[int, int], dict[int, dict[int, tuple[list[int], list[int]]]]]
+    dead_letters: DeadLetters
+
+
+def freeze(ledger: LedgerState) -> LedgerImage:
+    """The state as plain data that later changes of the ledger do not touch."""
+    evaluated = [group for groups in ledger.evaluations.values() for group in groups if group.id not in ledger.groups]
+    cohorts = ledger.cohorts
+    return LedgerImage(
+        ledger.header,
+        {name: getattr(ledger, name) for name in PLAIN},
+        {name: dict(getattr(ledger, name)) for name in COUNTERS},
+        [_freeze_group(group, ledger) for group in (*evaluated, *ledger.groups.values())],
+        [group.id for group in ledger.ready],
+        {step: [group.id for group in groups] for step, groups in ledger.deliveries.items()},
+        {step: [group.id for group in groups] for step, groups in ledger.evaluations.items()},
+        (
+            cohorts.settled,
+            dict(cohorts.created),
+            dict(cohorts.trained),
+            {cohort: dict(groups) for cohort, groups in cohorts.waiting.items()},
+        ),
+        ledger.dead_letters.copy(),
+    )
+
+
+def _freeze_group(group: Group, ledger: LedgerState) -> GroupImage:
+    return GroupImage(
+        group.id, group.ordinal, group.evaluation, group.epoch, group.row, group.opened_at, group.prompt,
+        group.prompt_tokens, group.state, group.started, group.tokens, group.step,
+        [_freeze_sample(sample, ledger.leases.get(sample.token)) for sample in group.samples],
+    )  # fmt: skip
+
+
+def _freeze_sample(sample: Sample, lease: Lease | None) -> SampleImage:
+    return SampleImage(
+        sample.state, sample.length, list(sample.segments), list(sample.chunks), sample.attempts, sample.reward,
+        sample.finish_reason, sample.last_error,
+        (lease.token, lease.worker, lease.step, lease.scoring) if lease else None,
+    )  # fmt: skip
+
+
+def thaw(image: LedgerImage, ledger: LedgerState) -> None:
+    """Put an empty ledger into the state of the image."""
+    ledger.header = image.header
+    for name in PLAIN:
+        setattr(ledger, name, image.plain[name])
+    ledger.cursor = tuple(ledger.cursor)
+    for name in COUNTERS:
+        getattr(ledger, name).update(image.counters[name])
+    cohorts = ledger.cohorts
+    cohorts.settled, created, trained, cohorts.waiting = image.cohorts
+    cohorts.created, cohorts.trained = Counter(created), Counter(trained)
+    ledger.dead_letters = image.dead_letters.copy()
+    groups = {group.id: group for group in map(_thaw_group, image.groups)}
+    leases = {}
+    for frozen in image.groups:
+        for sample, sample_image in zip(groups[frozen.id].samples, frozen.samples, strict=True):
+            if sample_image.lease:
+                leases[sample_image.lease[0]] = (sample, *sample_image.lease)
+    ledger.ready = [groups[number] for number in image.ready]
+    ledger.deliveries = {step: [groups[number] for number in numbers] for step, numbers in image.deliveries.items()}
+    ledger.evaluations = {step: [groups[number] for number in numbers] for step, numbers in image.evaluations.items()}
+    for token in sorted(leases):
+        sample, _, worker, step, scoring = leases[token]
+        ledger.hold(Lease(token, sample, worker, step, scoring, expires_at=float("inf")))
+    for group in groups.values():
+        if not group.evaluation or group.state is GroupState.OPEN:
+            ledger.groups[group.id] = group
+        if not group.evaluation and group.state in (GroupState.OPEN, GroupState.READY):
+            ledger.bound.add(group.opened_at)
+        if group.state is GroupState.OPEN:
+            for sample in group.samples:
+                if sample.state in (*TO_GENERATE, SampleState.GENERATED):
+                    ledger.queue.push(sample)
+
+
+def _thaw_group(image: GroupImage) -> Group:
+    group = Group(
+        image.id, image.ordinal, image.evaluation, image.epoch, image.row, image.opened_at, image.prompt,
+        image.prompt_tokens, state=image.state, started=image.started, tokens=image.tokens, step=image.step,
+    )  # fmt: skip
+    group.samples = [
+        Sample(
+            group, index, one.state, one.length, one.segments, one.chunks, one.lease[0] if one.lease else 0,
+            one.attempts, one.reward, one.finish_reason, one.last_error,
+        )
+        for index, one in enumerate(image.samples)
+    ]  # fmt: skip
+    return group
+
+
+def live_positions(image: LedgerImage) -> set[int]:
+    """Where the journal holds prompts and tokens that may still be asked for."""
+    positions = set()
+    for group in image.groups:
+        if group.state is GroupState.OPEN or not group.evaluation:
+            positions.add(group.prompt[0])
+            positions.update(chunk[0] for sample in group.samples for chunk in sample.chunks)
+    return positions
+
+
+class SnapshotStore:
+    """Snapshots beside the journal's segments, named by their positions; written by a thread."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(LedgerImage)
+        self._writer: threading.Thread | None = None
+
+    @property
+    def busy(self) -> bool:
+        return self._writer is not None and self._writer.is_alive()
+
+    def positions(self) -> list[int]:
+        """Of the snapshots on disk, the oldest first."""
+        return sorted(int(path.stem) for path in self.folder.glob(f"*{SUFFIX}"))
+
+    def newest_first(self) -> Iterator[tuple[int, LedgerImage]]:
+        """(position, image) of those that are whole."""
+        for position in reversed(self.positions()):
+            data = self._path(position).read_bytes()
+            if len(data) > CHECKSUM.size and CHECKSUM.unpack_from(data)[0] == zlib.crc32(data[CHECKSUM.size :]):
+                yield position, self._decoder.decode(data[CHECKSUM.size :])
+            else:
+                log.warning("snapshot %s is damaged and passed over", self._path(position))
+
+    @property
+    def newest(self) -> int:
+        """Position of the newest on disk, 0 if there is none."""
+        return max(self.positions(), default=0)
+
+    def write(self, position: int, image: LedgerImage, unneeded: list[Path]) -> None:
+        """Put an image on disk while the caller goes on; then remove `unneeded` files and all older images but one."""
+        unneeded = unneeded + [self._path(old) for old in self.positions()[:-1]]
+        self._writer = threading.Thread(target=self._write, args=(position, image, unneeded), name="snapshot")
+        self._writer.start()
+
+    def _write(self, position: int, image: LedgerImage, unneeded: list[Path]) -> None:
+        data = self._encoder.encode(image)
+        temporary = self._path(position).with_suffix(".partial")
+        try:
+            with temporary.open("wb") as file:
+                file.write(CHECKSUM.pack(zlib.crc32(data)) + data)
+                file.flush()
+                os.fdatasync(file.fileno())
+            temporary.rename(self._path(position))
+            sync_folder(self.folder)
+        except OSError as error:
+            log.warning("snapshot at %d cannot be written (%s); the journal stays whole", position, error)
+            return
+        for path in unneeded:
+            path.unlink(missing_ok=True)
+
+    def _path(self, position: int) -> Path:
+        return self.folder / f"{position:020d}{SUFFIX}"
+
+    def close(self) -> None:
+        if self._writer:
+            self._writer.join()

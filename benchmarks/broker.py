@@ -1,0 +1,152 @@
+"""The broker against Redis Streams, a Ray actor queue and the bare machine: 64 KB records, durable, on loopback.
+
+The same work on every side: prompt in, leased, result submitted, read once by a consumer, acknowledged. Sides take
+turns, each time with new processes and an empty disk; a ratio is of two turns that follow each other.
+"""
+
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from broker_peers import april_side, ceilings, ray_side, redis_side
+from broker_peers.load import BenchmarkError, Load, Measured
+from common import Row, parser, report
+
+BATCHES_SCRIPT = Path(april_side.__file__).with_name("batches.py")
+FULL = Load(producers=16, in_flight=8, window_s=5.0)
+REDIS_LOADS = (Load(4, 1, 5.0), Load(4, 8, 5.0), FULL)
+PEER_TURNS, OTHER_TURNS = 5, 3
+
+
+class Turns:
+    """How often and for how long; every turn gets a folder of its own."""
+
+    def __init__(self, folder: Path | None, quick: bool):
+        self.folder, self.quick = folder, quick
+
+    def count(self, wanted: int) -> range:
+        return range(1 if self.quick else wanted)
+
+    def load(self, load: Load) -> Load:
+        return load.for_s(2.0) if self.quick else load
+
+    def take(self, side: Callable, load: Load, *arguments, **options):
+        with tempfile.TemporaryDirectory(prefix="april-broker-", dir=self.folder) as folder:
+            os.sync()
+            result = side(self.load(load), Path(folder), *arguments, **options)
+        print(f"  {side.__module__.rpartition('.')[2]} {load}: {described(result)}", file=sys.stderr, flush=True)
+        return result
+
+
+def described(result) -> str:
+    measured = result[0] if isinstance(result, tuple) else result
+    if not isinstance(measured, Measured):
+        return f"{measured:,.0f} records/s"
+    submit_ms, server_us = p99(measured.submit_ms), measured.server_us
+    return f"{measured.records_per_s:,.0f} records/s, submit p99 {submit_ms:.1f} ms, server {server_us:.0f} us a record"
+
+
+def p99(values: np.ndarray) -> float:
+    return float(np.percentile(values, 99))
+
+
+def compare(turns: Turns, load: Load, ours: Callable, theirs: Callable, count: int) -> list[tuple[Measured, Measured]]:
+    """Pairs (ours, theirs), taking turns at going first."""
+    pairs = []
+    for turn in turns.count(count):
+        order = (ours, theirs) if turn % 2 == 0 else (theirs, ours)
+        results = {side: turns.take(side, load) for side in order}
+        pairs.append((results[ours], results[theirs]))
+    return pairs
+
+
+def ratio_rows(name: str, load: Load, pairs: list[tuple[Measured, Measured]], our_name: str, peer: str) -> list[Row]:
+    return [
+        Row(f"{name}_{load}", [ours.records_per_s / theirs.records_per_s for ours, theirs in pairs], "ratio"),
+        Row(f"{our_name}_{load}", [ours.records_per_s for ours, _ in pairs], "records/s"),
+        Row(f"{peer}_{load}", [theirs.records_per_s for _, theirs in pairs], "records/s"),
+        Row(f"{our_name}_server_us_{load}", [ours.server_us for ours, _ in pairs], "us"),
+        Row(f"{peer}_server_us_{load}", [theirs.server_us for _, theirs in pairs], "us"),
+    ]
+
+
+# --- the figures ----------------------------------------------------------------------------------------------
+
+
+def over_redis(turns: Turns) -> list[Row]:
+    rows = []
+    for load in REDIS_LOADS:
+        pairs = compare(turns, load, april_side.measure, redis_side.measure, PEER_TURNS)
+        rows += ratio_rows("redis_ratio", load, pairs, "april_beside_redis", "redis")
+        if load == FULL:
+            for name, side in (("submit", 0), ("redis_submit", 1)):
+                rows.append(Row(f"{name}_p99_ms_{load}", [p99(pair[side].submit_ms) for pair in pairs], "ms"))
+    return rows
+
+
+def over_ray(turns: Turns) -> list[Row]:
+    pairs = compare(turns, FULL, april_side.measure, ray_side.measure, OTHER_TURNS)
+    return ratio_rows("ray_ratio", FULL, pairs, "april_beside_ray", "ray")
+
+
+def control(turns: Turns) -> list[Row]:
+    runs = [turns.take(april_side.measure_with_pings, FULL) for _ in turns.count(OTHER_TURNS)]
+    return [Row("control_p99_ms", [p99(round_trips_ms) for _, round_trips_ms in runs], "ms")]
+
+
+def below_ceilings(turns: Turns) -> list[Row]:
+    """Each turn: the broker, and what its sockets and its disk can do with the batches it has just made."""
+    shares, sockets, disks, batches = [], [], [], []
+    for _ in turns.count(OTHER_TURNS):
+        ours, batch_bytes = turns.take(measure_with_batches, FULL)
+        sockets.append(turns.take(ceilings.sockets_per_s, FULL))
+        disks.append(turns.take(ceilings.disk_per_s, FULL, int(batch_bytes)))
+        shares.append(ours.records_per_s / min(sockets[-1], disks[-1]))
+        batches.append(batch_bytes)
+    return [
+        Row("ceiling_share_64k", shares, "share"),
+        Row("ceiling_sockets", sockets, "records/s"),
+        Row("ceiling_disk", disks, "records/s"),
+        Row("sync_batch_bytes", batches, "bytes"),
+    ]
+
+
+def measure_with_batches(load: Load, folder: Path) -> tuple[Measured, float]:
+    """The broker with its syncs noted; also their median size in bytes."""
+    sizes = folder / "sizes.npy"
+    measured = april_side.measure(load, folder, command=(sys.executable, str(BATCHES_SCRIPT), str(sizes)))
+    return measured, float(np.median(np.load(sizes)))
+
+
+FIGURES: dict[tuple[str, ...], Callable[[Turns], list[Row]]] = {
+    ("redis_ratio_4x1", "redis_ratio_4x8", "redis_ratio_16x8", "submit_p99_ms_16x8"): over_redis,
+    ("ray_ratio_16x8",): over_ray,
+    ("control_p99_ms",): control,
+    ("ceiling_share_64k",): below_ceilings,
+}
+"""what is measured together, by the names of the rows that goals are stated under"""
+
+
+def main() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("benchmarks/broker.py: stopped"))
+    arguments = parser(__doc__.partition("\n")[0])
+    names = [name for names in FIGURES for name in names]
+    arguments.add_argument("--only", nargs="+", choices=names, metavar="ROW", help=f"of: {', '.join(names)}")
+    arguments.add_argument("--folder", type=Path, help="where journals are written [default: for temporary files]")
+    options = arguments.parse_args()
+    turns, rows = Turns(options.folder, options.quick), []
+    try:
+        for together, figure in FIGURES.items():
+            if options.only is None or set(together) & set(options.only):
+                rows += figure(turns)
+    except BenchmarkError as error:
+        sys.exit(f"benchmarks/broker.py: {error}")
+    report(rows, options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,270 @@
+"""Our side: `april broker` in a process of its own, producers that speak the workers' protocol, a consumer that
+speaks the learner's.
+
+A record is a sample: it is granted with its prompt, answered with one final chunk and its score, and read in a
+batch. There is one consumer, since a run has one learner. The schedule is chosen so that it never holds a producer
+up: see `schedule`.
+"""
+
+import contextlib
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from ctypes import c_long
+from multiprocessing.sharedctypes import RawValue
+from pathlib import Path
+
+import numpy as np
+import orjson
+
+import april
+from april import wire
+from april.client import HEARTBEAT_S, BrokerConnection
+from april.data.arithmetic import ALPHABET
+from april.policy.model import build_tokenizer
+from april.version import Version
+
+from .load import PROMPT_TOKENS, RECORD_TOKENS, BenchmarkError, Crew, Load, Measured, Window, measured, record
+
+GROUP_SIZE, BATCH_GROUPS = 2, 64
+PATIENCE_S = 30.0
+PROMPTS = 1024
+POLL_MS = 20
+PING_S = 0.005
+"""between two round trips on the control connection"""
+STOP_S = 90.0
+"""longest wait for the broker to leave"""
+
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(april.__file__).parents[1])}
+"""the broker runs the code that this process imports"""
+COMMAND = (sys.executable, "-m", "april.cli", "broker")
+
+
+def schedule(load: Load) -> str:
+    """TOML of a schedule that never holds the broker up: `continuous`, so that a slot is filled again at once; groups
+    of 2, the least that a run takes; and a staleness that admits enough groups for the records in flight, a batch
+    that is being made and one that is being read, but not so many that producers run away from the consumer."""
+    in_flight = load.producers * load.in_flight
+    batch_records = BATCH_GROUPS * GROUP_SIZE
+    return f"""
+[schedule]
+kind = "continuous"
+in_flight = {in_flight}
+max_staleness = {math.ceil(in_flight / batch_records) + 3}
+rollout_batch_size = {BATCH_GROUPS}
+n_samples_per_prompt = {GROUP_SIZE}
+max_steps = 1000000
+"""
+
+
+def write_run(folder: Path, schedule: str, response_tokens: int = RECORD_TOKENS) -> Path:
+    """The configuration of a run, with a tokeniser and prompts; returns the TOML file."""
+    policy = folder / "policy"
+    build_tokenizer().save_pretrained(policy)
+    context = PROMPT_TOKENS + response_tokens
+    (policy / "config.json").write_bytes(orjson.dumps({"model_type": "qwen3", "max_position_embeddings": context}))
+    rng = np.random.default_rng(0)
+    prompts = ["".join(rng.choice(list(ALPHABET), PROMPT_TOKENS)) for _ in range(PROMPTS)]
+    lines = [orjson.dumps({"prompt": prompt, "label": "0"}) + b"\n" for prompt in prompts]
+    (folder / "prompts.jsonl").write_bytes(b"".join(lines))
+    path = folder / "run.toml"
+    path.write_text(f"""
+run = {{ name = "broker", dir = "{folder}/runs" }}
+model = {{ path = "{policy}" }}
+data = {{ path = "{folder}/prompts.jsonl", max_prompt_tokens = {PROMPT_TOKENS} }}
+sampling = {{ max_response_tokens = {response_tokens} }}
+learner = {{ ranks = 1 }}
+{schedule}
+""")
+    return path
+
+
+class Broker:
+    """`april broker` as a process; its address once it listens."""
+
+    def __init__(self, config: Path, command: tuple[str, ...] = COMMAND):
+        self.run_dir = config.parent / "runs" / "broker"
+        self.log_path = config.parent / "broker.log"
+        with self.log_path.open("ab") as log:
+            self.process = subprocess.Popen([*command, str(config)], stderr=log, stdout=log, env=ENVIRONMENT)
+        self.pid = self.process.pid
+
+    def address(self, timeout_s: float = 60.0) -> str:
+        deadline = time.monotonic() + timeout_s
+        file = self.run_dir / "address"
+        while time.monotonic() < deadline and self.process.poll() is None:
+            if file.exists():
+                return file.read_text()
+            time.sleep(0.01)
+        raise BenchmarkError(f"the broker does not start:\n{self.log_tail()}")
+
+    def log_tail(self) -> str:
+        return self.log_path.read_text()[-4000:]
+
+    def stop(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            status = self.process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            raise BenchmarkError(f"the broker does not leave within {STOP_S:g} s:\n{self.log_tail()}") from None
+        if status:
+            raise BenchmarkError(f"the broker has failed with status {status}:\n{self.log_tail()}")
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@contextlib.contextmanager
+def serving(config: Path, command: tuple[str, ...] = COMMAND) -> Iterator[Broker]:
+    broker = Broker(config, command)
+    try:
+        yield broker
+        broker.stop()
+    finally:
+        if broker.process.poll() is None:
+            broker.kill()
+
+
+def measure(load: Load, folder: Path, command: tuple[str, ...] = COMMAND) -> Measured:
+    """Run a load against a new broker in an empty folder."""
+    return measure_with_pings(load, folder, command, pings=False)[0]
+
+
+def measure_with_pings(
+    load: Load, folder: Path, command: tuple[str, ...] = COMMAND, pings: bool = True
+) -> tuple[Measured, np.ndarray]:
+    """The same, with somebody beside it who asks for a sign of life on a control connection of its own; also
+    float [n]: the round trips of the window, ms."""
+    config = write_run(folder, schedule(load))
+    with serving(config, command) as broker, Crew() as crew:
+        address, frontier = broker.address(), RawValue(c_long, 0)
+        crew.add(consume, address, frontier)
+        crew.all_ready()
+        if pings:
+            crew.add(ping, address)
+        for number in range(load.producers):
+            crew.add(produce, address, number, load.in_flight, frontier)
+        acknowledged, *others = crew.work(load, broker.pid)
+        round_trips = others.pop(0) if pings else np.empty(0)
+    return measured(crew, load, acknowledged, others), round_trips
+
+
+class Member:
+    """A connection that says once a second that its owner is alive."""
+
+    def __init__(self, address: str, role: str, name: str):
+        self.connection = BrokerConnection(address, role, name, uuid.uuid4().hex, PATIENCE_S)
+        self.connection.hello([])
+        self._next_beat = time.monotonic()
+
+    def beat(self, leases: list[int]) -> None:
+        if time.monotonic() >= self._next_beat:
+            self._next_beat += HEARTBEAT_S
+            self.connection.beat(leases)
+
+    def leave(self) -> None:
+        self.connection.send(wire.Goodbye())
+        self.connection.close()
+
+
+def produce(ready, window: Window, address: str, number: int, in_flight: int, frontier) -> np.ndarray:
+    """A worker whose engine takes no time. Returns float [records]: submit times of the window, ms."""
+    member = Member(address, "worker", f"producer-{number}")
+    connection = member.connection
+    ids, logprobs = record(number)
+    held = Version(0, -1)
+    sent_at: dict[int, float] = {}
+    submit_ms = []
+    ready()
+    while not window.over():
+        member.beat(list(sent_at))
+        if held.step != frontier.value:
+            held = Version(0, frontier.value)
+            connection.send(wire.Holding(held, in_flight))
+        for received in connection.receive(POLL_MS):
+            match received.message:
+                case wire.Grant(token=token):
+                    sent_at[token] = time.monotonic()
+                    connection.send(wire.Chunk(token, 0, held, "stop"), [ids, logprobs])
+                    connection.send(wire.Scored(token, 1.0))
+                case wire.Acknowledged(done=done):
+                    now = time.monotonic()
+                    times_ms = [(now - sent_at.pop(token)) * 1000 for token in done]
+                    if window.covers(now):
+                        submit_ms += times_ms
+                case wire.Renewed() | wire.WeightsAt() | wire.Abort():
+                    pass
+                case unwanted:
+                    raise BenchmarkError(f"the broker answers a producer with {unwanted}")
+    member.leave()
+    return np.array(submit_ms)
+
+
+def consume(ready, window: Window, address: str, frontier) -> list[tuple[float, int]]:
+    """A learner that trains in no time: fetch, read, consumed, durable. Returns (instant, records) as acknowledged."""
+    member = Member(address, "learner", "consumer")
+    connection = member.connection
+    connection.request(wire.LearnerStart(0, "tcp://127.0.0.1:1"), timeout_s=30)
+    acknowledged, step, records, waiting = [], 0, 0, {}
+    connection.send(wire.Fetch(0))
+    ready()
+    while not window.over():
+        member.beat([])
+        for received in connection.receive(POLL_MS):
+            match received.message:
+                case wire.Batch() as batch:
+                    records += count_records(batch, received.arrays)
+                    if batch.first + len(batch.groups) < batch.total:
+                        continue
+                    waiting[connection.send(wire.Consumed(step, {}))] = records
+                    step, records = step + 1, 0
+                    connection.send(wire.Durable(step, step))
+                    connection.send(wire.Fetch(step))
+                case wire.Accepted():
+                    if received.sequence in waiting:
+                        frontier.value += 1
+                        now, count = time.monotonic(), waiting.pop(received.sequence)
+                        if window.covers(now):
+                            acknowledged.append((now, count))
+                case wire.Renewed():
+                    pass
+                case unwanted:
+                    raise BenchmarkError(f"the broker answers the consumer with {unwanted}")
+    member.leave()
+    return acknowledged
+
+
+def count_records(batch: wire.Batch, arrays: list[np.ndarray]) -> int:
+    """Take a part of a batch apart as a learner does; its records."""
+    pieces = iter(arrays)
+    for group in batch.groups:
+        prompt = next(pieces)
+        for sample in group.samples:
+            ids, logprobs = next(pieces), next(pieces)
+            if len(prompt) != group.prompt_tokens or not len(ids) == len(logprobs) == sample.response_tokens:
+                raise BenchmarkError(f"group {group.group} is not whole: {len(ids)} ids, {len(logprobs)} of the rest")
+    return sum(len(group.samples) for group in batch.groups)
+
+
+def ping(ready, window: Window, address: str) -> np.ndarray:
+    """Heartbeat and its answer on a control connection, again and again. Returns float [n]: ms."""
+    member = Member(address, "monitor", "ping")
+    connection, round_trips_ms = member.connection, []
+    ready()
+    while not window.over():
+        started = time.monotonic()
+        connection.send_control(wire.Heartbeat())
+        while not any(isinstance(received.message, wire.Renewed) for received in connection.receive(1000)):
+            pass
+        now = time.monotonic()
+        if window.covers(now):
+            round_trips_ms.append((now - started) * 1000)
+        time.sleep(PING_S)
+    member.leave()
+    return np.array(round_trips_ms)

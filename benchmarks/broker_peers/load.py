@@ -1,0 +1,169 @@
+"""What all sides of the broker benchmark share: the record, the load, and the processes that make and measure it."""
+
+import math
+import multiprocessing
+import os
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from multiprocessing.sharedctypes import RawArray
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+RECORD_TOKENS = 8192
+RECORD_BYTES = RECORD_TOKENS * 8
+"""a result: this many ids int32 and log-probabilities float32, 64 KB in one piece"""
+PROMPT_TOKENS = 128
+
+START_S = 120.0
+"""longest wait for the processes of a measurement to be ready, and to end"""
+
+PROCESSES = multiprocessing.get_context("fork")
+"""the benchmark's own process keeps no threads and no sockets, so that forking it is safe and quick"""
+
+
+class BenchmarkError(RuntimeError):
+    """A side that cannot be measured; the text says why and how to mend it."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """Producers are processes; each keeps `in_flight` records of its own on the way."""
+
+    producers: int
+    in_flight: int
+    window_s: float
+    warmup_s: float = 1.5
+
+    def __str__(self) -> str:
+        return f"{self.producers}x{self.in_flight}"
+
+    def for_s(self, window_s: float) -> "Load":
+        return replace(self, window_s=window_s)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one side did with a load within the window."""
+
+    records_per_s: float
+    """read by a consumer and acknowledged"""
+    submit_ms: np.ndarray
+    """float [records]: from sending a result until its durable acknowledgement"""
+    server_us: float
+    """processor time of the server's process for one record"""
+
+
+def record(seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """(ids int32, log-probabilities float32), [RECORD_TOKENS] each."""
+    rng = np.random.default_rng(seed)
+    ids = rng.integers(0, 150_000, RECORD_TOKENS, dtype=np.int32)
+    return ids, -rng.exponential(1.0, RECORD_TOKENS).astype(np.float32)
+
+
+class Window:
+    """When the measurement starts and ends, known to all processes; before it is opened they warm up."""
+
+    def __init__(self):
+        self._times = RawArray("d", [math.inf, math.inf])
+
+    def open(self, seconds: float) -> None:
+        now = time.monotonic()
+        self._times[:] = [now, now + seconds]
+
+    def covers(self, instant: float) -> bool:
+        return self._times[0] <= instant < self._times[1]
+
+    def over(self) -> bool:
+        return time.monotonic() >= self._times[1]
+
+
+class Crew:
+    """The processes of one measurement: each says when it is ready, works until the window is over, hands in a result.
+
+    with Crew() as crew:
+        for number in range(4):
+            crew.add(produce, number)          # produce(ready, window, number) -> result
+        results = crew.work(load, server.pid)  # in the order in which they were added
+    """
+
+    def __init__(self):
+        self.window = Window()
+        self.server_s = 0.0
+        """processor time that the server has taken in the window"""
+        self._members: list[tuple[multiprocessing.Process, Connection]] = []
+
+    def add(self, work: Callable, *arguments) -> None:
+        mine, theirs = PROCESSES.Pipe()
+        process = PROCESSES.Process(target=_member, args=(theirs, work, self.window, arguments), daemon=True)
+        process.start()
+        theirs.close()
+        self._members.append((process, mine))
+
+    def all_ready(self) -> None:
+        """Wait for those that were added so far."""
+        for member in self._members:
+            self._hear(member, "ready", START_S)
+
+    def work(self, load: Load, server: int | None = None) -> list[Any]:
+        """`server`: the process that they all load."""
+        time.sleep(load.warmup_s)
+        before_s = cpu_s(server) if server else 0.0
+        self.window.open(load.window_s)
+        time.sleep(load.window_s)
+        self.server_s = cpu_s(server) - before_s if server else 0.0
+        return [self._hear(member, "result", START_S) for member in self._members]
+
+    def _hear(self, member: tuple, wanted: str, timeout_s: float) -> Any:
+        process, pipe = member
+        kind, content = None, None
+        while kind != wanted:
+            if not pipe.poll(timeout_s):
+                raise BenchmarkError(f"process {process.name} of the benchmark has hung for {timeout_s:g} s")
+            try:
+                kind, content = pipe.recv()
+            except EOFError:
+                raise BenchmarkError(f"process {process.name} of the benchmark has died") from None
+            if kind == "error":
+                raise BenchmarkError(f"a process of the benchmark has failed:\n{content}")
+        return content
+
+    def __enter__(self) -> "Crew":
+        return self
+
+    def __exit__(self, *_) -> None:
+        for process, pipe in self._members:
+            pipe.close()
+            process.terminate()
+            process.join(10)
+
+
+def _member(pipe: Connection, work: Callable, window: Window, arguments: tuple) -> None:
+    try:
+        pipe.send(("result", work(lambda: pipe.send(("ready", None)), window, *arguments)))
+    except BaseException:
+        pipe.send(("error", traceback.format_exc()))
+
+
+def steady_rate(acknowledged: list[tuple[float, int]]) -> float:
+    """Records/s from (instant, records) of the window: those after the first instant over the time they took."""
+    acknowledged = sorted(acknowledged)
+    if len(acknowledged) < 2:
+        raise BenchmarkError("fewer than two acknowledgements in the window; measure for longer")
+    records = sum(count for _, count in acknowledged[1:])
+    return records / (acknowledged[-1][0] - acknowledged[0][0])
+
+
+def cpu_s(pid: int) -> float:
+    """Processor time that a process has taken, user and system."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def measured(crew: Crew, load: Load, acknowledged: list[tuple[float, int]], submit_ms: list[np.ndarray]) -> Measured:
+    rate = steady_rate(acknowledged)
+    return Measured(rate, np.concatenate(submit_ms), crew.server_s / (rate * load.window_s) * 1e6)

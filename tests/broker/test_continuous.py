@@ -1,0 +1,167 @@
+"""The schedule without rounds, rule by rule."""
+
+import pytest
+
+from april.broker.ledger import Ledger, Rules
+from april.broker.plan import make_schedule
+from april.broker.samples import GroupState
+from april.broker.schedule import choose_sample
+from april.config import ScheduleSection
+from april.version import Version
+from tests.broker.numbered_prompts import NumberedPrompts
+
+N, GROUP_SIZE, STALENESS = 2, 2, 1
+
+
+class Run:
+    """Batches of 2 groups of 2, staleness at most 1; whoever leases may finish whenever the test says so."""
+
+    def __init__(self, prompts=1000, in_flight=100, **section):
+        self.section = ScheduleSection(
+            kind="continuous",
+            rollout_batch_size=N,
+            n_samples_per_prompt=GROUP_SIZE,
+            max_staleness=STALENESS,
+            in_flight=in_flight,
+            **section,
+        )
+        self.prompts = NumberedPrompts(prompts, 1)
+        self.schedule = make_schedule(self.section, self.prompts)
+        self.ledger = Ledger(Rules(N, GROUP_SIZE, STALENESS))
+        self.ledger.start_learner(0)
+        self.schedule.advance(self.ledger)
+
+    def lease(self, step=0, worker="w"):
+        sample = choose_sample(self.schedule, self.ledger, step)
+        return sample and self.ledger.lease(sample, worker, step, 0.0)
+
+    def fill(self, step=0):
+        leases = []
+        while lease := self.lease(step):
+            leases.append(lease)
+        return leases
+
+    def finish(self, *leases):
+        for lease in leases:
+            self.ledger.add_chunk(lease.token, lease.sample.length, 3, Version(0, lease.step), "stop")
+            self.ledger.score(lease.token, 1.0)
+        return self.schedule.advance(self.ledger)
+
+    def consume(self):
+        self.ledger.consume(self.ledger.consumed)
+        return self.schedule.advance(self.ledger)
+
+
+def groups_of(leases):
+    return [lease.sample.group.id for lease in leases]
+
+
+def test_so_many_samples_are_in_flight_and_a_finished_one_makes_room_for_one():
+    run = Run(in_flight=3)
+    leases = run.fill()
+    assert groups_of(leases) == [0, 0, 1]
+    run.finish(leases[0])
+    assert groups_of(run.fill()) == [1]
+
+
+def test_groups_are_opened_when_they_are_started_and_as_many_as_the_bound_admits():
+    run = Run()
+    assert run.ledger.open_groups() == []
+    assert groups_of(run.fill(step=0)) == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert {group.opened_at for group in run.ledger.open_groups()} == {0}
+
+
+def test_generation_goes_on_while_the_learner_trains():
+    run = Run(in_flight=4)
+    run.finish(*run.fill())
+    assert run.ledger.next_step == 1 and run.ledger.consumed == 0
+    assert groups_of(run.fill(step=0)) == [2, 2, 3, 3]
+
+
+def test_a_batch_is_made_when_the_learner_has_none_of_the_groups_that_are_oldest_by_then():
+    run = Run(in_flight=8)
+    first = run.fill(step=0)
+    run.finish(*first[:4])
+    run.finish(*first[4:6])
+    run.consume()
+    assert run.ledger.next_step == 1, "batch 1 waits: group 3 would be overdue without it"
+    newer = run.fill(step=1)
+    run.finish(*newer)
+    assert run.ledger.next_step == 1 and len(run.ledger.ready) > N
+    run.finish(*first[6:])
+    assert [group.id for group in run.ledger.deliveries[1]] == [2, 3]
+
+
+def test_a_worker_with_old_weights_starts_nothing_that_would_be_overdue_and_goes_on_with_nothing_newer():
+    run = Run(in_flight=100)
+    run.finish(*run.fill(step=0)[:4])
+    run.consume()
+    (lease, *_) = run.fill(step=1)
+    run.ledger.end_lease(lease.token, "lost")
+    assert run.lease(step=0) is None
+    assert run.lease(step=1).sample is lease.sample
+
+
+def test_a_lost_worker_s_sample_is_the_next_to_be_resumed_with_its_tokens():
+    run = Run(in_flight=8)
+    leases = run.fill()
+    for lease in leases[:4]:
+        run.ledger.add_chunk(lease.token, 0, 2, Version(0, 0))
+        run.ledger.end_lease(lease.token, "leave")
+    run.ledger.add_chunk(leases[7].token, 0, 1, Version(0, 0))
+    run.ledger.end_lease(leases[7].token, "lost")
+    again = run.lease()
+    assert again.sample is leases[7].sample and again.sample.length == 1
+    assert run.lease().sample is leases[0].sample
+
+
+def test_the_last_batch_ends_the_round_and_hands_back_what_is_open():
+    run = Run(max_steps=1, in_flight=8)
+    leases = run.fill()
+    assert run.finish(*leases[:4]) is True
+    assert run.schedule.finished(run.ledger) and not run.ledger.round_open
+    assert run.ledger.is_aborted(leases[4].token)
+    assert run.lease() is None
+
+
+def test_a_run_goes_on_with_more_steps():
+    run = Run(max_steps=1, in_flight=8)
+    leases = run.fill()
+    run.finish(*leases[:4])
+    for lease in leases[4:]:
+        run.ledger.end_lease(lease.token, "abort")
+    run.consume()
+    run.schedule = make_schedule(run.section.model_copy(update={"max_steps": 2}), run.prompts)
+    run.schedule.advance(run.ledger)
+    assert groups_of(run.fill(step=1))[:4] == [2, 2, 3, 3]
+
+
+def test_no_group_is_opened_once_the_batches_to_come_are_complete():
+    run = Run(max_steps=2, in_flight=4)
+    run.finish(*run.fill())
+    run.finish(*run.fill(step=0))
+    assert run.ledger.counts[GroupState.READY] == N and run.lease(step=0) is None
+
+
+@pytest.mark.parametrize(("last_batch", "sizes"), [("train", [2, 1]), ("drop", [2])])
+def test_exhausted_prompts_make_a_short_last_batch_or_none(last_batch, sizes):
+    run = Run(prompts=3, last_batch=last_batch)
+    ended = run.finish(*run.fill())
+    assert not ended or last_batch == "drop"
+    assert run.consume() is (last_batch == "train")
+    assert run.schedule.finished(run.ledger)
+    assert [len(groups) for groups in run.ledger.deliveries.values()] == sizes
+
+
+def test_a_learner_from_an_older_checkpoint_gets_its_batches_again_before_a_new_one_is_made():
+    run = Run(in_flight=4)
+    for step in range(2):
+        run.finish(*run.fill(step))
+        run.consume()
+    run.ledger.start_learner(0)
+    run.finish(*run.fill(step=2))
+    assert (run.ledger.consumed, run.ledger.next_step) == (0, 2)
+    run.consume()
+    assert run.ledger.next_step == 2
+    run.consume()
+    assert run.ledger.next_step == 3

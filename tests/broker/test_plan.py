@@ -1,0 +1,36 @@
+"""What the staleness bound lets be trained, and how the plan says so."""
+
+import pytest
+
+from april.broker.bound import throughput_cap
+from april.broker.plan import describe_plan
+from april.config import ScheduleSection
+
+
+def test_the_cap_is_the_groups_in_reach_over_those_generated_beside_the_longest_response():
+    """A response of 1,000 tokens takes 1,000 steps of 64 slots: 64,000 tokens, or 80 groups of 8 x 100 tokens. Two
+    batches of 20 groups can be trained meanwhile: half."""
+    assert throughput_cap(2, 20, 8, in_flight=64, mean_length=100, longest=1000) == 0.5
+
+
+def test_a_tail_that_is_short_enough_costs_nothing():
+    assert throughput_cap(6, 32, 8, in_flight=384, mean_length=100, longest=400) == 1.0
+    assert throughput_cap(6, 32, 8, in_flight=384, mean_length=100, longest=401) < 1.0
+
+
+@pytest.mark.parametrize(
+    ("schedule", "said"),
+    [
+        ({"kind": "continuous", "in_flight": 384}, ["384 samples", "4 x mean", "40% at 10 x mean"]),
+        ({"kind": "continuous"}, ["256 samples", "6 x mean", "60% at 10 x mean"]),
+        ({"over_sampling_batch_size": 64}, ["512 samples", "the bound", "3 x mean", "30% at"]),
+        ({"over_sampling_batch_size": 64, "overlap": True}, ["2.5 x mean", "25% at"]),
+        ({"kind": "sync"}, ["256 samples", "waiting for the longest", "1 x mean", "10% at"]),
+        ({"over_sampling_batch_size": 8}, ["64 samples", "waiting for the longest", "1 x mean", "10% at"]),
+        ({"over_sampling_batch_size": 64, "partial_rollout": False}, ["512 samples", "discarded"]),
+    ],
+)
+def test_the_plan_says_what_is_in_flight_and_what_that_can_yield(schedule, said):
+    plan = describe_plan(ScheduleSection(**schedule))
+    for part in said:
+        assert part in plan
