@@ -11,7 +11,7 @@ from pathlib import Path
 
 import zmq
 
-from april import clock, wire
+from april import clock, limits, wire
 from april.broker.exporter import Exporter, Picture
 from april.broker.health import condition
 from april.broker.journal import Journal, JournalError
@@ -21,6 +21,9 @@ from april.broker.recorder import replace_file
 from april.broker.service import Service
 from april.broker.sessions import Outgoing
 from april.config import Config
+from april.security.allow_list import AllowList
+from april.security.door import Door
+from april.security.keys import ALLOW_LIST, load_keys
 
 log = logging.getLogger(__name__)
 
@@ -56,8 +59,13 @@ class Server:
     """
 
     def __init__(self, config: Config):
+        """Raises ConfigError, JournalError or BindError."""
+        keys = load_keys(config.security.keys, "broker")
+        allow_list = AllowList(config.security.keys / ALLOW_LIST) if keys else None
         config.run_dir.mkdir(parents=True, exist_ok=True)
         self.config = config
+        self.door: Door | None = None
+        """None where there are no keys"""
         self._open(PromptBook(config))
         self.context = zmq.Context()
         self.socket = self.context.socket(zmq.ROUTER)
@@ -65,7 +73,13 @@ class Server:
         self.socket.setsockopt(zmq.LINGER, 1000)
         self.socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
         self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
-        self.socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_ARRAY_BYTES)
+        self.socket.setsockopt(zmq.HANDSHAKE_IVL, int(limits.HANDSHAKE_S * 1000))
+        self.socket.setsockopt(zmq.MAXMSGSIZE, limits.FROM_PEER.frame_bytes)
+        self.socket.setsockopt(zmq.RCVHWM, limits.UPLOAD_QUEUE_MESSAGES)
+        if keys:
+            self.door = Door(self.context, keys, allow_list)
+            self.door.guard(self.socket)
+            self.service.failed_handshakes = self.door.failures
         self.address_file: Path = config.run_dir / "address"
         self._bind(config.broker.bind)
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
@@ -82,6 +96,8 @@ class Server:
         broker = self.config.broker
         self.journal = Journal(self.config.run_dir / "journal", broker.segment_mb << 20, broker.segment_records)
         self.service = Service(self.config, prompts, self.journal, clock.now())
+        if self.door:
+            self.service.failed_handshakes = self.door.failures
         self.journal.sync()
 
     def _bind(self, endpoint: str) -> None:
@@ -121,6 +137,8 @@ class Server:
         waiting = self.socket.poll(POLL_MS)
         try:
             caught_up = not waiting or self._drain()
+            if self.door and self.door.watch() and not self.service.read_only:
+                self._end_revoked()
             if self._signal:
                 self.service.stop(f"signal {self._signal}", "stopped", clock.now())
             self.service.tick(clock.now(), caught_up)
@@ -170,11 +188,18 @@ class Server:
         """Handle what has arrived; True if nothing is left."""
         for _ in range(DRAIN_MESSAGES):
             try:
-                route, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
+                route, *frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return True
-            self.service.handle(route, frames, clock.now())
+            peer = self.door.peer_of(route) if self.door else None
+            self.service.handle(route.bytes, frames, clock.now(), peer)
         return False
+
+    def _end_revoked(self) -> None:
+        """End the sessions of keys that are not on the allow-list any more, or have another role there."""
+        for session in list(self.service.sessions.by_id.values()):
+            if self.door.allow_list.find(session.key).role != session.role:
+                self.service.end_session(session, "its key is off the allow-list", clock.now())
 
     def _send_all(self) -> None:
         for route in list(self._late):
@@ -213,12 +238,7 @@ class Server:
         self._late.pop(route, None)
         for session in list(self.service.sessions.by_id.values()):
             if route in (session.data_route, session.control_route):
-                ids = {"role": session.role} | ({"worker": session.name} if session.role == "worker" else {})
-                log.warning("%s %s does not read its messages; its session ends", session.role, session.name, extra=ids)
-                if session.role == "worker":
-                    self.service.workers.lose(session, "it does not read its messages", clock.now())
-                else:
-                    self.service.sessions.close(session)
+                self.service.end_session(session, "it does not read its messages", clock.now())
 
     def _on_signal(self, number: int, frame) -> None:
         self._leave_s = LEAVE_AFTER_SIGNAL_S
@@ -226,6 +246,8 @@ class Server:
 
     def close(self) -> None:
         self.service.close(clock.now())
+        if self.door:
+            self.door.close()
         if self.exporter:
             self.exporter.close()
             (self.config.run_dir / HTTP_FILE).unlink(missing_ok=True)

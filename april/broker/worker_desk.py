@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from april import wire
+from april import limits, wire
 from april.broker.ledger import Verdict
 from april.broker.prompts import sample_seed
 from april.broker.samples import Lease
@@ -72,6 +72,8 @@ class WorkerDesk:
 
     def on_Heartbeat(self, session: Session, received: wire.Received, now: float) -> None:
         message = received.message
+        if len(message.leases) > self.config.security.max_leases:
+            raise wire.WireError("more leases than a worker may hold")
         tally = self.sessions.tallies[session.uid]
         tally.emitted = max(tally.emitted, message.emitted_tokens)
         mine = [token for token in message.leases if self._holds(session.uid, token)]
@@ -81,14 +83,21 @@ class WorkerDesk:
 
     def on_Holding(self, session: Session, received: wire.Received, now: float) -> None:
         message = received.message
-        if message.version.step > self.ledger.frontier:
+        if not self.ledger.was_published(message.version):
             raise wire.WireError("nobody can hold a version that was never published")
-        session.version, session.capacity = message.version, message.capacity
+        if not 0 <= message.loaded_in_s < math.inf:
+            raise wire.WireError("loading takes a finite time")
+        session.version = message.version
+        session.capacity = min(message.capacity, self.config.security.max_leases)
+        if session.capacity < message.capacity:
+            self.service.audit.say("worker %s gets room for %d leases, no more", session.name, session.capacity)
         if message.loaded_in_s:
             self.recorder.lane(session.name, "weights", now - message.loaded_in_s, now)
 
     def on_Lane(self, session: Session, received: wire.Received, now: float) -> None:
         message = received.message
+        if not (math.isfinite(message.start) and math.isfinite(message.end)):
+            raise wire.WireError("a span has finite ends")
         self.recorder.lane(session.name, message.kind, message.start, message.end)
 
     def on_Chunk(self, session: Session, received: wire.Received, now: float) -> None:
@@ -98,6 +107,8 @@ class WorkerDesk:
         ids, logprobs = received.arrays
         if not len(ids) or ids.shape != logprobs.shape or ids.min() < 0 or not np.isfinite(logprobs).all():
             raise wire.WireError("a chunk has at least one token, ids from 0, and a finite logprob for each")
+        if len(ids) > limits.CHUNK_TOKENS:
+            raise wire.WireError(f"a chunk has at most {limits.CHUNK_TOKENS} tokens")
         if not self._holds(session.uid, message.token):
             return self._refuse(session, received, "the lease is not current", len(ids))
         lease = self.ledger.leases[message.token]
@@ -135,17 +146,16 @@ class WorkerDesk:
         sample = self.ledger.leases[message.token].sample
         if message.length > sample.length:
             return self.sessions.send(session, wire.ResendFrom(message.token, sample.length))
-        if message.error:
+        error = limits.clip(message.error)
+        if error:
             ids = {"worker": session.name, "group": sample.group.id, "sample": sample.index}
-            log.warning(
-                "sample %d.%d came back: %s: %s", ids["group"], ids["sample"], message.cause, message.error, extra=ids
-            )
-        self.ledger.end_lease(message.token, message.cause, message.error, now)
+            log.warning("sample %d.%d came back: %s: %s", ids["group"], ids["sample"], message.cause, error, extra=ids)
+        self.ledger.end_lease(message.token, message.cause, error, now)
         self.sessions.acknowledge(session, message.token)
 
     def _refuse(self, session: Session, received: wire.Received, reason: str, tokens: int = 0) -> None:
         self.sessions.tallies[session.uid].refused += tokens
-        self.sessions.send(session, wire.Refused(reason, received.message.token), sequence=received.sequence)
+        self.sessions.refuse(reason, reason, session.data_route, received.message.token, session.id, received.sequence)
 
     # --- leases ---------------------------------------------------------------------------------------------
 
