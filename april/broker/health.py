@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from april.broker.status import phase
+from april.broker.status import learner_silent_s, phase
 
 if TYPE_CHECKING:
     from april.broker.service import Service
@@ -28,10 +28,11 @@ class Condition:
     over: str
     read_only: str
     workers: int
-    learner: bool
+    learner_silent_s: float | None
+    """since the learner was heard; None without one"""
 
 
-def condition(service: "Service") -> Condition:
+def condition(service: "Service", now: float) -> Condition:
     return Condition(
         run=service.config.run.name,
         state=service.state,
@@ -40,7 +41,7 @@ def condition(service: "Service") -> Condition:
         over=service.over,
         read_only=service.read_only,
         workers=len(service.sessions.workers()),
-        learner=service.sessions.of_role("learner") is not None,
+        learner_silent_s=learner_silent_s(service, now),
     )
 
 
@@ -61,7 +62,7 @@ def pause(condition: Condition) -> str:
     """Why nothing is being generated just now; empty while it is."""
     if condition.phase in ("draining", "drained", "finished"):
         return PAUSES[condition.phase]
-    if not condition.learner:
+    if condition.learner_silent_s is None:
         return "no learner is connected; generation goes on as far as the staleness bound permits"
     if not condition.workers:
         return "no worker is connected"
@@ -77,6 +78,6 @@ def describe(condition: Condition, status: str, reason: str, turn_age_s: float) 
         "phase": condition.phase,
         "step": condition.step,
         "workers": condition.workers,
-        "learner": condition.learner,
+        "learner_silent_s": condition.learner_silent_s,
         "last_turn_age_s": round(turn_age_s, 1),
     }

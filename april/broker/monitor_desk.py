@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 DEAD_LETTERS_FILE = "dead_letters.json"
+"""in the run folder"""
 
 
 class MonitorDesk:

@@ -143,8 +143,9 @@ class Server:
 
     def _picture(self) -> Picture:
         outbox_messages = sum(len(waiting) for waiting in self._late.values())
-        series = self._photographer.read(self.service, outbox_messages, clock.now())
-        return Picture(condition(self.service), series, self._sync_times.picture())
+        now = clock.now()
+        series = self._photographer.read(self.service, outbox_messages, now)
+        return Picture(condition(self.service, now), series, self._sync_times.picture())
 
     def _fail(self, error: JournalError | OSError) -> None:
         """Stay up without a disk: nothing is acknowledged, questions are answered, and room is waited for."""
