@@ -1,6 +1,7 @@
 """The broker's process: one thread, one poll loop, one ROUTER. Drain, apply, sync, and only then answer."""
 
 import errno
+import gc
 import logging
 import math
 import os
@@ -12,6 +13,7 @@ from pathlib import Path
 import zmq
 
 from april import clock, limits, wire
+from april.broker import sockets
 from april.broker.exporter import Exporter, Picture
 from april.broker.health import condition
 from april.broker.journal import Journal, JournalError
@@ -34,6 +36,8 @@ OUTBOX_MESSAGES = 1024
 """most messages kept for a peer that does not read; more end its session"""
 HTTP_FILE = "http"
 """in the run folder: the base of the URLs of metrics and health"""
+GC_THRESHOLDS = (50_000, 20, 100)
+"""the ledger's many small objects live long: looking for garbage among them is worth it less often than usual"""
 RETRY_S = 5.0
 """how often a broker that ran out of disk looks for room"""
 PROBE_BYTES = 16 << 20
@@ -121,6 +125,8 @@ class Server:
         signal.signal(signal.SIGINT, self._on_signal)
         log.info("broker of run %s at %s", self.service.config.run.name, self.address)
         over_since = None
+        gc.freeze()
+        gc.set_threshold(*GC_THRESHOLDS)
         try:
             while over_since is None or clock.now() - over_since < self._leave_s:
                 self.turn()
@@ -188,7 +194,7 @@ class Server:
         """Handle what has arrived; True if nothing is left."""
         for _ in range(DRAIN_MESSAGES):
             try:
-                route, *frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                route, *frames = sockets.receive(self.socket)
             except zmq.Again:
                 return True
             peer = self.door.peer_of(route) if self.door else None
@@ -224,7 +230,7 @@ class Server:
             return True
         frames = wire.encode(message.message, message.arrays, message.session, message.sequence)
         try:
-            self.socket.send_multipart([message.route, *frames], zmq.NOBLOCK)
+            sockets.send(self.socket, [message.route, *frames])
         except zmq.Again:
             return False
         except zmq.ZMQError as error:

@@ -151,6 +151,8 @@ class Service:
         if isinstance(message, wire.Heartbeat):
             session.received_bytes = max(session.received_bytes, message.received_bytes)
         kind = type(message).__name__
+        if session.role == "worker":
+            self.workers.hungry[session.id] = session
         if isinstance(message, wire.Bind):
             session.control_route = route
         elif isinstance(message, wire.Goodbye):

@@ -27,6 +27,8 @@ class WorkerDesk:
         self.ledger = service.ledger
         self.sessions = service.sessions
         self.recorder = service.recorder
+        self.hungry: dict[int, Session] = {}
+        """sessions that may have room: all that were heard of since they were last full"""
 
     # --- coming and going -----------------------------------------------------------------------------------
 
@@ -160,20 +162,30 @@ class WorkerDesk:
     # --- leases ---------------------------------------------------------------------------------------------
 
     def hand_out(self, now: float) -> None:
-        """Fill every worker as far as it has room, the emptiest first; nothing while the broker is drained."""
+        """Fill every worker as far as it has room, the emptiest first; nothing while the broker is drained.
+
+        What one worker cannot be given, no other at the same policy step or before it can.
+        """
         if self.ledger.draining:
             return
-        able = [session for session in self.sessions.workers() if self._has_room(session)]
+        able = [session for session in self.hungry.values() if self._has_room(session)]
+        self.hungry = {session.id: session for session in able}
         emptiest = [(self._load(session) / session.capacity, session.id, session) for session in able]
         heapq.heapify(emptiest)
+        nothing_up_to = -1
         while emptiest:
             _, number, session = emptiest[0]
-            if not self._grant_one(session, now) or not self._has_room(session):
+            step = session.version.step
+            if step > nothing_up_to and not self._grant_one(session, now):
+                nothing_up_to = step
+            if step <= nothing_up_to or not self._has_room(session):
                 heapq.heappop(emptiest)
             else:
                 heapq.heapreplace(emptiest, (self._load(session) / session.capacity, number, session))
 
     def _has_room(self, session: Session) -> bool:
+        if session.id not in self.sessions.by_id:
+            return False
         if session.version is None or session.control_route is None or self._load(session) >= session.capacity:
             return False
         return self.sessions.has_credit(session, self.service.credit_bytes)
@@ -246,4 +258,5 @@ class WorkerDesk:
 
     def _cancel(self, worker: str, token: int) -> None:
         if session := self.sessions.of_uid(worker):
+            self.hungry[session.id] = session
             self.sessions.send_control(session, wire.Cancel([token]))
