@@ -57,6 +57,8 @@ class Server:
 
     def __init__(self, config: Config):
         config.run_dir.mkdir(parents=True, exist_ok=True)
+        if not (config.run_dir / "config.toml").exists():
+            replace_file(config.run_dir / "config.toml", config.to_toml().encode())
         self.config = config
         self._open(PromptBook(config))
         self.context = zmq.Context()
