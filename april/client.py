@@ -39,7 +39,7 @@ class BrokerConnection:
         ...
     """
 
-    def __init__(self, address: str, role: str, name: str, uid: str, patience_s: float):
+    def __init__(self, address: str, role: str, name: str, uid: str, patience_s: float = 600.0):
         self.address, self.role, self.name, self.uid = address, role, name, uid
         self.patience_s = patience_s
         self.session = 0
@@ -80,7 +80,7 @@ class BrokerConnection:
         welcome = received.message
         if not isinstance(welcome, wire.Welcome):
             raise BrokerUnreachable(f"the broker at {self.address} refuses this {self.role}: {welcome}")
-        self.session = welcome.session
+        self.session, self.received_bytes, self._reported_bytes = welcome.session, 0, 0
         self.send_control(wire.Bind())
         return welcome
 

@@ -12,10 +12,17 @@ GUESSING_STEPS = 60
 FILLER, ANSWERS = ",", "01"
 
 
+PROMPTS = 64
+"""rows of the training file"""
+
+
 @pytest.fixture(scope="session")
 def policy_folder(tmp_path_factory):
+    return make_policy(tmp_path_factory.mktemp("policy"))
+
+
+def make_policy(folder):
     """A tiny Qwen3 that writes some filler and then guesses: half its answers are right, lengths are long-tailed."""
-    folder = tmp_path_factory.mktemp("policy")
     model = build_model(hidden_size=64, layers=1, seed=0)
     chance = random.Random(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -40,9 +47,12 @@ def guess(chance):
 
 @pytest.fixture(scope="session")
 def data_folder(tmp_path_factory):
-    """`train.jsonl` with 64 prompts and `heldout.jsonl` with 16, each labelled 0 or 1."""
-    folder = tmp_path_factory.mktemp("data")
-    for name, count in (("train", 64), ("heldout", 16)):
+    return make_prompts(tmp_path_factory.mktemp("data"))
+
+
+def make_prompts(folder):
+    """`train.jsonl` with PROMPTS rows and `heldout.jsonl` with 16, each labelled 0 or 1."""
+    for name, count in (("train", PROMPTS), ("heldout", 16)):
         rows = [{"prompt": f"{row:02d}*3+60=", "label": str(row % 2)} for row in range(count)]
         (folder / f"{name}.jsonl").write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
     return folder

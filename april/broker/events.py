@@ -13,7 +13,7 @@ class Event(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class RunStarted(Event):
-    """The first record: what a restart must find unchanged."""
+    """The first record: what a restart must find unchanged. The schedule may be another, since each keeps these."""
 
     run: str
     dataset: str

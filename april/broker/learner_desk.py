@@ -98,7 +98,7 @@ class LearnerDesk:
             self.waiting = None
 
     def _group_arrays(self, group: Group) -> list[wire.Packed]:
-        arrays = [self.service.read_prompt(group)]
+        arrays = [self.service.read_prompt(group.prompt)]
         for sample in done_samples(group):
             arrays += self.service.read_response(sample)
         return arrays

@@ -20,6 +20,10 @@ NO_ATTEMPT = ("abort", "leave")
 """causes of a lease's end that are nobody's failure"""
 
 
+HANDLERS = {kind: f"_on_{kind.__name__}" for kind in events.Event.__subclasses__()}
+"""the method that applies each kind of event"""
+
+
 @dataclass(frozen=True)
 class Rules:
     """What stays the same over a run."""
@@ -94,7 +98,7 @@ class LedgerState:
 
     def apply(self, event: events.Event, reference: Any = None) -> None:
         """Change the state by one recorded fact."""
-        getattr(self, f"_on_{type(event).__name__}")(event, reference)
+        getattr(self, HANDLERS[type(event)])(event, reference)
 
     def _on_RunStarted(self, event: events.RunStarted, reference: Any) -> None:
         self.header = event

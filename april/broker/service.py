@@ -7,12 +7,13 @@ import logging
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from typing import Any
 
 from april import wire
 from april.broker import events
 from april.broker.census import Census
-from april.broker.journal import Journal, JournalError
+from april.broker.journal import Journal, JournalError, Reference
 from april.broker.learner_desk import LearnerDesk
 from april.broker.ledger import Ledger
 from april.broker.monitor_desk import MonitorDesk
@@ -28,6 +29,7 @@ from april.data.prompts import Row
 
 log = logging.getLogger(__name__)
 
+PROMPTS_CACHED = 64
 DEAD_ROUNDS = 2
 """rounds in which every group dies before the run is given up"""
 SWEEP_S = 0.25
@@ -57,6 +59,8 @@ class Service:
         self.ledger = Ledger(ledger_rules(config), record=journal.append)
         self.schedule = make_schedule(config.schedule, prompts)
         self.snapshots = SnapshotStore(journal.folder)
+        self.read_prompt = lru_cache(maxsize=PROMPTS_CACHED)(self._read_prompt)
+        """prompt ids by their place in the journal; the samples of a group are mostly handed out one after the other"""
         self._recover(now)
         self.sessions.number_from(self.ledger.epoch)
         max_steps = config.schedule.max_steps
@@ -301,8 +305,8 @@ class Service:
 
     # --- payloads -------------------------------------------------------------------------------------------
 
-    def read_prompt(self, group: Group) -> wire.Packed:
-        _, [(checksum, data)] = self.journal.read(group.prompt)
+    def _read_prompt(self, reference: Reference) -> wire.Packed:
+        _, [(checksum, data)] = self.journal.read(reference)
         return wire.Packed("i4", checksum, data)
 
     def read_chunks(self, sample: Sample) -> Iterator[tuple[wire.Packed, wire.Packed]]:

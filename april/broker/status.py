@@ -87,7 +87,7 @@ def phase(service: "Service") -> str:
     if ledger.draining:
         return drain_state(ledger)
     if ledger.generating:
-        return "generating"
+        return "generating, training" if ledger.consumed < ledger.next_step else "generating"
     if any(count for (_, evaluation), count in ledger.load.items() if evaluation):
         return "evaluating"
     if ledger.consumed < ledger.next_step:

@@ -203,7 +203,7 @@ class WorkerDesk:
             finish_reason=sample.finish_reason,
         )
         pieces = [ids for ids, _ in self.service.read_chunks(sample)]
-        self.sessions.send(session, grant, [self.service.read_prompt(group), *pieces])
+        self.sessions.send(session, grant, [self.service.read_prompt(group.prompt), *pieces])
 
     # --- aborts and losses ----------------------------------------------------------------------------------
 

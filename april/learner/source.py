@@ -26,7 +26,9 @@ class BrokerSource:
         parts = self._ask(wire.Fetch(step), is_whole)
         if isinstance(parts[0].message, wire.Finished):
             return None
-        return Batch(step, [group for part in parts for group in to_groups(part.message, part.arrays)])
+        by_place = {part.message.first: part for part in parts}
+        ordered = [by_place[first] for first in sorted(by_place)]
+        return Batch(step, [group for part in ordered for group in to_groups(part.message, part.arrays)])
 
     def consumed(self, step: int, metrics: dict[str, float]) -> None:
         self._ask(wire.Consumed(step, {name: float(value) for name, value in metrics.items()}))
@@ -48,9 +50,12 @@ class BrokerSource:
 
 
 def is_whole(answers: list[wire.Received]) -> bool:
-    """Whether all parts of the answer to Fetch have arrived."""
+    """Whether all parts of the answer to Fetch have arrived; one that was asked for twice may come twice."""
     last = answers[-1].message
-    return not isinstance(last, wire.Batch) or last.first + len(last.groups) == last.total
+    if not isinstance(last, wire.Batch):
+        return True
+    sizes = {answer.message.first: len(answer.message.groups) for answer in answers}
+    return sum(sizes.values()) == last.total
 
 
 def to_groups(message: wire.Batch, arrays: list[np.ndarray]) -> list[list[TrainSample]]:

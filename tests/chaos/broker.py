@@ -1,0 +1,104 @@
+"""The broker as the chaos tests start it: the real one, with every promise it makes written down before it leaves.
+
+    python -m tests.chaos.broker CONFIG
+
+Into `chaos/` of the run folder it writes a stream of promises, how much of each journal file a sync has reached, and
+what it is doing at the moment. With SYNC_OFF in the environment a sync does nothing, and the disk catches up by itself
+now and then: the negative control.
+"""
+
+import os
+import random
+import sys
+import time
+import zlib
+
+from april import wire
+from april.broker import server, service, snapshot, status
+from april.cli import main
+from april.config import load
+from tests.chaos.state import SYNC_OFF, RunState
+
+WRITE_BACK_S = 2.0
+"""how often the disk catches up without being asked"""
+LINGER_S = 0.005
+"""what is rare is made to last a little, so that a kill can hit it"""
+
+
+class WatchedServer(server.Server):
+    def turn(self) -> None:
+        super().turn()
+        tokens = self.service.ledger.tokens
+        state.set_phase(phase(self.service), tokens["generated"] + tokens["evaluation"])
+
+    def _send(self, message) -> bool:
+        for promise in promises(message):
+            state.promise(promise)
+        if isinstance(message.message, wire.Batch):
+            state.set_phase("delivery")
+            time.sleep(10 * LINGER_S)
+        return super()._send(message)
+
+
+class WatchedService(service.Service):
+    def _dispatch(self, route, received, now) -> None:
+        if isinstance(received.message, wire.Consumed | wire.Durable):
+            report = type(received.message).__name__.lower()
+            reports[received.session, received.sequence] = [report, received.message.step]
+        super()._dispatch(route, received, now)
+
+
+class KeepingStore(snapshot.SnapshotStore):
+    def write(self, position, image, unneeded) -> None:
+        for path in unneeded:
+            state.keep(path)
+        super().write(position, image, unneeded)
+
+
+reports: dict[tuple[int, int], list] = {}
+"""of the learner, until they are accepted, by (session, sequence)"""
+
+
+def promises(outgoing) -> list[list]:
+    """What a message tells its peer to rely on."""
+    message = outgoing.message
+    if isinstance(message, wire.Acknowledged):
+        done = [["done", token] for token in message.done]
+        return [["chunk", token, length] for token, length in message.lengths] + done
+    if isinstance(message, wire.Batch):
+        frames = wire.encode(message, outgoing.arrays)
+        return [["batch", message.step, message.first, zlib.crc32(b"".join(map(bytes, frames[1:])))]]
+    report = reports.pop((outgoing.session, outgoing.sequence), None)
+    return [report] if report and isinstance(message, wire.Accepted) else []
+
+
+def phase(live: service.Service) -> str:
+    learner = live.sessions.of_role("learner")
+    if learner is None or not learner.started or live.ledger.consumed < live.ledger.frontier:
+        return "catching up"
+    if live.ledger.generating and not live.ledger.round_open:
+        return "abort"
+    return {"waiting for weights": "weights"}.get(status.phase(live), status.phase(live))
+
+
+def watched_sync(descriptor: int) -> None:
+    """A sync whose reach is known; a kill may come in front of it and behind it."""
+    global written_back_at
+    size = os.fstat(descriptor).st_size
+    if os.environ.get(SYNC_OFF):
+        if time.monotonic() - written_back_at < WRITE_BACK_S:
+            return
+        written_back_at = time.monotonic()
+    elif random.random() < 0.1:
+        time.sleep(LINGER_S)
+    real_sync(descriptor)
+    state.synced(os.readlink(f"/proc/self/fd/{descriptor}"), size)
+
+
+if __name__ == "__main__":
+    state = RunState(load(sys.argv[1]).run_dir)
+    state.set_phase("starting")
+    written_back_at = 0.0
+    real_sync, os.fdatasync = os.fdatasync, watched_sync
+    server.Server, server.Service, service.SnapshotStore = WatchedServer, WatchedService, KeepingStore
+    sys.exit(main(["broker", *sys.argv[1:]]))

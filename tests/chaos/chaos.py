@@ -1,0 +1,139 @@
+"""Breaks a run's processes while it trains, and counts what it has broken, and when."""
+
+import contextlib
+import os
+import random
+import signal
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+from tests.chaos.state import SYNC_OFF, RunState
+from tests.run.processes import Job, summary, wait_until
+
+VICTIMS = {
+    "broker": ["tests.chaos.broker"],
+    "worker": ["tests.chaos.peer worker"],
+    "learner": ["-u -m tests.chaos.peer learner", "april.learner.launch"],
+}
+"""what is in the command line of a process that may be killed"""
+PHASES = ("generating", "abort", "delivery", "training", "weights", "evaluating")
+"""of the run, in which a kill is aimed"""
+AIM_S = 15.0
+"""longest wait for a phase; then the kill falls into another one"""
+PATIENCE_S = 300.0
+
+CONFIG = """
+seed = 3
+run = {{ name = "chaos", dir = "{folder}/runs" }}
+model = {{ path = "{policy}" }}
+data = {{ path = "{data}/train.jsonl", eval_path = "{data}/heldout.jsonl" }}
+schedule = {{ rollout_batch_size = 8, over_sampling_batch_size = 14, n_samples_per_prompt = 4, max_steps = 100000 }}
+sampling = {{ max_response_tokens = 200 }}
+evaluation = {{ prompts = 8, every = 5 }}
+worker = {{ count = 3, slots = 16, prefetch = 2, chunk_tokens = 8, max_restarts = 1000 }}
+learner = {{ ranks = 1, lr = 1e-3, checkpoint_every = 3, max_restarts = 1000 }}
+broker = {{ segment_records = 2000, attempts = 1000, max_restarts = 1000, session_timeout_s = 4.0, readopt_s = 4.0 }}
+weights = {{ publish_deadline_s = 3.0 }}
+"""
+
+
+class Chaos:
+    """A run in `folder` and what happens to it.
+
+    chaos = Chaos(folder, policy_folder, data_folder)
+    chaos.kill("broker", "abort")
+    chaos.finish()
+    """
+
+    def __init__(self, folder: Path, policy: Path, data: Path, tokens_between: int = 0, sync: bool = True):
+        self.run_dir = folder / "runs" / "chaos"
+        self.config = folder / "run.toml"
+        self.config.write_text(CONFIG.format(folder=folder, policy=policy, data=data))
+        self.tokens_between = tokens_between
+        self.environment = {} if sync else {SYNC_OFF: "1"}
+        self.kills: Counter[tuple[str, str]] = Counter()
+        self.tokens_before: list[int] = []
+        """acknowledged between a kill and the one before it"""
+        self.state = RunState(self.run_dir)
+        self._last_tokens = 0
+        self.job = self._start(folder / "output")
+
+    def _start(self, log: Path, *overrides: str) -> Job:
+        os.environ.update(self.environment)
+        try:
+            command = [sys.executable, "-m", "tests.chaos.supervise", str(self.config), *overrides]
+            return Job(command, log)
+        finally:
+            for name in self.environment:
+                del os.environ[name]
+
+    def kill(self, victim: str, phase: str) -> None:
+        """SIGKILL one process of a kind, in that phase of the run if it comes soon."""
+        self.wait_for_tokens(self._last_tokens + self.tokens_between)
+        while True:
+            pid = self.process(victim)
+            deadline = time.monotonic() + AIM_S
+            while self.state.now()[0] != phase and time.monotonic() < deadline:
+                time.sleep(0.001)
+            time.sleep(random.choice([0.0, random.uniform(0.0, 0.02)]))
+            hit, tokens = self.state.now()
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+                break
+        self.kills[victim, hit] += 1
+        self.tokens_before.append(tokens - self._last_tokens)
+        self._last_tokens = tokens
+
+    def wait_for_tokens(self, count: int) -> None:
+        """Until so many have been acknowledged in all."""
+        wait_until(lambda: self.state.now()[1] >= count, self.job, PATIENCE_S)
+
+    def go_on(self, tokens: int = 1000) -> None:
+        """Let the run work undisturbed for so many tokens."""
+        self.wait_for_tokens(self.state.now()[1] + tokens)
+
+    def process(self, victim: str) -> int:
+        """A process of that kind, once there is one."""
+        pattern = random.choice(VICTIMS[victim])
+        wait_until(lambda: self.job.descendants(pattern), self.job, PATIENCE_S)
+        return random.choice(self.job.descendants(pattern))[0]
+
+    def aim(self, victim: str) -> str:
+        """The phase in which this kind of process was killed least."""
+        return min(random.sample(PHASES, len(PHASES)), key=lambda phase: self.kills[victim, phase])
+
+    def pause(self, victim: str, seconds: float) -> None:
+        """SIGSTOP one process of a kind for a while."""
+        pid = self.process(victim)
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(seconds)
+        os.kill(pid, signal.SIGCONT)
+
+    def half_open(self) -> None:
+        """Let the connections of the learner and of one worker go dead without a word."""
+        self.job.process.send_signal(signal.SIGUSR1)
+
+    def finish(self) -> None:
+        """Stop the run, go on with it for two steps more, and let it come to its end."""
+        self.go_on()
+        self.job.process.send_signal(signal.SIGINT)
+        status = self.job.wait(PATIENCE_S)
+        assert status == 130, f"status {status}\n{self.job.output}"
+        steps = summary(self.run_dir)["steps"] + 2
+        self.job = self._start(self.job.log.with_name("output-of-the-end"), "--schedule.max_steps", str(steps))
+        assert self.job.wait(PATIENCE_S) == 0, self.job.output
+        assert self.job.descendants() == []
+
+    def table(self) -> str:
+        """Kills by process and phase."""
+        phases = sorted({phase for _, phase in self.kills})
+        rows = [["", *phases, "all"]]
+        for victim in VICTIMS:
+            counts = [self.kills[victim, phase] for phase in phases]
+            rows.append([victim, *map(str, counts), str(sum(counts))])
+        return "\n".join("  ".join(f"{cell:>11}" for cell in row) for row in rows)
+
+    def end(self) -> None:
+        self.job.end()

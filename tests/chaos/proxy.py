@@ -1,0 +1,49 @@
+"""A TCP proxy that can let all its connections go dead without closing them."""
+
+import contextlib
+import selectors
+import socket
+import threading
+
+CHUNK_BYTES = 1 << 16
+
+
+class Proxy:
+    """Forwards from `port` to a target. After `freeze` the connections of that moment stay open and carry nothing."""
+
+    def __init__(self, host: str, port: int):
+        self.target = (host, port)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self._generation = 0
+        threading.Thread(target=self._accept, name="proxy", daemon=True).start()
+
+    def freeze(self) -> None:
+        self._generation += 1
+
+    def _accept(self) -> None:
+        while True:
+            near, _ = self._listener.accept()
+            try:
+                far = socket.create_connection(self.target)
+            except OSError:
+                near.close()
+                continue
+            threading.Thread(target=self._forward, args=(near, far, self._generation), daemon=True).start()
+
+    def _forward(self, near: socket.socket, far: socket.socket, generation: int) -> None:
+        """Until one side closes; a frozen connection swallows what comes, and is closed with its client."""
+        other = {near: far, far: near}
+        with selectors.DefaultSelector() as selector, near, far, contextlib.suppress(OSError):
+            for end in other:
+                selector.register(end, selectors.EVENT_READ)
+            while True:
+                for key, _ in selector.select():
+                    data = key.fileobj.recv(CHUNK_BYTES)
+                    frozen = generation != self._generation
+                    if not data and (not frozen or key.fileobj is near):
+                        return
+                    if not data:
+                        selector.unregister(far)
+                    elif not frozen:
+                        other[key.fileobj].sendall(data)
