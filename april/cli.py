@@ -56,6 +56,11 @@ def build_parser() -> argparse.ArgumentParser:
         "--requeue", metavar="GROUP|all", help="draw the prompt of a discarded group again [default none]"
     )
 
+    keygen = add(commands, "keygen", keygen_command, "make the keys of a run, or those of one more peer")
+    keygen.add_argument("folder", type=Path, metavar="KEYS", help="folder of the keys and the allow-list")
+    keygen.add_argument("--role", choices=("worker", "learner", "monitor"), help="of one more peer [default: all keys]")
+    keygen.add_argument("--name", help="of that peer and its key file, unique in the allow-list")
+
     policy = add(commands, "make-policy", make_policy_command, "make the quickstart's policy (about a minute, cached)")
     policy.add_argument("--out", type=Path, default=Path("cache/policy"), help="folder [default cache/policy]")
     policy.add_argument("--seed", type=int, default=0, help="of weights and demonstrations [default 0]")
@@ -219,6 +224,17 @@ def report_command(options, overrides: list[str]) -> int:
     from april.report.html import write_report
 
     print(write_report(options.run))
+    return 0
+
+
+def keygen_command(options, overrides: list[str]) -> int:
+    from april.security import keygen
+
+    if bool(options.role) != bool(options.name):
+        raise ConfigError("options '--role' and '--name' go together; give both for one more peer, or none of them")
+    paths = [keygen.add_peer(options.folder, options.role, options.name)] if options.name else None
+    for path in paths or keygen.make_folder(options.folder):
+        print(path)
     return 0
 
 

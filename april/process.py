@@ -20,6 +20,9 @@ RUN_FAILED = 3
 SUPERVISED = "APRIL_SUPERVISED_BY"
 """set in the environment of processes whose parent watches them, to the parent's process id"""
 
+REFUSED = 2
+"""exit status of a part that cannot work as it is configured; starting it again would not help"""
+
 
 def die_with_parent() -> None:
     """Let the kernel end this process when its parent dies, if `april run` stands behind it (Linux)."""

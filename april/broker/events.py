@@ -138,6 +138,7 @@ class LearnerStarted(Event):
     uid: str = ""
     """of the learner's process, which a restarted broker knows again"""
     weights_address: str = ""
+    weights_key: str = ""
 
 
 AnyEvent = (

@@ -127,7 +127,7 @@ class Ledger(LedgerState):
             return Verdict.FENCED
         left = self.rules.max_response_tokens - sample.length - count
         within_budget = count > 0 and (left > 0 or (left == 0 and finish_reason))
-        if not lease.generating or not within_budget or version.step > self.frontier:
+        if not lease.generating or not within_budget or not self.was_published(version):
             return Verdict.INVALID
         self.commit(events.ChunkAccepted(token, start, count, version, finish_reason), arrays)
         return Verdict.OK
@@ -231,12 +231,14 @@ class Ledger(LedgerState):
 
     def checkpoint(self, step: int, oldest: int) -> Verdict:
         """A checkpoint that contains all batches below `step` is on disk, and none older than `oldest` is kept."""
-        if not self.durable <= step <= self.consumed:
-            return Verdict.DUPLICATE if step < self.durable else Verdict.INVALID
+        if step > self.consumed:
+            return Verdict.INVALID
+        if step < self.durable or (step == self.durable and min(oldest, step) <= self.first_kept_step):
+            return Verdict.DUPLICATE
         self.commit(events.CheckpointDurable(step, min(oldest, step)))
         return Verdict.OK
 
-    def start_learner(self, step: int, uid: str = "", weights_address: str = "") -> None:
+    def start_learner(self, step: int, uid: str = "", weights_address: str = "", weights_key: str = "") -> None:
         """A learner goes on from checkpoint `step`: later groups are delivered again, under a new branch.
 
         A checkpoint may be ahead of the last report by the batches that were delivered; they are consumed, then.
@@ -248,13 +250,17 @@ class Ledger(LedgerState):
             )
         while self.consumed < step:
             self.commit(events.BatchConsumed(self.consumed))
-        self.commit(events.LearnerStarted(self.branch + 1, step, uid, weights_address))
+        self.commit(events.LearnerStarted(self.branch + 1, step, uid, weights_address, weights_key))
 
     # --- questions ------------------------------------------------------------------------------------------
 
     @property
     def first_kept_step(self) -> int:
         return min(self.deliveries, default=self.consumed)
+
+    def was_published(self, version: Version) -> bool:
+        """Whether a worker can have weights of that name; the first ones may reach it ahead of the learner's start."""
+        return version.step <= self.frontier and version.branch <= max(0, self.branch)
 
     def is_aborted(self, token: int) -> bool:
         """Whether the sample is to be handed back: generated for training under a grant of an ended round,

@@ -76,6 +76,7 @@ class LedgerState:
         self.learner_uid = ""
         """the learner process that the branch belongs to"""
         self.weights_address = ""
+        self.weights_key = ""
         """where it publishes"""
         self.dead_in_a_row = 0
         """groups that lost a sample for good since the last one that became ready"""
@@ -313,4 +314,5 @@ class LedgerState:
             for group in self.deliveries[step]:
                 self._move(group, GroupState.DELIVERED)
         self.consumed, self.branch = event.step, event.branch
-        self.learner_uid, self.weights_address = event.uid, event.weights_address
+        self.learner_uid = event.uid
+        self.weights_address, self.weights_key = event.weights_address, event.weights_key

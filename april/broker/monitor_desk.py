@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import orjson
 
-from april import wire
+from april import limits, wire
 from april.broker.dead_letters import DeadLetter
 from april.broker.ledger import Verdict
 from april.broker.recorder import replace_file
@@ -34,7 +34,7 @@ class MonitorDesk:
         self._answer_json(session, received, wire.Status(), status(self.service, now))
 
     def on_StopRun(self, session: Session, received: wire.Received, now: float) -> None:
-        self.service.stop(received.message.reason, received.message.state, now)
+        self.service.stop(limits.clip(received.message.reason), received.message.state, now)
         self.sessions.send(session, wire.Accepted(), sequence=received.sequence)
 
     def on_Drain(self, session: Session, received: wire.Received, now: float) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import orjson
 
+from april import limits
 from april.broker.ledger import Ledger
 from april.broker.lengths import describe, histogram
 from april.broker.samples import Group, SampleState
@@ -49,7 +50,8 @@ class Recorder:
 
     def lane(self, worker: str, kind: str, start: float, end: float) -> None:
         """Something a worker did: generate, weights; or an instant: abort, joined, lost. Unix seconds."""
-        self._lanes.append({"worker": worker, "kind": kind, "start": round(start, 4), "end": round(end, 4)})
+        if len(self._lanes) < limits.LANE_RECORDS:
+            self._lanes.append({"worker": worker, "kind": kind, "start": round(start, 4), "end": round(end, 4)})
 
     def aborted(self, samples: int) -> None:
         self._aborted_samples += samples

@@ -1,6 +1,7 @@
 """The broker's process: one thread, one poll loop, one ROUTER. Drain, apply, sync, and only then answer."""
 
 import errno
+import gc
 import logging
 import math
 import os
@@ -11,7 +12,8 @@ from pathlib import Path
 
 import zmq
 
-from april import clock, wire
+from april import clock, limits, wire
+from april.broker import sockets
 from april.broker.exporter import Exporter, Picture
 from april.broker.health import condition
 from april.broker.journal import Journal, JournalError
@@ -21,6 +23,9 @@ from april.broker.recorder import replace_file
 from april.broker.service import Service
 from april.broker.sessions import Outgoing
 from april.config import Config
+from april.security.allow_list import AllowList
+from april.security.door import Door
+from april.security.keys import ALLOW_LIST, load_keys
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +36,8 @@ OUTBOX_MESSAGES = 1024
 """most messages kept for a peer that does not read; more end its session"""
 HTTP_FILE = "http"
 """in the run folder: the base of the URLs of metrics and health"""
+GC_THRESHOLDS = (50_000, 20, 100)
+"""the ledger's many small objects live long: looking for garbage among them is worth it less often than usual"""
 RETRY_S = 5.0
 """how often a broker that ran out of disk looks for room"""
 PROBE_BYTES = 16 << 20
@@ -56,10 +63,15 @@ class Server:
     """
 
     def __init__(self, config: Config):
+        """Raises ConfigError, JournalError or BindError."""
+        keys = load_keys(config.security.keys, "broker")
+        allow_list = AllowList(config.security.keys / ALLOW_LIST) if keys else None
         config.run_dir.mkdir(parents=True, exist_ok=True)
         if not (config.run_dir / "config.toml").exists():
             replace_file(config.run_dir / "config.toml", config.to_toml().encode())
         self.config = config
+        self.door: Door | None = None
+        """None where there are no keys"""
         self._open(PromptBook(config))
         self.context = zmq.Context()
         self.socket = self.context.socket(zmq.ROUTER)
@@ -67,7 +79,13 @@ class Server:
         self.socket.setsockopt(zmq.LINGER, 1000)
         self.socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
         self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
-        self.socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_ARRAY_BYTES)
+        self.socket.setsockopt(zmq.HANDSHAKE_IVL, int(limits.HANDSHAKE_S * 1000))
+        self.socket.setsockopt(zmq.MAXMSGSIZE, limits.FROM_PEER.frame_bytes)
+        self.socket.setsockopt(zmq.RCVHWM, limits.UPLOAD_QUEUE_MESSAGES)
+        if keys:
+            self.door = Door(self.context, keys, allow_list)
+            self.door.guard(self.socket)
+            self.service.failed_handshakes = self.door.failures
         self.address_file: Path = config.run_dir / "address"
         self._bind(config.broker.bind)
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
@@ -84,6 +102,8 @@ class Server:
         broker = self.config.broker
         self.journal = Journal(self.config.run_dir / "journal", broker.segment_mb << 20, broker.segment_records)
         self.service = Service(self.config, prompts, self.journal, clock.now())
+        if self.door:
+            self.service.failed_handshakes = self.door.failures
         self.journal.sync()
 
     def _bind(self, endpoint: str) -> None:
@@ -107,6 +127,8 @@ class Server:
         signal.signal(signal.SIGINT, self._on_signal)
         log.info("broker of run %s at %s", self.service.config.run.name, self.address)
         over_since = None
+        gc.freeze()
+        gc.set_threshold(*GC_THRESHOLDS)
         try:
             while over_since is None or clock.now() - over_since < self._leave_s:
                 self.turn()
@@ -123,6 +145,8 @@ class Server:
         waiting = self.socket.poll(POLL_MS)
         try:
             caught_up = not waiting or self._drain()
+            if self.door and self.door.watch() and not self.service.read_only:
+                self._end_revoked()
             if self._signal:
                 self.service.stop(f"signal {self._signal}", "stopped", clock.now())
             self.service.tick(clock.now(), caught_up)
@@ -172,11 +196,18 @@ class Server:
         """Handle what has arrived; True if nothing is left."""
         for _ in range(DRAIN_MESSAGES):
             try:
-                route, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
+                route, *frames = sockets.receive(self.socket)
             except zmq.Again:
                 return True
-            self.service.handle(route, frames, clock.now())
+            peer = self.door.peer_of(route) if self.door else None
+            self.service.handle(route.bytes, frames, clock.now(), peer)
         return False
+
+    def _end_revoked(self) -> None:
+        """End the sessions of keys that are not on the allow-list any more, or have another role there."""
+        for session in list(self.service.sessions.by_id.values()):
+            if self.door.allow_list.find(session.key).role != session.role:
+                self.service.end_session(session, "its key is off the allow-list", clock.now())
 
     def _send_all(self) -> None:
         for route in list(self._late):
@@ -201,7 +232,7 @@ class Server:
             return True
         frames = wire.encode(message.message, message.arrays, message.session, message.sequence)
         try:
-            self.socket.send_multipart([message.route, *frames], zmq.NOBLOCK)
+            sockets.send(self.socket, [message.route, *frames])
         except zmq.Again:
             return False
         except zmq.ZMQError as error:
@@ -215,12 +246,7 @@ class Server:
         self._late.pop(route, None)
         for session in list(self.service.sessions.by_id.values()):
             if route in (session.data_route, session.control_route):
-                ids = {"role": session.role} | ({"worker": session.name} if session.role == "worker" else {})
-                log.warning("%s %s does not read its messages; its session ends", session.role, session.name, extra=ids)
-                if session.role == "worker":
-                    self.service.workers.lose(session, "it does not read its messages", clock.now())
-                else:
-                    self.service.sessions.close(session)
+                self.service.end_session(session, "it does not read its messages", clock.now())
 
     def _on_signal(self, number: int, frame) -> None:
         self._leave_s = LEAVE_AFTER_SIGNAL_S
@@ -228,6 +254,8 @@ class Server:
 
     def close(self) -> None:
         self.service.close(clock.now())
+        if self.door:
+            self.door.close()
         if self.exporter:
             self.exporter.close()
             (self.config.run_dir / HTTP_FILE).unlink(missing_ok=True)

@@ -30,8 +30,8 @@ CHECKSUM = struct.Struct("<I")
 
 PLAIN = (
     "next_step", "consumed", "frontier", "durable", "branch", "dead_in_a_row", "last_error", "round", "round_open",
-    "watermark", "cursor", "epoch", "learner_uid", "weights_address", "_next_group", "_next_ordinal", "_grants",
-    "draining",
+    "watermark", "cursor", "epoch", "learner_uid", "weights_address", "weights_key", "_next_group", "_next_ordinal",
+    "_grants", "draining",
 )  # fmt: skip
 """attributes that are what they are"""
 COUNTERS = ("tokens", "discarded", "counts")

@@ -104,7 +104,7 @@ class Worker:
         self.renew_s, self.watermark = welcome.renew_s, max(self.watermark, welcome.watermark)
         for token in welcome.lost:
             self._drop(token)
-        self.receiver.connect(welcome.weights_address)
+        self.receiver.connect(welcome.weights_address, welcome.weights_key)
         if self.engine.version is not None:
             self._report_holding(0.0)
         self._hand_back_aborted()
@@ -159,7 +159,7 @@ class Worker:
                 for token in tokens:
                     self._drop(token)
             case wire.WeightsAt():
-                self.receiver.connect(message.address)
+                self.receiver.connect(message.address, message.key)
             case wire.Stop():
                 self.stop(message.reason)
             case wire.Refused() if self.connection.is_disowned(received):

@@ -95,7 +95,7 @@ def test_a_broker_s_figures_and_health_can_be_scraped_while_it_works(start_broke
         assert found["april_journal_bytes",] > 0 and found["april_journal_sync_seconds_count",] > 0
         assert found["april_staleness_steps", "bound"] == 5
         worker.sockets["data"].send_multipart([b"nonsense"])
-        wait_until(lambda: any(key[0] == "april_bad_messages_total" for key in scrape(broker.http)), broker, 30)
+        wait_until(lambda: any(key[0] == "april_refusals_total" for key in scrape(broker.http)), broker, 30)
         assert health(broker.http)[1]["reason"] == ""
     finally:
         learner.close()
