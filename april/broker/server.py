@@ -22,7 +22,7 @@ from april.broker.prompts import PromptBook
 from april.broker.recorder import replace_file
 from april.broker.service import Service
 from april.broker.sessions import Outgoing
-from april.config import Config
+from april.config import Config, is_loopback
 from april.security.allow_list import AllowList
 from april.security.door import Door
 from april.security.keys import ALLOW_LIST, load_keys
@@ -293,7 +293,3 @@ def start_exporter(config: Config) -> Exporter | None:
     if not is_loopback(wanted[0]):
         log.warning("%s can be read by whoever reaches this machine; it shows figures and names only", exporter.address)
     return exporter
-
-
-def is_loopback(host: str) -> bool:
-    return host == "localhost" or host.startswith("127.")
