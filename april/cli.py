@@ -122,7 +122,7 @@ def broker_command(options, overrides: list[str]) -> int:
         server = Server(configuration.load(options.config, overrides))
     except (JournalError, BindError) as error:
         print(f"april broker: {error}", file=sys.stderr)
-        return REFUSED
+        return 1 if getattr(error, "errno", None) else REFUSED
     try:
         server.serve()
     except JournalError as error:

@@ -34,13 +34,17 @@ class RunState:
         os.pwrite(mark, size.to_bytes(8), 0)
         os.close(mark)
 
+    @property
+    def disk_is_full(self) -> bool:
+        return (self.folder / "full").exists()
+
     def keep(self, segment: Path) -> None:
         """Let the judge read a segment that the broker is about to remove."""
         kept = self.folder / "reclaimed" / segment.name
         if segment.exists() and not kept.exists():
             kept.hardlink_to(segment)
 
-    # --- read by the others ---------------------------------------------------------------------------------
+    # --- for the others ---------------------------------------------------------------------------------
 
     def now(self) -> tuple[str, int]:
         """(phase, tokens acknowledged so far)"""
@@ -59,6 +63,10 @@ class RunState:
         found = {path.name: path for path in (self.folder / "reclaimed").iterdir()}
         found |= {path.name: path for path in self.journal.glob("*.msgpack")}
         return [found[name] for name in sorted(found)]
+
+    def fill_disk(self, full: bool) -> None:
+        mark = self.folder / "full"
+        mark.touch() if full else mark.unlink()
 
     def lose_power(self) -> int:
         """Cut the journal of a dead broker somewhere behind its last sync; the bytes that are gone."""

@@ -24,7 +24,7 @@ def chaos(tmp_path, policy_folder, data_folder):
 
 @pytest.mark.timeout(900)
 def test_twenty_kills_cost_nothing_that_was_acknowledged(chaos):
-    run = chaos()
+    run = chaos(tokens_between=200)
     run.go_on()
     for victim in random.sample(["broker", "worker", "learner"] * 7, 20):
         run.kill(victim, run.aim(victim))
@@ -41,6 +41,25 @@ def test_sleep_and_dead_connections_cost_nothing_that_was_acknowledged(chaos):
         run.pause(victim, seconds)
         run.half_open()
         run.go_on()
+    run.finish()
+    assert History(run.run_dir, PROMPTS).judge() == []
+
+
+@pytest.mark.timeout(600)
+def test_a_full_disk_costs_nothing_that_was_acknowledged(chaos):
+    """The broker falls silent, is killed meanwhile, and goes on by itself when there is room."""
+    run = chaos()
+    run.go_on()
+    run.state.fill_disk(True)
+    run.wait_for_log("broker", "nothing is acknowledged any more")
+    run.kill("worker", "generating")
+    run.kill("broker", "generating")
+    run.state.fill_disk(False)
+    run.go_on()
+    run.state.fill_disk(True)
+    run.wait_for_log("broker", "nothing is acknowledged any more", times=2)
+    run.state.fill_disk(False)
+    run.go_on()
     run.finish()
     assert History(run.run_dir, PROMPTS).judge() == []
 
