@@ -20,7 +20,7 @@ from april.cli import main
 from april.config import load
 from tests.chaos.state import SYNC_OFF, RunState
 
-WRITE_BACK_S = 2.0
+WRITE_BACK_S = 10.0
 """how often the disk catches up without being asked"""
 LINGER_S = 0.005
 """what is rare is made to last a little, so that a kill can hit it"""

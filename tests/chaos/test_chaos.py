@@ -7,6 +7,10 @@ import pytest
 from tests.chaos.chaos import Chaos
 from tests.chaos.history import History
 from tests.conftest import PROMPTS
+from tests.run.processes import wait_until
+
+UNSYNCED_BYTES = 20_000
+"""a good many chunks"""
 
 
 @pytest.fixture
@@ -69,10 +73,9 @@ def test_a_broker_that_does_not_sync_is_caught(chaos):
     """The negative control: the judge sees what a power loss takes from a broker that acknowledges too early."""
     run = chaos(sync=False)
     run.go_on()
-    for _ in range(5):
-        run.kill("broker", "generating")
-        run.go_on(1)
+    wait_until(lambda: sum(size - safe for _, safe, size in run.state.reach()) > UNSYNCED_BYTES, run.job)
     run.end()
+    run.state.lose_power(everything=True)
     history = History(run.run_dir, PROMPTS)
     history.judge_promises()
     assert any("acknowledged tokens are missing" in wrong for wrong in history.wrongs)
