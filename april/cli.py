@@ -45,11 +45,21 @@ def build_parser() -> argparse.ArgumentParser:
     name = f"{socket.gethostname()}-{os.getpid()}"
     worker.add_argument("--name", default=name, help="unique among the run's workers [default HOST-PID]")
 
-    for name, command, help in (
-        ("status", status_command, "the state of a run: steps, rewards, ledger"),
-        ("report", report_command, "write the report of a run, one HTML file"),
-    ):
-        add(commands, name, command, help).add_argument("run", type=Path, help="a run folder, such as runs/quickstart")
+    report = add(commands, "report", report_command, "write the report of a run, one HTML file")
+    report.add_argument("run", type=Path, help="a run folder, such as runs/quickstart")
+
+    add_operation(commands, "status", status_command, "the state of a run, of its broker if one answers")
+    drain = add_operation(commands, "drain", drain_command, "for maintenance: have all work handed back, give out none")
+    drain.add_argument("--end", action="store_true", help="go on handing out work [default off]")
+    letters = add_operation(commands, "dead-letters", dead_letters_command, "list samples that failed for good")
+    letters.add_argument(
+        "--requeue", metavar="GROUP|all", help="draw the prompt of a discarded group again [default none]"
+    )
+
+    keygen = add(commands, "keygen", keygen_command, "make the keys of a run, or those of one more peer")
+    keygen.add_argument("folder", type=Path, metavar="KEYS", help="folder of the keys and the allow-list")
+    keygen.add_argument("--role", choices=("worker", "learner", "monitor"), help="of one more peer [default: all keys]")
+    keygen.add_argument("--name", help="of that peer and its key file, unique in the allow-list")
 
     policy = add(commands, "make-policy", make_policy_command, "make the quickstart's policy (about a minute, cached)")
     policy.add_argument("--out", type=Path, default=Path("cache/policy"), help="folder [default cache/policy]")
@@ -60,6 +70,14 @@ def build_parser() -> argparse.ArgumentParser:
     data.add_argument("--train", type=int, default=4096, help="training prompts [default 4096]")
     data.add_argument("--heldout", type=int, default=512, help="held-out prompts [default 512]")
     data.add_argument("--seed", type=int, default=0, help="of the draw [default 0]")
+    return parser
+
+
+def add_operation(commands, name: str, command, help: str) -> argparse.ArgumentParser:
+    """A subcommand about one run, by its folder or by its broker's address."""
+    parser = add(commands, name, command, help)
+    parser.add_argument("run", type=Path, nargs="?", help="a run folder, such as runs/quickstart")
+    parser.add_argument("--connect", metavar="ADDRESS", help="its broker's, as tcp://HOST:PORT [default the folder's]")
     return parser
 
 
@@ -117,9 +135,10 @@ def broker_command(options, overrides: list[str]) -> int:
     from april.process import die_with_parent, log_to_stderr
 
     die_with_parent()
-    log_to_stderr("broker")
+    config = configuration.load(options.config, overrides)
+    log_to_stderr("broker", config.operations.log_format, run=config.run.name)
     try:
-        server = Server(configuration.load(options.config, overrides))
+        server = Server(config)
     except (JournalError, BindError) as error:
         print(f"april broker: {error}", file=sys.stderr)
         return 1 if getattr(error, "errno", None) else REFUSED
@@ -144,7 +163,60 @@ def worker_command(options, overrides: list[str]) -> NoReturn:
 
 
 def status_command(options, overrides: list[str]) -> int:
-    print_status(options.run)
+    from rich.console import Console
+
+    from april import operate
+    from april.client import BrokerUnreachable
+    from april.report.operations import render_live
+
+    try:
+        Console().print(render_live(operate.live_status(operate.address_of(options.run, options.connect))))
+    except BrokerUnreachable as error:
+        if options.run is None:
+            print(f"april status: {error}", file=sys.stderr)
+            return 1
+        print(f"no broker answers ({error}); the run folder says:")
+    if options.run:
+        print_status(options.run)
+    return 0
+
+
+def drain_command(options, overrides: list[str]) -> int:
+    from april import operate, wire
+    from april.client import BrokerRefused, BrokerUnreachable
+
+    try:
+        operate.ask(operate.address_of(options.run, options.connect), wire.Drain(not options.end))
+    except (BrokerRefused, BrokerUnreachable) as error:
+        print(f"april drain: {error}", file=sys.stderr)
+        return 1
+    print("work is handed out again" if options.end else "draining; `april status` says when nothing is leased")
+    return 0
+
+
+def dead_letters_command(options, overrides: list[str]) -> int:
+    from rich.console import Console
+
+    from april import operate, wire
+    from april.client import BrokerRefused, BrokerUnreachable
+    from april.report.operations import render_dead_letters
+
+    wanted = options.requeue
+    if wanted and wanted != "all" and not wanted.isdecimal():
+        raise ConfigError(f"option '--requeue' = {wanted!r} is no group; give the number of one, or all")
+    try:
+        if wanted:
+            groups = [] if wanted == "all" else [int(wanted)]
+            answer = operate.ask(operate.address_of(options.run, options.connect), wire.Requeue(groups))
+            print(f"re-queued: {', '.join(map(str, answer.message.groups)) or 'none that was not already'}")
+            return 0
+        listed, live = operate.dead_letters(options.run, options.connect)
+    except (BrokerRefused, BrokerUnreachable) as error:
+        print(f"april dead-letters: {error}", file=sys.stderr)
+        return 1
+    Console().print(render_dead_letters(listed))
+    if not live:
+        print("no broker answers; this is what the last one left in the run folder")
     return 0
 
 
@@ -152,6 +224,17 @@ def report_command(options, overrides: list[str]) -> int:
     from april.report.html import write_report
 
     print(write_report(options.run))
+    return 0
+
+
+def keygen_command(options, overrides: list[str]) -> int:
+    from april.security import keygen
+
+    if bool(options.role) != bool(options.name):
+        raise ConfigError("options '--role' and '--name' go together; give both for one more peer, or none of them")
+    paths = [keygen.add_peer(options.folder, options.role, options.name)] if options.name else None
+    for path in paths or keygen.make_folder(options.folder):
+        print(path)
     return 0
 
 

@@ -8,6 +8,9 @@ import numpy as np
 import zmq
 
 from april import clock, wire
+from april.limits import FROM_BROKER
+from april.security.handshake import Handshake
+from april.security.keys import Keys
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +31,10 @@ class BrokerRefused(RuntimeError):
     """The broker refuses what this peer asks; the text says why."""
 
 
+class AccessDenied(BrokerUnreachable):
+    """The broker answers, but not to this peer; trying again changes nothing."""
+
+
 class BrokerConnection:
     """Owned by one thread, which keeps calling `receive` or `request`; `patience_s`: how long a silent broker may
     be away, say for a restart, before BrokerUnreachable is raised.
@@ -39,7 +46,10 @@ class BrokerConnection:
         ...
     """
 
-    def __init__(self, address: str, role: str, name: str, uid: str, patience_s: float = 600.0):
+    def __init__(
+        self, address: str, role: str, name: str, uid: str, patience_s: float = 600.0, keys: Keys | None = None
+    ):
+        """`keys`: this peer's, where the broker wants some."""
         self.address, self.role, self.name, self.uid = address, role, name, uid
         self.patience_s = patience_s
         self.session = 0
@@ -49,13 +59,14 @@ class BrokerConnection:
         self._sequence = 0
         self._beats = 0
         self._context = zmq.Context()
-        self._data = self._connect()
-        self._control = self._connect()
+        self._handshakes: list[Handshake] = []
+        self._data = self._connect(keys)
+        self._control = self._connect(keys)
         self._poller = zmq.Poller()
         self._poller.register(self._data, zmq.POLLIN)
         self._poller.register(self._control, zmq.POLLIN)
 
-    def _connect(self) -> zmq.Socket:
+    def _connect(self, keys: Keys | None) -> zmq.Socket:
         socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 2000)
         socket.setsockopt(zmq.SNDHWM, 10_000)
@@ -64,6 +75,8 @@ class BrokerConnection:
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
         socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
+        socket.setsockopt(zmq.MAXMSGSIZE, FROM_BROKER.frame_bytes)
+        self._handshakes.append(Handshake(socket, keys, keys.broker if keys else ""))
         socket.connect(self.address)
         return socket
 
@@ -79,7 +92,7 @@ class BrokerConnection:
             received = self._await(sequence, min(deadline, clock.now() + HELLO_AGAIN_S))
         welcome = received.message
         if not isinstance(welcome, wire.Welcome):
-            raise BrokerUnreachable(f"the broker at {self.address} refuses this {self.role}: {welcome}")
+            raise BrokerUnreachable(f"the broker at {self.address} refuses this {self.role}: {welcome.reason}")
         self.session, self.received_bytes, self._reported_bytes = welcome.session, 0, 0
         self.send_control(wire.Bind())
         return welcome
@@ -105,17 +118,22 @@ class BrokerConnection:
         return refused and received.session == self.session
 
     def receive(self, timeout_ms: int = 0) -> Iterator[wire.Received]:
-        """What has arrived on both connections, waiting at most `timeout_ms` for the first."""
+        """What has arrived on both connections, waiting at most `timeout_ms` for the first. Raises AccessDenied."""
         if not self._poller.poll(timeout_ms):
             return
         for socket in (self._control, self._data):
             while socket.poll(0):
                 self.heard_at = clock.now()
                 received = wire.decode(socket.recv_multipart())
+                if isinstance(received.message, wire.Refused) and received.message.reason.startswith(wire.DENIED):
+                    raise self._denied(received.message.reason.removeprefix(wire.DENIED))
                 self.received_bytes += sum(array.nbytes for array in received.arrays)
                 if self.received_bytes - self._reported_bytes >= REPORT_BYTES:
                     self.beat()
                 yield received
+
+    def _denied(self, why: str) -> AccessDenied:
+        return AccessDenied(f"the broker at {self.address} does not let this {self.role} in: {why}")
 
     def request(self, message: wire.Message, timeout_s: float | None = None) -> wire.Received:
         """Send and wait for the answer, None: as long as the broker lives. Raises BrokerUnreachable.
@@ -168,11 +186,16 @@ class BrokerConnection:
             self.send(heartbeat)
 
     def check_alive(self) -> None:
-        """Raise BrokerUnreachable if the broker, which answers every heartbeat, is silent for too long."""
+        """Raise BrokerUnreachable if the broker, which answers every heartbeat, is silent for too long, or closed."""
+        for handshake in self._handshakes:
+            if problem := handshake.problem():
+                raise self._denied(problem)
         if clock.now() - self.heard_at > self.patience_s:
             raise BrokerUnreachable(f"the broker at {self.address} is silent for {self.patience_s:g} s; is it running?")
 
     def close(self) -> None:
+        for handshake in self._handshakes:
+            handshake.close()
         self._data.close()
         self._control.close()
         self._context.term()

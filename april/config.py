@@ -5,6 +5,7 @@ that names the key, the value and the mend.
 """
 
 import difflib
+import ipaddress
 import json
 import re
 import tomllib
@@ -13,6 +14,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from april.limits import CHUNK_TOKENS, CONTEXT_TOKENS
 
 OVERRIDES = "every key of the configuration can be given as --section.key value:\n"
 
@@ -49,7 +52,7 @@ class DataSection(Section):
     eval_path: Path | None = Field(None, description="held-out prompts for evaluation; none: no evaluation")
     prompt_key: str = Field("prompt", description="row key of the prompt: chat messages or text")
     label_key: str = Field("label", description="row key of the reference answer")
-    max_prompt_tokens: int = Field(1024, ge=1, description="longer prompts are refused (tokens)")
+    max_prompt_tokens: int = Field(1024, ge=1, le=CONTEXT_TOKENS, description="longer prompts are refused (tokens)")
     shuffle: bool = Field(True, description="a new seeded order every epoch")
     epochs: int | None = Field(None, ge=1, description="passes over the prompts; none: no limit")
 
@@ -98,7 +101,9 @@ class ScheduleSection(Section):
 
 
 class SamplingSection(Section):
-    max_response_tokens: int = Field(512, ge=1, description="budget of a response over all its segments (tokens)")
+    max_response_tokens: int = Field(
+        512, ge=1, le=CONTEXT_TOKENS, description="budget of a response over all its segments (tokens)"
+    )
     temperature: float = Field(1.0, ge=0.01, description="softmax temperature of training samples")
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus mass; training needs 1.0")
     top_k: int = Field(0, ge=0, description="most likely tokens kept, 0 keeps all; training needs 0")
@@ -119,7 +124,7 @@ class WorkerSection(Section):
     engine: Literal["torch"] = Field("torch", description="generation engine")
     slots: int = Field(64, ge=1, description="sequences decoded together")
     prefetch: int = Field(8, ge=0, description="samples waiting in a worker for a free slot")
-    chunk_tokens: int = Field(512, ge=1, description="a chunk is sent after this many tokens")
+    chunk_tokens: int = Field(512, ge=1, le=CHUNK_TOKENS, description="a chunk is sent after this many tokens")
     chunk_s: float = Field(2.0, gt=0, description="or after this long (seconds)")
     max_restarts: int = Field(3, ge=0, description="restarts of each worker that bring nothing before giving up")
     threads: int = Field(1, ge=1, description="CPU threads of an engine")
@@ -168,6 +173,7 @@ class BrokerSection(Section):
     patience_s: float = Field(600.0, gt=0, description="peers wait this long for a broker that is away (seconds)")
     max_restarts: int = Field(5, ge=0, description="restarts without a new step in between before giving up")
     hung_s: float = Field(120.0, gt=0, description="`april run` restarts a broker silent for this long (seconds)")
+    max_run_s: float = Field(3600.0, gt=0, description="a lease ends after this long, renewed or not (seconds)")
 
 
 class WeightsSection(Section):
@@ -179,6 +185,30 @@ class WeightsSection(Section):
     join_deadline_s: float = Field(5.0, gt=0, description="longest wait for a lane to be built (seconds)")
     transfer_deadline_s: float = Field(30.0, gt=0, description="longest transfer to one worker (seconds)")
     bucket_mb: int = Field(16, ge=1, description="size of a broadcast (MiB)")
+
+
+class SecuritySection(Section):
+    keys: Path | None = Field(
+        None, description="folder of `april keygen`, or this part's key file; none: no encryption, loopback only"
+    )
+    max_sessions: int = Field(4096, ge=1, description="peers connected to the broker; more are refused")
+    max_leases: int = Field(4096, ge=1, le=16384, description="leases of one worker, whatever capacity it states")
+
+
+class OperationsSection(Section):
+    http: str = Field(
+        "127.0.0.1:0", description="HOST:PORT of the broker's /metrics and /health, port 0 picks a free one; none: off"
+    )
+    stuck_after_s: float = Field(
+        30.0, gt=0, description="/health fails when the broker's loop has not come round for this long (seconds)"
+    )
+    log_format: Literal["text", "json"] = Field("text", description="log lines; json: one object a line, with ids")
+
+    @property
+    def http_address(self) -> tuple[str, int] | None:
+        """(host, port), None where nothing is to be served."""
+        host, _, port = self.http.rpartition(":")
+        return None if self.http == "none" else (host, int(port))
 
 
 class Config(Section):
@@ -194,6 +224,8 @@ class Config(Section):
     learner: LearnerSection = LearnerSection()
     broker: BrokerSection = BrokerSection()
     weights: WeightsSection = WeightsSection()
+    security: SecuritySection = SecuritySection()
+    operations: OperationsSection = OperationsSection()
 
     @property
     def run_dir(self) -> Path:
@@ -325,6 +357,14 @@ def check_address(address: str) -> str:
     return address
 
 
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches `host`; of names only localhost is known to be so."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host in ("localhost", "lo")
+
+
 def check_continuous(schedule: ScheduleSection) -> None:
     """Refuse what `continuous` has no use for, and more samples in flight than the staleness bound ever admits."""
     if not schedule.partial_rollout:
@@ -396,6 +436,25 @@ def check(config: Config) -> None:
     if not port or (port[1] != "*" and not 0 < int(port[1]) < 65536):
         raise ConfigError(
             f"key 'broker.bind' = {config.broker.bind!r} is no address; use tcp://INTERFACE:PORT, * for a free port"
+        )
+    hosts = {"broker.bind": config.broker.bind[len("tcp://") : -len(port[1]) - 1], "weights.host": config.weights.host}
+    for key, host in hosts.items():
+        if config.security.keys is None and not is_loopback(host):
+            value = config.broker.bind if key == "broker.bind" else host
+            raise ConfigError(
+                f"key {key!r} = {value!r} would let anybody on the network in; make keys with `april keygen KEYS` and "
+                "set security.keys = 'KEYS', or keep to 127.0.0.1"
+            )
+    if config.security.keys is not None and not config.security.keys.exists():
+        raise ConfigError(
+            f"key 'security.keys' = {str(config.security.keys)!r} does not exist; make it with "
+            f"`april keygen {config.security.keys}`"
+        )
+    port = re.fullmatch(r"[^:/\s]+:(\d+)", config.operations.http)
+    if config.operations.http != "none" and not (port and int(port[1]) < 65536):
+        raise ConfigError(
+            f"key 'operations.http' = {config.operations.http!r} is no address; use HOST:PORT, port 0 for a free one, "
+            "or none"
         )
     if config.broker.renew_s >= config.broker.lease_s:
         raise ConfigError(

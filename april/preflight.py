@@ -9,6 +9,8 @@ from april.broker.journal import Journal, JournalError
 from april.broker.prompts import PromptBook
 from april.broker.recorder import replace_file
 from april.config import Config, ConfigError
+from april.security.allow_list import AllowList
+from april.security.keys import ALLOW_LIST, ROLES, find_key_file, load_keys, refusal
 from april.workers.rewards.verifiers import check_verifier
 
 
@@ -19,11 +21,26 @@ def check_inputs(config: Config) -> None:
         raise ConfigError(
             f"key 'model.path' = {str(folder)!r} has no weights (*.safetensors); give a whole Hugging Face folder"
         )
+    check_keys(config.security.keys)
     check_verifier(config.reward.name)
     book = PromptBook(config)
     for path, rows in ((config.data.path, book.rows), (config.data.eval_path, book.evaluation_rows)):
         for name in {row.reward for row in rows if row.reward}:
             check_verifier(name, f"reward of a row in {path}")
+
+
+def check_keys(folder: Path | None) -> None:
+    """That every part will find its key, and be let in with it. Raises ConfigError."""
+    if folder is None:
+        return
+    allow_list = AllowList(folder / ALLOW_LIST)
+    broker = load_keys(folder, "broker")
+    for role in ROLES:
+        keys = load_keys(folder, role)
+        if keys.broker != broker.public:
+            raise refusal(find_key_file(folder, role), "names another broker", "make it anew with `april keygen`")
+        if allow_list.find(keys.public).role != role:
+            raise refusal(allow_list.path, f"does not list the key of {role}.key as a {role}'s", "add that line")
 
 
 def make_run_folder(config: Config) -> Config:

@@ -5,7 +5,10 @@ import logging
 import os
 import signal
 import sys
-from typing import NoReturn
+from datetime import UTC, datetime
+from typing import Any, NoReturn
+
+import orjson
 
 PR_SET_PDEATHSIG = 1
 
@@ -16,6 +19,9 @@ RUN_FAILED = 3
 
 SUPERVISED = "APRIL_SUPERVISED_BY"
 """set in the environment of processes whose parent watches them, to the parent's process id"""
+
+REFUSED = 2
+"""exit status of a part that cannot work as it is configured; starting it again would not help"""
 
 
 def die_with_parent() -> None:
@@ -28,14 +34,47 @@ def die_with_parent() -> None:
         sys.exit("april run has ended before this process could start")
 
 
-def log_to_stderr(who: str) -> None:
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=logging.INFO,
-        format=f"%(asctime)s {who} %(levelname)s %(message)s",
-        datefmt="%H:%M:%S",
-        force=True,
-    )
+IDS = ("run", "worker", "role", "group", "sample", "step")
+"""what a log line may say it is about, in a field of its own: log.info(..., extra={"worker": name})"""
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object a line: time, level, process, logger, message, the ids that are known, and the exception."""
+
+    def __init__(self, process: str, ids: dict[str, Any]):
+        """`ids`: of every line of this process."""
+        super().__init__()
+        self.process = process
+        self.ids = ids
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "process": self.process,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        line |= self.ids | {name: getattr(record, name) for name in IDS if hasattr(record, name)}
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return orjson.dumps(line, default=str).decode()
+
+
+def log_to_stderr(process: str, log_format: str = "text", **ids: Any) -> None:
+    """Set logging up for a process of a run. `log_format`: text | json, where each line has these `ids` and the
+    exception that ends the process is a line, too."""
+    handler = logging.StreamHandler(sys.stderr)
+    if log_format == "json":
+        handler.setFormatter(JsonLines(process, ids))
+        sys.excepthook = log_exception
+    else:
+        handler.setFormatter(logging.Formatter(f"%(asctime)s {process} %(levelname)s %(message)s", "%H:%M:%S"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+
+
+def log_exception(kind, error, traceback) -> None:
+    logging.getLogger(__name__).critical("ended by %s", kind.__name__, exc_info=(kind, error, traceback))
 
 
 def end(status: int) -> NoReturn:

@@ -17,6 +17,7 @@ from april import clock, wire
 from april.client import BrokerConnection, BrokerUnreachable
 from april.config import BrokerSection, Config, WorkerSection
 from april.process import REFUSED, RUN_FAILED, SUPERVISED
+from april.security.keys import load_keys
 
 POLL_MS = 200
 STATUS_S = 0.5
@@ -135,9 +136,7 @@ class Supervisor:
             self.workers = [self._worker_part(index, config_path, address) for index in range(self.config.worker.count)]
             for part in (self.learner, *self.workers):
                 self._start(part)
-            self.connection = BrokerConnection(
-                address, "monitor", "april run", uuid.uuid4().hex, self.config.broker.patience_s
-            )
+            self.connection = self._connection(address)
             return self._watch()
         finally:
             for part in reversed(self._started):
@@ -183,6 +182,10 @@ class Supervisor:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.broker.process.wait(timeout=0.05)
         return address_file.read_text()
+
+    def _connection(self, address: str) -> BrokerConnection:
+        keys = load_keys(self.config.security.keys, "monitor")
+        return BrokerConnection(address, "monitor", "april run", uuid.uuid4().hex, self.config.broker.patience_s, keys)
 
     # --- watching -------------------------------------------------------------------------------------------
 

@@ -8,11 +8,12 @@ decode raises `WireError` and nothing else.
 import struct
 import zlib
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
 
+from april.limits import FROM_BROKER, Limits, clip
 from april.version import Number, Version
 
 MAGIC = b"AP"
@@ -21,12 +22,21 @@ HEADER = struct.Struct("<2sBxIQQ")
 """magic, protocol, number of arrays, session, sequence number: 24 bytes"""
 
 DTYPES = {"i4": np.dtype("<i4"), "f4": np.dtype("<f4"), "u1": np.dtype("u1")}
-MAX_BODY_BYTES = 1 << 20
-MAX_ARRAY_BYTES = 1 << 30
+
+DENIED = "access denied: "
+"""how a `Refused` begins that is final for the peer: its key is not one for what it does"""
+
+Name = Annotated[str, msgspec.Meta(max_length=128, pattern=r"^[^\x00-\x1f\x7f]*$")]
+"""of a peer, a process or a place"""
 
 
 class WireError(ValueError):
-    """Frames that are no message of this protocol."""
+    """Frames that are no message of this protocol, or not one for now; the text says why."""
+
+    @property
+    def cause(self) -> str:
+        """The text without what differs from message to message, to count by."""
+        return str(self).split(":")[0]
 
 
 class Message(msgspec.Struct, tag=True, array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -40,8 +50,8 @@ class Hello(Message):
     """First message of a peer, on its data connection. `leases` are tokens it still works on."""
 
     role: str
-    name: str
-    uid: str
+    name: Name
+    uid: Name
     leases: list[int] = []
     acknowledged_tokens: Number = 0
     """of its own, by its own count"""
@@ -56,6 +66,8 @@ class Welcome(Message):
     lost: list[int]
     renew_s: float
     weights_address: str
+    weights_key: str = ""
+    """CURVE key of the learner's publisher, "" without CURVE"""
 
 
 class Bind(Message):
@@ -175,9 +187,9 @@ class Cancel(Message):
 
 
 class Lane(Message):
-    """What a worker did, for the record: generate or weights, from start to end (unix seconds)."""
+    """What a worker did, for the record, from start to end (unix seconds)."""
 
-    kind: str
+    kind: Literal["generate"]
     start: float
     end: float
 
@@ -189,7 +201,7 @@ class LearnerStart(Message):
     """The learner holds checkpoint `step`; deliveries after it are wanted again."""
 
     step: Number
-    weights_address: str
+    weights_address: Name
 
 
 class LearnerStarted(Message):
@@ -199,6 +211,8 @@ class LearnerStarted(Message):
 
 class WeightsAt(Message):
     address: str
+    key: str = ""
+    """CURVE key of the publisher, "" without CURVE"""
 
 
 class Fetch(Message):
@@ -238,7 +252,7 @@ class Finished(Message):
 
 class Consumed(Message):
     step: Number
-    metrics: dict[str, float]
+    metrics: dict[Name, float]
 
 
 class Durable(Message):
@@ -270,15 +284,41 @@ class StopRun(Message):
     state: Literal["stopped", "failed"] = "stopped"
 
 
+class Drain(Message):
+    """Hand out nothing more and have back what is generated, until `on` is false; it outlasts restarts."""
+
+    on: bool = True
+
+
+class DeadLettersRequest(Message):
+    pass
+
+
+class DeadLetters(Message):
+    """Arrays: one uint8 frame of JSON."""
+
+
+class Requeue(Message):
+    """Draw the prompts of these dead groups again; none named: of all that can be."""
+
+    groups: list[int] = []
+
+
+class Requeued(Message):
+    """`groups`: those that this request has re-queued."""
+
+    groups: list[int]
+
+
 # --- weight lanes (learner rank 0 <-> worker) ---------------------------------------------------------------
 
 
 class LaneJoin(Message):
     """A worker without a lane asks for one, again and again until it is invited."""
 
-    uid: str
-    name: str
-    device: str
+    uid: Name
+    name: Name
+    device: Name
     held: Version | None
     """what it samples from already, and need not be sent"""
 
@@ -393,19 +433,21 @@ def encode(message: Message, arrays: Sequence[np.ndarray | Packed] = (), session
     return [header, _encoder.encode(Body(message, heads)), *frames]
 
 
-def decode(frames: list) -> Received:
+def decode(frames: list, limits: Limits = FROM_BROKER) -> Received:
     """The inverse of `encode`; `frames` are bytes-like. Raises WireError."""
+    if len(frames) > limits.frames or sum(map(len, frames)) > limits.message_bytes:
+        raise WireError("too large: more frames or bytes than a message may have")
     if len(frames) < 2 or len(frames[0]) != HEADER.size:
         raise WireError("not a message: wrong number of frames or header size")
     magic, protocol, count, session, sequence = HEADER.unpack(frames[0])
     if magic != MAGIC or protocol != PROTOCOL:
         raise WireError(f"not a message of protocol {PROTOCOL}")
-    if len(frames) != 2 + count or len(frames[1]) > MAX_BODY_BYTES * max(1, count):
+    if len(frames) != 2 + count or len(frames[1]) > limits.body_bytes * max(1, count):
         raise WireError("frames do not agree with the header")
     try:
         body = _decoder.decode(frames[1])
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise WireError(f"body does not decode: {error}") from None
+        raise WireError(f"body does not decode: {clip(str(error))}") from None
     if len(body.arrays) != count:
         raise WireError("arrays do not agree with the body")
     arrays = [decode_array(head, frame) for head, frame in zip(body.arrays, frames[2:], strict=True)]
@@ -417,8 +459,6 @@ def decode_array(head: ArrayHead, frame) -> np.ndarray:
     dtype = DTYPES.get(head.dtype)
     if dtype is None or len(head.shape) != 1 or head.shape[0] * dtype.itemsize != len(frame):
         raise WireError("array of an unknown type, not flat, or of another size than its shape")
-    if len(frame) > MAX_ARRAY_BYTES:
-        raise WireError("array too large")
     if zlib.crc32(frame) != head.checksum:
         raise WireError("array checksum does not agree")
     return np.frombuffer(frame, dtype=dtype)

@@ -4,14 +4,17 @@ The same work on every side: prompt in, leased, result submitted, read once by a
 turns, each time with new processes and an empty disk; a ratio is of two turns that follow each other.
 """
 
+import contextlib
 import os
+import resource
+import signal
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
-from broker_peers import april_side, ceilings, ray_side, redis_side
+from broker_peers import april_side, ceilings, ray_side, redis_side, restart, soak
 from broker_peers.load import BenchmarkError, Load, Measured
 from common import Row, parser, report
 
@@ -33,10 +36,15 @@ class Turns:
     def load(self, load: Load) -> Load:
         return load.for_s(2.0) if self.quick else load
 
-    def take(self, side: Callable, load: Load, *arguments, **options):
+    @contextlib.contextmanager
+    def folder_of_its_own(self) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix="april-broker-", dir=self.folder) as folder:
             os.sync()
-            result = side(self.load(load), Path(folder), *arguments, **options)
+            yield Path(folder)
+
+    def take(self, side: Callable, load: Load, *arguments, **options):
+        with self.folder_of_its_own() as folder:
+            result = side(self.load(load), folder, *arguments, **options)
         print(f"  {side.__module__.rpartition('.')[2]} {load}: {described(result)}", file=sys.stderr, flush=True)
         return result
 
@@ -45,7 +53,8 @@ def described(result) -> str:
     measured = result[0] if isinstance(result, tuple) else result
     if not isinstance(measured, Measured):
         return f"{measured:,.0f} records/s"
-    return f"{measured.records_per_s:,.0f} records/s, submit p99 {p99(measured.submit_ms):.1f} ms"
+    submit_ms, server_us = p99(measured.submit_ms), measured.server_us
+    return f"{measured.records_per_s:,.0f} records/s, submit p99 {submit_ms:.1f} ms, server {server_us:.0f} us a record"
 
 
 def p99(values: np.ndarray) -> float:
@@ -67,6 +76,8 @@ def ratio_rows(name: str, load: Load, pairs: list[tuple[Measured, Measured]], ou
         Row(f"{name}_{load}", [ours.records_per_s / theirs.records_per_s for ours, theirs in pairs], "ratio"),
         Row(f"{our_name}_{load}", [ours.records_per_s for ours, _ in pairs], "records/s"),
         Row(f"{peer}_{load}", [theirs.records_per_s for _, theirs in pairs], "records/s"),
+        Row(f"{our_name}_server_us_{load}", [ours.server_us for ours, _ in pairs], "us"),
+        Row(f"{peer}_server_us_{load}", [theirs.server_us for _, theirs in pairs], "us"),
     ]
 
 
@@ -99,7 +110,7 @@ def below_ceilings(turns: Turns) -> list[Row]:
     shares, sockets, disks, batches = [], [], [], []
     for _ in turns.count(OTHER_TURNS):
         ours, batch_bytes = turns.take(measure_with_batches, FULL)
-        sockets.append(turns.take(ceilings.sockets_per_s, FULL, april_side.batch_groups(FULL)))
+        sockets.append(turns.take(ceilings.sockets_per_s, FULL))
         disks.append(turns.take(ceilings.disk_per_s, FULL, int(batch_bytes)))
         shares.append(ours.records_per_s / min(sockets[-1], disks[-1]))
         batches.append(batch_bytes)
@@ -118,26 +129,60 @@ def measure_with_batches(load: Load, folder: Path) -> tuple[Measured, float]:
     return measured, float(np.median(np.load(sizes)))
 
 
+def after_restart(turns: Turns) -> list[Row]:
+    size_bytes, samples = (600_000_000, 10_000) if turns.quick else (10_000_000_000, 100_000)
+    with turns.folder_of_its_own() as folder:
+        config, tokens = restart.make_journal(folder, size_bytes, samples)
+        seconds = [restart.restart_s(config, tokens) for _ in turns.count(OTHER_TURNS)]
+    return [Row("restart_10gb_s", seconds, "s")]
+
+
+def in_the_long_run(turns: Turns) -> list[Row]:
+    crowd = soak.QUICK if turns.quick else soak.FULL
+    with turns.folder_of_its_own() as folder:
+        endured = soak.endure(crowd, folder)
+    return [
+        Row("rss_growth_ratio_10min", [endured.rss_growth], "ratio"),
+        Row("bytes_per_inflight_sample", [endured.bytes_per_sample], "bytes"),
+        Row("cpu_us_per_chunk", [endured.cpu_us_per_chunk], "us"),
+        Row("soak_chunks_per_s", [endured.chunks_per_s], "chunks/s"),
+        Row("soak_rss_mib", [endured.rss_mib], "MiB"),
+    ]
+
+
 FIGURES: dict[tuple[str, ...], Callable[[Turns], list[Row]]] = {
     ("redis_ratio_4x1", "redis_ratio_4x8", "redis_ratio_16x8", "submit_p99_ms_16x8"): over_redis,
     ("ray_ratio_16x8",): over_ray,
     ("control_p99_ms",): control,
     ("ceiling_share_64k",): below_ceilings,
+    ("restart_10gb_s",): after_restart,
 }
 """what is measured together, by the names of the rows that goals are stated under"""
+SOAK = {("rss_growth_ratio_10min", "bytes_per_inflight_sample", "cpu_us_per_chunk"): in_the_long_run}
+
+
+def allow_many_sockets() -> None:
+    """A thousand sessions need two connections each; children inherit the limit."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("benchmarks/broker.py: stopped"))
     arguments = parser(__doc__.partition("\n")[0])
-    names = [name for names in FIGURES for name in names]
+    names = [name for together in FIGURES | SOAK for name in together]
     arguments.add_argument("--only", nargs="+", choices=names, metavar="ROW", help=f"of: {', '.join(names)}")
     arguments.add_argument("--folder", type=Path, help="where journals are written [default: for temporary files]")
+    arguments.add_argument("--soak", action="store_true", help="only the long form: 1,000 sessions for 10 minutes")
     options = arguments.parse_args()
     turns, rows = Turns(options.folder, options.quick), []
+    figures = SOAK if options.soak else FIGURES
+    if options.only:
+        figures = {names: figure for names, figure in (FIGURES | SOAK).items() if set(names) & set(options.only)}
+    allow_many_sockets()
     try:
-        for together, figure in FIGURES.items():
-            if options.only is None or set(together) & set(options.only):
-                rows += figure(turns)
+        for figure in figures.values():
+            rows += figure(turns)
     except BenchmarkError as error:
         sys.exit(f"benchmarks/broker.py: {error}")
     report(rows, options.json)

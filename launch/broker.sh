@@ -3,7 +3,7 @@
 #
 #   launch/broker.sh CONFIG [--section.key value ...]
 #
-#   launch/broker.sh configs/quickstart.toml --broker.bind 'tcp://0.0.0.0:5555'
+#   launch/broker.sh configs/quickstart.toml --security.keys KEYS --broker.bind 'tcp://0.0.0.0:5555'
 set -euo pipefail
 
 usage() { sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; }

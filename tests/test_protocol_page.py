@@ -229,9 +229,9 @@ def learner(join):
 @pytest.fixture
 def worker(join, learner):
     worker = join(Worker)
-    session, run, epoch, round, watermark, lost, renew_s, weights_address = worker.hello()
+    session, run, epoch, round, watermark, lost, renew_s, *weights = worker.hello()
     assert (run, epoch, watermark, lost, renew_s) == ("small", 1, 0, [], 15.0) and session and round in (-1, 0)
-    assert weights_address == "tcp://127.0.0.1:9"
+    assert weights == ["tcp://127.0.0.1:9", ""]
     worker.send("Holding", [0, 0], 10, 0.0)
     return worker
 
@@ -398,9 +398,10 @@ def rows(text):
 def name_of(kind):
     """A field's type as the page writes it."""
     from april.version import Number
+    from april.wire import Name
 
-    if kind == Number:
-        return "count"
+    if kind in (Number, Name):
+        return "count" if kind == Number else "name"
     if typing.get_origin(kind) is typing.Literal:
         return "/".join(json.dumps(value) for value in typing.get_args(kind))
     arguments = [name_of(argument) for argument in typing.get_args(kind)]
@@ -449,7 +450,7 @@ def test_the_page_s_example_is_what_its_client_sends():
 
 
 def test_the_page_states_the_broker_s_limits_and_deadlines():
-    from april import wire
+    from april import limits
     from april.broker import server
     from april.config import BrokerSection
 
@@ -460,5 +461,10 @@ def test_the_page_states_the_broker_s_limits_and_deadlines():
     assert f"after {server.LEAVE_S:g} s ({server.LEAVE_AFTER_SIGNAL_S:g} s" in PROSE
     assert f"`broker.credit_mb` ({broker.credit_mb} MiB)" in PROSE
     assert f"{server.OUTBOX_MESSAGES:,} messages" in PROSE
-    assert f"a body has at most {wire.MAX_BODY_BYTES >> 20} MiB" in PROSE
-    assert f"an array {wire.MAX_ARRAY_BYTES >> 30} GiB" in PROSE
+    to_broker, from_broker = limits.FROM_PEER, limits.FROM_BROKER
+    assert f"at most {to_broker.frames} frames and {to_broker.message_bytes >> 20} MiB" in PROSE
+    assert f"its body {to_broker.body_bytes >> 10} KiB · max(1, k), a chunk {limits.CHUNK_TOKENS:,} tokens" in PROSE
+    assert f"a frame above {to_broker.frame_bytes >> 20} MiB costs" in PROSE
+    assert f"a body has at most {from_broker.body_bytes >> 20} MiB · max(1, k)" in PROSE
+    assert f"a frame {from_broker.frame_bytes >> 30} GiB" in PROSE
+    assert f"at most {limits.METRICS} of them" in PROSE

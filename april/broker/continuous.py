@@ -1,7 +1,6 @@
 """The schedule without rounds: a fixed number of samples in flight, also while the learner trains."""
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 from april.broker.ledger import Ledger
 from april.broker.samples import Group, GroupState, Sample
@@ -37,7 +36,7 @@ class ContinuousSchedule:
 
     def __init__(self, rules: ContinuousRules, prompts: Prompts):
         self.rules = rules
-        self._draw = lru_cache(maxsize=1)(prompts.draw)
+        self.prompts = prompts
 
     def advance(self, ledger: Ledger) -> bool:
         """Deliver a batch if the learner has none; True when that was the last one."""
@@ -85,7 +84,7 @@ class ContinuousSchedule:
         batches_left = self.rules.max_steps - ledger.next_step
         if len(ledger.ready) >= batches_left * ledger.rules.batch_groups:
             return False
-        if not ledger.bound.survives(ledger.next_step, step) or (prompt := self._draw(ledger.cursor)) is None:
+        if not ledger.bound.survives(ledger.next_step, step) or (prompt := ledger.next_prompt(self.prompts)) is None:
             return False
         epoch, row, tokens = prompt
         ledger.open_group(epoch, row, floor=step, prompt=tokens)
@@ -103,4 +102,4 @@ class ContinuousSchedule:
 
     def _all_complete(self, ledger: Ledger) -> bool:
         """Every prompt has been drawn, and its group is no longer open."""
-        return ledger.counts[GroupState.OPEN] == 0 and self._draw(ledger.cursor) is None
+        return ledger.counts[GroupState.OPEN] == 0 and ledger.next_prompt(self.prompts) is None

@@ -13,7 +13,7 @@ class Event(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class RunStarted(Event):
-    """The first record: what a restart must find unchanged."""
+    """The first record: what a restart must find unchanged. The schedule may be another, since each keeps these."""
 
     run: str
     dataset: str
@@ -45,6 +45,8 @@ class GroupOpened(Event):
     size: int
     floor: int
     prompt_tokens: int
+    replaces: int | None = None
+    """the dead group whose prompt is drawn again; the cursor stays where it is"""
 
 
 class Leased(Event):
@@ -78,11 +80,29 @@ class LeaseEnded(Event):
     token: int
     cause: str
     error: str = ""
+    at: float = 0.0
+    """Unix seconds"""
 
 
 class GroupDiscarded(Event):
     group: int
     reason: str
+
+
+class GroupRequeued(Event):
+    """The prompt of a group that lost a sample for good is to be drawn again, ahead of fresh ones."""
+
+    group: int
+
+
+class DrainStarted(Event):
+    """Nothing is handed out any more, and grants up to the watermark are to be handed back."""
+
+    watermark: int
+
+
+class DrainEnded(Event):
+    pass
 
 
 class RoundStarted(Event):
@@ -118,6 +138,7 @@ class LearnerStarted(Event):
     uid: str = ""
     """of the learner's process, which a restarted broker knows again"""
     weights_address: str = ""
+    weights_key: str = ""
 
 
 AnyEvent = (
@@ -129,6 +150,9 @@ AnyEvent = (
     | SampleScored
     | LeaseEnded
     | GroupDiscarded
+    | GroupRequeued
+    | DrainStarted
+    | DrainEnded
     | RoundStarted
     | RoundEnded
     | BatchDelivered

@@ -3,7 +3,7 @@
 import logging
 from typing import TYPE_CHECKING
 
-from april import wire
+from april import limits, wire
 from april.broker.ledger import LedgerError, Verdict
 from april.broker.samples import Group, Sample, SampleState
 from april.broker.sessions import Session
@@ -46,13 +46,13 @@ class LearnerDesk:
         if not repeated:
             consumed_before = self.ledger.consumed
             try:
-                self.ledger.start_learner(message.step, session.uid, message.weights_address)
+                self.ledger.start_learner(message.step, session.uid, message.weights_address, session.key)
             except LedgerError as error:
                 return self._refuse(session, received, str(error))
             for step in range(consumed_before, message.step):
                 self.service.step_trained(step, {}, now)
         session.started = True
-        self.sessions.broadcast(wire.WeightsAt(message.weights_address))
+        self.sessions.broadcast(wire.WeightsAt(message.weights_address, session.key))
         answer = wire.LearnerStarted(self.ledger.branch, self.ledger.frontier)
         self.sessions.send(session, answer, sequence=received.sequence)
 
@@ -98,13 +98,15 @@ class LearnerDesk:
             self.waiting = None
 
     def _group_arrays(self, group: Group) -> list[wire.Packed]:
-        arrays = [self.service.read_prompt(group)]
+        arrays = [self.service.read_prompt(group.prompt)]
         for sample in done_samples(group):
             arrays += self.service.read_response(sample)
         return arrays
 
     def on_Consumed(self, session: Session, received: wire.Received, now: float) -> None:
         step = received.message.step
+        if len(received.message.metrics) > limits.METRICS:
+            raise wire.WireError("more metrics than are kept of a step")
         verdict = self.ledger.consume(step)
         if verdict is Verdict.INVALID:
             return self._refuse(session, received, f"batch {step} is not the next one, {self.ledger.consumed}")
@@ -119,8 +121,9 @@ class LearnerDesk:
         self.sessions.send(session, wire.Accepted(), sequence=received.sequence)
 
     def _refuse(self, session: Session, received: wire.Received, reason: str) -> None:
-        log.warning("learner refused: %s", reason)
-        self.sessions.send(session, wire.Refused(reason), sequence=received.sequence)
+        log.warning("learner refused: %s", reason, extra={"role": "learner"})
+        cause = f"{type(received.message).__name__} out of order"
+        self.sessions.refuse(cause, reason, session.data_route, 0, session.id, received.sequence)
 
 
 def done_samples(group: Group) -> list[Sample]:

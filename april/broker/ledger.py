@@ -15,10 +15,11 @@ generated = trained + delivered + ready + open + sum(discarded), in acknowledged
     ledger.score(lease.token, reward=1.0)
 """
 
+import heapq
 import zlib
 from collections.abc import Callable, Sequence
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from april.broker import events
 from april.broker.ledger_state import EPOCH_BITS, LedgerState, Rules
@@ -28,6 +29,8 @@ from april.version import Version
 
 Recorder = Callable[[events.Event, Sequence[Part]], Any]
 """writes an event and its arrays down; what it gives is kept as the reference to them"""
+if TYPE_CHECKING:
+    from april.broker.schedule import Prompts
 
 
 class Verdict(StrEnum):
@@ -47,6 +50,8 @@ class Ledger(LedgerState):
     def __init__(self, rules: Rules, record: Recorder = lambda event, arrays: None):
         super().__init__(rules)
         self.record = record
+        self._expiries: list[tuple[float, int]] = []
+        """heap of (instant, token): when to look at a lease; renewals make it outlive some of its entries"""
 
     # --- commands -------------------------------------------------------------------------------------------
 
@@ -63,12 +68,22 @@ class Ledger(LedgerState):
         if not evaluation and not self.bound.survives(self.next_step, floor):
             raise LedgerError(f"opening a group at step {floor} would break the staleness bound")
         group, size = self._next_group, size or self.rules.group_size
-        opened = events.GroupOpened(group, evaluation, epoch, row, size, floor, len(prompt) // 4)
+        replaces = None if evaluation else self.dead_letters.waiting_at(epoch, row)
+        opened = events.GroupOpened(group, evaluation, epoch, row, size, floor, len(prompt) // 4, replaces)
         self.commit(opened, [(zlib.crc32(prompt), prompt)])
         return self.groups[group]
 
-    def lease(self, sample: Sample, worker: str, step: int, expires_at: float) -> Lease:
-        """Give a sample that waits to a worker at policy step `step`."""
+    def next_prompt(self, prompts: "Prompts") -> tuple[int, int, bytes] | None:
+        """(epoch, row, token ids) of the prompt for the next group: that of a re-queued group, otherwise the one at
+        the cursor; None when they are exhausted. A prompt that is no longer in the dataset's limits goes on waiting."""
+        for place in self.dead_letters.waiting.values():
+            drawn = prompts.draw(place)
+            if drawn and drawn[:2] == place:
+                return drawn
+        return prompts.draw(self.cursor)
+
+    def lease(self, sample: Sample, worker: str, step: int, expires_at: float, ends_at: float = float("inf")) -> Lease:
+        """Give a sample that waits to a worker at policy step `step`; no renewal keeps it longer than `ends_at`."""
         scoring = sample.state is SampleState.GENERATED
         if sample.token or not (scoring or sample.state in TO_GENERATE) or sample.group.state is not GroupState.OPEN:
             raise LedgerError(f"sample {sample.group.id}.{sample.index} is not waiting")
@@ -76,8 +91,15 @@ class Ledger(LedgerState):
             raise LedgerError(f"sample {sample.group.id}.{sample.index} needs step {sample.first_step}, not {step}")
         token = (self.epoch << EPOCH_BITS) | (self._grants + 1)
         self.commit(events.Leased(token, sample.group.id, sample.index, worker, step, scoring))
-        self.leases[token].expires_at = expires_at
-        return self.leases[token]
+        lease = self.leases[token]
+        lease.ends_at = ends_at
+        self.expire_at(lease, expires_at)
+        return lease
+
+    def expire_at(self, lease: Lease, instant: float) -> None:
+        """Let a lease end at `instant`, unless it is renewed, or at its end if that is earlier."""
+        lease.expires_at = min(instant, lease.ends_at)
+        heapq.heappush(self._expiries, (lease.expires_at, lease.token))
 
     def add_chunk(
         self,
@@ -105,7 +127,7 @@ class Ledger(LedgerState):
             return Verdict.FENCED
         left = self.rules.max_response_tokens - sample.length - count
         within_budget = count > 0 and (left > 0 or (left == 0 and finish_reason))
-        if not lease.generating or not within_budget or version.step > self.frontier:
+        if not lease.generating or not within_budget or not self.was_published(version):
             return Verdict.INVALID
         self.commit(events.ChunkAccepted(token, start, count, version, finish_reason), arrays)
         return Verdict.OK
@@ -119,31 +141,61 @@ class Ledger(LedgerState):
         self.commit(events.SampleScored(token, reward))
         return Verdict.OK
 
-    def end_lease(self, token: int, cause: str, error: str = "") -> Verdict:
+    def end_lease(self, token: int, cause: str, error: str = "", at: float = 0.0) -> Verdict:
         """The sample goes back to where it waits; too many failures make it dead, and perhaps its group."""
         if token not in self.leases:
             return Verdict.FENCED
-        self.commit(events.LeaseEnded(token, cause, error))
+        self.commit(events.LeaseEnded(token, cause, error, at))
         return Verdict.OK
 
     def renew(self, tokens: list[int], expires_at: float) -> list[int]:
-        """Prolong leases, but for aborted ones; returns the tokens that are not current any more."""
+        """Prolong leases, each to its end at most and aborted ones not at all; returns the tokens that are not
+        current any more."""
         for token in tokens:
             if token in self.leases and not self.is_aborted(token):
-                self.leases[token].expires_at = expires_at
+                self.leases[token].expires_at = min(expires_at, self.leases[token].ends_at)
         return [token for token in tokens if token not in self.leases]
 
     def expire(self, now: float) -> list[Lease]:
         """End the leases whose time is over."""
-        expired = [lease for lease in self.leases.values() if lease.expires_at <= now]
-        for lease in expired:
-            cause = "abort" if self.is_aborted(lease.token) else "expired"
-            self.end_lease(lease.token, cause, "" if cause == "abort" else "the lease was not renewed")
+        expired = []
+        while self._expiries and self._expiries[0][0] <= now:
+            _, token = heapq.heappop(self._expiries)
+            if lease := self.leases.get(token):
+                if lease.expires_at <= now:
+                    expired.append(lease)
+                else:
+                    heapq.heappush(self._expiries, (lease.expires_at, token))
+        for lease in {lease.token: lease for lease in expired}.values():
+            if self.is_aborted(lease.token):
+                self.end_lease(lease.token, "abort", at=now)
+            else:
+                why = "was held for longer than broker.max_run_s" if lease.ends_at <= now else "was not renewed"
+                self.end_lease(lease.token, "expired", f"the lease {why}", at=now)
         return expired
 
     def discard(self, group: Group, reason: str) -> None:
         """End an open or ready group for a reason that is counted; its leases are void."""
         self.commit(events.GroupDiscarded(group.id, reason))
+
+    def requeue(self, group: int) -> Verdict:
+        """Draw the prompt of a group that lost a sample for good again, ahead of fresh ones; once for each group."""
+        letter = self.dead_letters.of_group(group)
+        if letter is None or letter.outcome == "without_it":
+            return Verdict.INVALID
+        if letter.outcome != "discarded":
+            return Verdict.DUPLICATE
+        self.commit(events.GroupRequeued(group))
+        return Verdict.OK
+
+    def start_drain(self) -> None:
+        """Have all that is generated for training handed back. Saying so again changes nothing."""
+        if not self.draining:
+            self.commit(events.DrainStarted((self.epoch << EPOCH_BITS) | self._grants))
+
+    def end_drain(self) -> None:
+        if self.draining:
+            self.commit(events.DrainEnded())
 
     def start_round(self) -> None:
         self.commit(events.RoundStarted(self.round + 1))
@@ -179,12 +231,14 @@ class Ledger(LedgerState):
 
     def checkpoint(self, step: int, oldest: int) -> Verdict:
         """A checkpoint that contains all batches below `step` is on disk, and none older than `oldest` is kept."""
-        if not self.durable <= step <= self.consumed:
-            return Verdict.DUPLICATE if step < self.durable else Verdict.INVALID
+        if step > self.consumed:
+            return Verdict.INVALID
+        if step < self.durable or (step == self.durable and min(oldest, step) <= self.first_kept_step):
+            return Verdict.DUPLICATE
         self.commit(events.CheckpointDurable(step, min(oldest, step)))
         return Verdict.OK
 
-    def start_learner(self, step: int, uid: str = "", weights_address: str = "") -> None:
+    def start_learner(self, step: int, uid: str = "", weights_address: str = "", weights_key: str = "") -> None:
         """A learner goes on from checkpoint `step`: later groups are delivered again, under a new branch.
 
         A checkpoint may be ahead of the last report by the batches that were delivered; they are consumed, then.
@@ -196,7 +250,7 @@ class Ledger(LedgerState):
             )
         while self.consumed < step:
             self.commit(events.BatchConsumed(self.consumed))
-        self.commit(events.LearnerStarted(self.branch + 1, step, uid, weights_address))
+        self.commit(events.LearnerStarted(self.branch + 1, step, uid, weights_address, weights_key))
 
     # --- questions ------------------------------------------------------------------------------------------
 
@@ -204,8 +258,13 @@ class Ledger(LedgerState):
     def first_kept_step(self) -> int:
         return min(self.deliveries, default=self.consumed)
 
+    def was_published(self, version: Version) -> bool:
+        """Whether a worker can have weights of that name; the first ones may reach it ahead of the learner's start."""
+        return version.step <= self.frontier and version.branch <= max(0, self.branch)
+
     def is_aborted(self, token: int) -> bool:
-        """Whether the sample is to be handed back: generated for training under a grant of an ended round."""
+        """Whether the sample is to be handed back: generated for training under a grant of an ended round,
+        or of the time before a drain."""
         lease = self.leases.get(token)
         return bool(lease and token <= self.watermark and lease.generating and not lease.sample.group.evaluation)
 

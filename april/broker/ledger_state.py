@@ -9,6 +9,7 @@ from typing import Any
 
 from april.broker import events
 from april.broker.bound import StalenessBound
+from april.broker.dead_letters import DeadLetters
 from april.broker.lengths import LengthCohorts
 from april.broker.samples import Group, GroupState, HandOutQueue, Lease, Sample, SampleState
 
@@ -17,6 +18,10 @@ EPOCH_BITS = 32
 
 NO_ATTEMPT = ("abort", "leave")
 """causes of a lease's end that are nobody's failure"""
+
+
+HANDLERS = {kind: f"_on_{kind.__name__}" for kind in events.Event.__subclasses__()}
+"""the method that applies each kind of event"""
 
 
 @dataclass(frozen=True)
@@ -71,10 +76,14 @@ class LedgerState:
         self.learner_uid = ""
         """the learner process that the branch belongs to"""
         self.weights_address = ""
+        self.weights_key = ""
         """where it publishes"""
         self.dead_in_a_row = 0
         """groups that lost a sample for good since the last one that became ready"""
         self.last_error = ""
+        self.dead_letters = DeadLetters()
+        self.draining = False
+        """nothing is handed out; workers hand back what they generate"""
         self.voided: list[tuple[str, int]] = []
         """(worker, token) of leases that ended with their group, until somebody tells the workers"""
         self.round = -1
@@ -90,7 +99,7 @@ class LedgerState:
 
     def apply(self, event: events.Event, reference: Any = None) -> None:
         """Change the state by one recorded fact."""
-        getattr(self, f"_on_{type(event).__name__}")(event, reference)
+        getattr(self, HANDLERS[type(event)])(event, reference)
 
     def _on_RunStarted(self, event: events.RunStarted, reference: Any) -> None:
         self.header = event
@@ -102,7 +111,10 @@ class LedgerState:
         ordinal = -1
         if not event.evaluation:
             ordinal, self._next_ordinal = self._next_ordinal, self._next_ordinal + 1
-            self.cursor = (event.epoch, event.row + 1)
+            if event.replaces is None:
+                self.cursor = (event.epoch, event.row + 1)
+            else:
+                self.dead_letters.drawn(event.replaces)
             self.counts[GroupState.OPEN] += 1
             self.bound.add(event.floor)
         group = Group(
@@ -194,6 +206,7 @@ class LedgerState:
             sample.last_error = self.last_error = event.error or event.cause
         if sample.attempts >= self.rules.max_attempts:
             sample.state = SampleState.DEAD
+            self.dead_letters.add(sample, event.at)
             if len(sample.group.live_samples) < self._least_samples(sample.group):
                 self._end_group(sample.group, "dead_sample")
             else:
@@ -246,7 +259,9 @@ class LedgerState:
         if group.evaluation:
             group.state = GroupState.DISCARDED
             return
-        self.dead_in_a_row += reason == "dead_sample"
+        if reason == "dead_sample":
+            self.dead_in_a_row += 1
+            self.dead_letters.discard(group.id)
         if group in self.ready:
             self.ready.remove(group)
         self._move(group, GroupState.DISCARDED)
@@ -254,6 +269,15 @@ class LedgerState:
         self.counts[reason] += 1
         self.bound.remove(group.opened_at)
         self.cohorts.finish(group.ordinal, [sample.length for sample in group.samples], [])
+
+    def _on_GroupRequeued(self, event: events.GroupRequeued, reference: Any) -> None:
+        self.dead_letters.requeue(event.group)
+
+    def _on_DrainStarted(self, event: events.DrainStarted, reference: Any) -> None:
+        self.draining, self.watermark = True, event.watermark
+
+    def _on_DrainEnded(self, event: events.DrainEnded, reference: Any) -> None:
+        self.draining = False
 
     def _on_RoundStarted(self, event: events.RoundStarted, reference: Any) -> None:
         self.round, self.round_open = event.round, True
@@ -290,4 +314,5 @@ class LedgerState:
             for group in self.deliveries[step]:
                 self._move(group, GroupState.DELIVERED)
         self.consumed, self.branch = event.step, event.branch
-        self.learner_uid, self.weights_address = event.uid, event.weights_address
+        self.learner_uid = event.uid
+        self.weights_address, self.weights_key = event.weights_address, event.weights_key

@@ -50,16 +50,15 @@ def describe_plan(section: ScheduleSection) -> str:
 
 
 def describe_cap(section: ScheduleSection) -> str:
-    batches = section.batches_in_reach if section.groups_outlive_a_round else 1
-    why = "the bound" if section.groups_outlive_a_round else "waiting for the longest response of every batch"
+    """The cap as a function of the lengths, which are not known before the run, with an example."""
     n, in_flight = section.n_samples_per_prompt, section.most_in_flight
-    groups = section.rollout_batch_size if section.groups_outlive_a_round else in_flight // n
-
-    def share(ratio: float) -> float:
-        return throughput_cap(batches, groups, n, in_flight, 1.0, ratio)
-
-    whole_up_to = batches * groups * n / in_flight
+    if section.groups_outlive_a_round:
+        why, batches, groups = "the bound", section.batches_in_reach, section.rollout_batch_size
+    else:
+        why, batches, groups = "waiting for the longest response of every batch", 1, section.groups_per_round
+    free_ratio = batches * groups * n / in_flight
+    example = throughput_cap(batches, groups, n, in_flight, mean_length=1.0, longest=EXAMPLE_RATIO)
     return (
-        f"{why} lets min(1, {whole_up_to:.3g} x mean / longest response) of what could be generated be trained: "
-        f"all of it up to longest = {whole_up_to:.3g} x mean, {share(EXAMPLE_RATIO):.0%} at {EXAMPLE_RATIO:g} x mean"
+        f"{why} lets min(1, {free_ratio:.3g} x mean / longest response) of what could be generated be trained: "
+        f"all of it up to longest = {free_ratio:.3g} x mean, {example:.0%} at {EXAMPLE_RATIO:g} x mean"
     )

@@ -29,12 +29,14 @@ class PromptBook:
         self.skipped_prompts = 0
         self._config = config
         self._order = lru_cache(maxsize=2)(self._epoch_order)
+        self.draw = lru_cache(maxsize=16)(self._draw)
+        """`Prompts.draw`; a schedule may look at the same prompt several times before it opens the group"""
         encoded = [(position, self._encode(row)) for position, row in enumerate(self.evaluation_rows)]
         self.evaluation_tokens = [(position, tokens) for position, tokens in encoded if tokens is not None]
         """(position, token ids) of the evaluation prompts that are short enough"""
         self.draw((0, 0))
 
-    def draw(self, cursor: tuple[int, int]) -> tuple[int, int, bytes] | None:
+    def _draw(self, cursor: tuple[int, int]) -> tuple[int, int, bytes] | None:
         """(epoch, position, token ids) of the first prompt at the cursor or behind it that is short enough."""
         epoch, position = cursor
         for _ in range(len(self.rows)):
@@ -53,7 +55,11 @@ class PromptBook:
         )
 
     def row(self, epoch: int, position: int) -> Row:
-        return self.rows[int(self._order(epoch)[position])]
+        return self.rows[self.row_number(epoch, position)]
+
+    def row_number(self, epoch: int, position: int) -> int:
+        """Its place in the dataset, from 0."""
+        return int(self._order(epoch)[position])
 
     def _epoch_order(self, epoch: int) -> np.ndarray:
         return epoch_order(len(self.rows), self._config.seed, epoch, self._config.data.shuffle)

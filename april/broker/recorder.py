@@ -7,6 +7,7 @@ from typing import Any
 
 import orjson
 
+from april import limits
 from april.broker.ledger import Ledger
 from april.broker.lengths import describe, histogram
 from april.broker.samples import Group, SampleState
@@ -34,10 +35,14 @@ class Recorder:
         self.evaluations: dict[int, dict[str, Any]] = {}
         self.generating_s = sum(step["rollout_s"] for step in self.steps.values())
         self.rollout_tokens = sum(step["rollout_tokens"] for step in self.steps.values())
+        self.chunks = 0
+        """of training samples, acknowledged since the broker started"""
         self._lanes: list[dict[str, Any]] = []
         self._step_generating_s = 0.0
         self._step_tokens = 0
         self._aborted_samples = 0
+        self._ages: Counter[int] = Counter()
+        self._summed_steps = 0
         self._settled = ledger.cohorts.created.copy()
         """lengths of the cohorts that were settled at the last step"""
 
@@ -45,7 +50,8 @@ class Recorder:
 
     def lane(self, worker: str, kind: str, start: float, end: float) -> None:
         """Something a worker did: generate, weights; or an instant: abort, joined, lost. Unix seconds."""
-        self._lanes.append({"worker": worker, "kind": kind, "start": round(start, 4), "end": round(end, 4)})
+        if len(self._lanes) < limits.LANE_RECORDS:
+            self._lanes.append({"worker": worker, "kind": kind, "start": round(start, 4), "end": round(end, 4)})
 
     def aborted(self, samples: int) -> None:
         self._aborted_samples += samples
@@ -56,7 +62,8 @@ class Recorder:
         self.generating_s += seconds
 
     def tokens(self, count: int) -> None:
-        """Training tokens acknowledged."""
+        """The training tokens of one chunk, acknowledged."""
+        self.chunks += 1
         self._step_tokens += count
         self.rollout_tokens += count
 
@@ -133,11 +140,9 @@ class Recorder:
         }
 
     def write_summary(self, ledger: Ledger, state: str, now: float) -> None:
-        steps = [self.steps[step] for step in sorted(self.steps) if step < ledger.consumed]
-        rewards = [step["reward"] for step in steps]
-        ages = Counter()
-        for step in steps:
-            ages.update({int(age): tokens for age, tokens in step["staleness"]["tokens_by_age"].items()})
+        last = [
+            self.steps[step]["reward"] for step in range(ledger.consumed - 3, ledger.consumed) if step in self.steps
+        ]
         summary = {
             "run": self.run,
             "state": state,
@@ -145,19 +150,30 @@ class Recorder:
             "max_steps": self.max_steps,
             "wall_s": round(self.wall_before_s + now - self.started_at, 2),
             "reward": {
-                "first": rewards[0] if rewards else None,
-                "last3": round(sum(rewards[-3:]) / len(rewards[-3:]), 6) if rewards else None,
+                "first": self.steps[0]["reward"] if last and 0 in self.steps else None,
+                "last3": round(sum(last) / len(last), 6) if last else None,
             },
             "evaluation": [self.evaluations[step] for step in sorted(self.evaluations)],
             "tokens": self.account(ledger),
             "ledger_closed": ledger.closed,
             "rollout_tokens_per_s": per_second(self.rollout_tokens, self.generating_s),
-            "staleness": describe_ages(ages),
+            "staleness": describe_ages(self._ages_until(ledger.consumed)),
             "buffer_peak": {"tokens": self.peak_tokens, "bytes": self.peak_tokens * BYTES_PER_TOKEN},
             "lengths": ledger.cohorts.summary(),
             "starts": {"broker": ledger.epoch, "learner": ledger.branch + 1},
         }
         replace_file(self.run_dir / "summary.json", orjson.dumps(summary, option=orjson.OPT_INDENT_2))
+
+    def _ages_until(self, consumed: int) -> Counter[int]:
+        """Tokens by staleness of the batches below `consumed`, summed up once."""
+        if consumed < self._summed_steps:
+            self._ages, self._summed_steps = Counter(), 0
+        for step in range(self._summed_steps, consumed):
+            if step in self.steps:
+                by_age = self.steps[step]["staleness"]["tokens_by_age"]
+                self._ages.update({int(age): tokens for age, tokens in by_age.items()})
+        self._summed_steps = consumed
+        return self._ages
 
 
 def tokens_by_age(groups: list[Group], step: int) -> Counter[int]:

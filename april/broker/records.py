@@ -10,7 +10,9 @@ import re
 import struct
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import lru_cache
+
+import msgspec
 
 Part = tuple[int, bytes | memoryview]
 """(crc32, data) of an array"""
@@ -25,8 +27,7 @@ FORM = re.compile(rb"(?=[\x93\x95\x97\x99\x9b\x9d\x9f]\xcf.{8}\xce.{4}\xc6)", re
 """what every record begins with, and little else does"""
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(msgspec.Struct, frozen=True, gc=False):
     synced: int
     event: bytes | memoryview
     arrays: list[Part]
@@ -71,4 +72,9 @@ def decode(data: bytes | memoryview, offset: int = 0) -> Record | None:
 
 
 def event_checksum(synced: int, event: bytes | memoryview) -> int:
-    return zlib.crc32(event, zlib.crc32(synced.to_bytes(8)))
+    return zlib.crc32(event, _checksum_of_position(synced))
+
+
+@lru_cache(maxsize=64)
+def _checksum_of_position(synced: int) -> int:
+    return zlib.crc32(synced.to_bytes(8))

@@ -53,7 +53,8 @@ class RoundSchedule:
         if ledger.next_step >= self.rules.max_steps:
             return True
         nothing_left = self.exhausted and not ledger.round_open and ledger.counts[GroupState.OPEN] == 0
-        return nothing_left and len(ledger.ready) < (1 if self.rules.train_last_batch else self.rules.batch_groups)
+        too_few = len(ledger.ready) < (1 if self.rules.train_last_batch else self.rules.batch_groups)
+        return nothing_left and too_few and ledger.next_prompt(self.prompts) is None
 
     def floor(self, ledger: Ledger) -> int:
         """The policy step that leases for the batch being made need."""
@@ -84,7 +85,7 @@ class RoundSchedule:
     def _open_groups(self, ledger: Ledger) -> None:
         for _ in range(self._groups_to_open(ledger)):
             floor = self.floor(ledger)
-            prompt = self.prompts.draw(ledger.cursor)
+            prompt = ledger.next_prompt(self.prompts)
             self.exhausted = prompt is None
             if prompt is None or not ledger.bound.survives(ledger.next_step, floor):
                 return

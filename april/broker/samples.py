@@ -103,6 +103,8 @@ class Lease:
     """granted to score only"""
     expires_at: float
     """on the caller's clock"""
+    ends_at: float = float("inf")
+    """the longest that renewals can keep it"""
 
     @property
     def generating(self) -> bool:

@@ -1,6 +1,7 @@
 """The broker's process: one thread, one poll loop, one ROUTER. Drain, apply, sync, and only then answer."""
 
 import errno
+import gc
 import logging
 import math
 import os
@@ -11,13 +12,20 @@ from pathlib import Path
 
 import zmq
 
-from april import clock, wire
+from april import clock, limits, wire
+from april.broker import sockets
+from april.broker.exporter import Exporter, Picture
+from april.broker.health import condition
 from april.broker.journal import Journal, JournalError
+from april.broker.metrics import Photographer, SyncTimes
 from april.broker.prompts import PromptBook
 from april.broker.recorder import replace_file
 from april.broker.service import Service
 from april.broker.sessions import Outgoing
 from april.config import Config
+from april.security.allow_list import AllowList
+from april.security.door import Door
+from april.security.keys import ALLOW_LIST, load_keys
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +34,10 @@ DRAIN_MESSAGES = 256
 """most messages between two syncs"""
 OUTBOX_MESSAGES = 1024
 """most messages kept for a peer that does not read; more end its session"""
+HTTP_FILE = "http"
+"""in the run folder: the base of the URLs of metrics and health"""
+GC_THRESHOLDS = (50_000, 20, 100)
+"""the ledger's many small objects live long: looking for garbage among them is worth it less often than usual"""
 RETRY_S = 5.0
 """how often a broker that ran out of disk looks for room"""
 PROBE_BYTES = 16 << 20
@@ -51,8 +63,13 @@ class Server:
     """
 
     def __init__(self, config: Config):
+        """Raises ConfigError, JournalError or BindError."""
+        keys = load_keys(config.security.keys, "broker")
+        allow_list = AllowList(config.security.keys / ALLOW_LIST) if keys else None
         config.run_dir.mkdir(parents=True, exist_ok=True)
         self.config = config
+        self.door: Door | None = None
+        """None where there are no keys"""
         self._open(PromptBook(config))
         self.context = zmq.Context()
         self.socket = self.context.socket(zmq.ROUTER)
@@ -60,11 +77,19 @@ class Server:
         self.socket.setsockopt(zmq.LINGER, 1000)
         self.socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
         self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
-        self.socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_ARRAY_BYTES)
+        self.socket.setsockopt(zmq.HANDSHAKE_IVL, int(limits.HANDSHAKE_S * 1000))
+        self.socket.setsockopt(zmq.MAXMSGSIZE, limits.FROM_PEER.frame_bytes)
+        self.socket.setsockopt(zmq.RCVHWM, limits.UPLOAD_QUEUE_MESSAGES)
+        if keys:
+            self.door = Door(self.context, keys, allow_list)
+            self.door.guard(self.socket)
+            self.service.failed_handshakes = self.door.failures
         self.address_file: Path = config.run_dir / "address"
         self._bind(config.broker.bind)
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         replace_file(self.address_file, self.address.encode())
+        self.exporter = start_exporter(config)
+        self._photographer, self._sync_times = Photographer(), SyncTimes()
         self._leave_s = LEAVE_S
         self._signal = ""
         self._retry_at = 0.0
@@ -75,6 +100,8 @@ class Server:
         broker = self.config.broker
         self.journal = Journal(self.config.run_dir / "journal", broker.segment_mb << 20, broker.segment_records)
         self.service = Service(self.config, prompts, self.journal, clock.now())
+        if self.door:
+            self.service.failed_handshakes = self.door.failures
         self.journal.sync()
 
     def _bind(self, endpoint: str) -> None:
@@ -98,6 +125,8 @@ class Server:
         signal.signal(signal.SIGINT, self._on_signal)
         log.info("broker of run %s at %s", self.service.config.run.name, self.address)
         over_since = None
+        gc.freeze()
+        gc.set_threshold(*GC_THRESHOLDS)
         try:
             while over_since is None or clock.now() - over_since < self._leave_s:
                 self.turn()
@@ -114,17 +143,33 @@ class Server:
         waiting = self.socket.poll(POLL_MS)
         try:
             caught_up = not waiting or self._drain()
+            if self.door and self.door.watch() and not self.service.read_only:
+                self._end_revoked()
             if self._signal:
                 self.service.stop(f"signal {self._signal}", "stopped", clock.now())
             self.service.tick(clock.now(), caught_up)
             if not self.service.read_only:
-                self.journal.sync()
+                self._sync()
                 self.service.take_snapshot()
         except (JournalError, OSError) as error:
             self._fail(error)
         self._send_all()
         if self.service.read_only and clock.now() >= self._retry_at:
             self._recover()
+        if self.exporter:
+            self.exporter.turned(clock.now(), self._picture)
+
+    def _sync(self) -> None:
+        unsynced, began = self.journal.unsynced_bytes, clock.now()
+        self.journal.sync()
+        if unsynced:
+            self._sync_times.observe(clock.now() - began)
+
+    def _picture(self) -> Picture:
+        outbox_messages = sum(len(waiting) for waiting in self._late.values())
+        now = clock.now()
+        series = self._photographer.read(self.service, outbox_messages, now)
+        return Picture(condition(self.service, now), series, self._sync_times.picture())
 
     def _fail(self, error: JournalError | OSError) -> None:
         """Stay up without a disk: nothing is acknowledged, questions are answered, and room is waited for."""
@@ -149,11 +194,18 @@ class Server:
         """Handle what has arrived; True if nothing is left."""
         for _ in range(DRAIN_MESSAGES):
             try:
-                route, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
+                route, *frames = sockets.receive(self.socket)
             except zmq.Again:
                 return True
-            self.service.handle(route, frames, clock.now())
+            peer = self.door.peer_of(route) if self.door else None
+            self.service.handle(route.bytes, frames, clock.now(), peer)
         return False
+
+    def _end_revoked(self) -> None:
+        """End the sessions of keys that are not on the allow-list any more, or have another role there."""
+        for session in list(self.service.sessions.by_id.values()):
+            if self.door.allow_list.find(session.key).role != session.role:
+                self.service.end_session(session, "its key is off the allow-list", clock.now())
 
     def _send_all(self) -> None:
         for route in list(self._late):
@@ -178,7 +230,7 @@ class Server:
             return True
         frames = wire.encode(message.message, message.arrays, message.session, message.sequence)
         try:
-            self.socket.send_multipart([message.route, *frames], zmq.NOBLOCK)
+            sockets.send(self.socket, [message.route, *frames])
         except zmq.Again:
             return False
         except zmq.ZMQError as error:
@@ -192,11 +244,7 @@ class Server:
         self._late.pop(route, None)
         for session in list(self.service.sessions.by_id.values()):
             if route in (session.data_route, session.control_route):
-                log.warning("%s %s does not read its messages; its session ends", session.role, session.name)
-                if session.role == "worker":
-                    self.service.workers.lose(session, "it does not read its messages", clock.now())
-                else:
-                    self.service.sessions.close(session)
+                self.service.end_session(session, "it does not read its messages", clock.now())
 
     def _on_signal(self, number: int, frame) -> None:
         self._leave_s = LEAVE_AFTER_SIGNAL_S
@@ -204,6 +252,11 @@ class Server:
 
     def close(self) -> None:
         self.service.close(clock.now())
+        if self.door:
+            self.door.close()
+        if self.exporter:
+            self.exporter.close()
+            (self.config.run_dir / HTTP_FILE).unlink(missing_ok=True)
         self.socket.close()
         self.context.term()
         self.journal.close()
@@ -219,3 +272,26 @@ def probe_disk(folder: Path) -> None:
             os.fsync(file.fileno())
     finally:
         path.unlink(missing_ok=True)
+
+
+def start_exporter(config: Config) -> Exporter | None:
+    """Serve /metrics and /health as `operations.http` says, and leave the address in the run folder."""
+    wanted = config.operations.http_address
+    if wanted is None:
+        return None
+    try:
+        exporter = Exporter(*wanted, config.operations.stuck_after_s)
+    except OSError as error:
+        raise BindError(
+            f"key 'operations.http' = {config.operations.http!r} cannot be used ({error}); give a free address of "
+            "this machine, or none"
+        ) from None
+    replace_file(config.run_dir / HTTP_FILE, exporter.address.encode())
+    log.info("metrics and health at %s", exporter.address)
+    if not is_loopback(wanted[0]):
+        log.warning("%s can be read by whoever reaches this machine; it shows figures and names only", exporter.address)
+    return exporter
+
+
+def is_loopback(host: str) -> bool:
+    return host == "localhost" or host.startswith("127.")

@@ -7,26 +7,31 @@ import logging
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from typing import Any
 
-from april import wire
+from april import limits, wire
 from april.broker import events
-from april.broker.journal import Journal, JournalError
+from april.broker.census import Census
+from april.broker.journal import Journal, JournalError, Reference
 from april.broker.learner_desk import LearnerDesk
 from april.broker.ledger import Ledger
+from april.broker.monitor_desk import MonitorDesk
 from april.broker.plan import ledger_rules, make_schedule
 from april.broker.prompts import PromptBook
 from april.broker.recorder import Recorder
 from april.broker.samples import Group, GroupState, Sample
-from april.broker.sessions import Outgoing, Session, Sessions
+from april.broker.sessions import Session, Sessions
 from april.broker.snapshot import SnapshotStore, freeze, live_positions, thaw
-from april.broker.status import describe_status
 from april.broker.worker_desk import WorkerDesk
 from april.config import Config
 from april.data.prompts import Row
+from april.security.allow_list import Peer
+from april.security.audit import Audit
 
 log = logging.getLogger(__name__)
 
+PROMPTS_CACHED = 64
 DEAD_ROUNDS = 2
 """rounds in which every group dies before the run is given up"""
 SWEEP_S = 0.25
@@ -35,8 +40,12 @@ SWEEP_S = 0.25
 MAY_SEND = {
     "worker": {"Heartbeat", "Holding", "Lane", "Chunk", "Scored", "GiveBack"},
     "learner": {"Heartbeat", "LearnerStart", "Fetch", "Consumed", "Durable"},
-    "monitor": {"Heartbeat", "StatusRequest", "StopRun"},
+    "monitor": {"Heartbeat", "StatusRequest", "StopRun", "Drain", "DeadLettersRequest", "Requeue"},
 }
+
+
+class AccessDenied(wire.WireError):
+    """The key of the connection is not one for this message; the text says why."""
 
 
 class Service:
@@ -49,19 +58,25 @@ class Service:
         self.over = ""
         """why there will be no batch any more; empty while the run goes on"""
         self.state = "running"
+        self.failed_handshakes: Counter[str] = Counter()
+        """by cause, as the server sees them"""
+        self.audit = Audit()
         self.read_only = ""
         """why nothing can be written; what is in memory is then ahead of the disk, and nobody is told of it"""
-        self.bad_messages: Counter[str] = Counter()
         self.credit_bytes = config.broker.credit_mb << 20
         self.ledger = Ledger(ledger_rules(config), record=journal.append)
         self.schedule = make_schedule(config.schedule, prompts)
         self.snapshots = SnapshotStore(journal.folder)
+        self.read_prompt = lru_cache(maxsize=PROMPTS_CACHED)(self._read_prompt)
+        """prompt ids by their place in the journal; the samples of a group are mostly handed out one after the other"""
         self._recover(now)
         self.sessions.number_from(self.ledger.epoch)
         max_steps = config.schedule.max_steps
         self.recorder = Recorder(config.run_dir, config.run.name, max_steps, now, self.ledger, self.sessions)
         self.workers = WorkerDesk(self)
         self.learner = LearnerDesk(self)
+        self.monitors = MonitorDesk(self)
+        self.census = Census(self.ledger, config.broker.max_run_s)
         for step in self.ledger.evaluations:
             self._record_evaluation(step)
         self._last_tick = now
@@ -95,38 +110,49 @@ class Service:
                 "go on with that run's configuration and dataset, or choose another run.name"
             )
         for lease in self.ledger.leases.values():
-            lease.expires_at = now + self.config.broker.readopt_s
+            lease.ends_at = now + self.config.broker.max_run_s
+            self.ledger.expire_at(lease, now + self.config.broker.readopt_s)
+            lease.ends_at = now + self.config.broker.max_run_s
         self.ledger.commit(events.BrokerStarted(self.ledger.epoch + 1))
 
     # --- messages -------------------------------------------------------------------------------------------
 
-    def handle(self, route: bytes, frames: list, now: float) -> None:
-        """Take one multipart message; what is wrong with it is counted and answered, never raised."""
-        try:
-            received = wire.decode(frames)
-            if self.read_only:
-                self._answer_read_only(route, received, now)
-            else:
-                self._dispatch(route, received, now)
-        except wire.WireError as error:
-            self.bad_messages[str(error).split(":")[0]] += 1
-            log.warning("bad message: %s", error)
-            self.sessions.outgoing.append(Outgoing(route, wire.Refused(f"bad message: {error}")))
+    def handle(self, route: bytes, frames: list, now: float, peer: Peer | None = None) -> None:
+        """Take one multipart message; what is wrong with it is counted and answered, never raised.
 
-    def _dispatch(self, route: bytes, received: wire.Received, now: float) -> None:
+        `peer` is whom the connection's key belongs to, None without CURVE: then the role that a session states counts.
+        """
+        try:
+            if peer and not peer.role:
+                raise AccessDenied("this key is not on the allow-list")
+            received = wire.decode(frames, limits.FROM_PEER)
+            answer = self._answer_read_only if self.read_only else self._dispatch
+            answer(route, received, now, peer)
+        except AccessDenied as error:
+            self.audit.say("access denied to %s: %s", peer.name or peer.key, error)
+            self.sessions.refuse("access denied", f"{wire.DENIED}{error}", route)
+        except wire.WireError as error:
+            self.audit.say("bad message: %s", error)
+            self.sessions.refuse(error.cause, f"bad message: {error}", route)
+
+    def _dispatch(self, route: bytes, received: wire.Received, now: float, peer: Peer | None) -> None:
         message = received.message
         if isinstance(message, wire.Hello):
-            return self._hello(route, received, now)
+            return self._hello(route, received, now, peer)
         session = self.sessions.by_id.get(received.session)
         binds = isinstance(message, wire.Bind) and session is not None and session.control_route is None
         if session is None or not (binds or route in (session.data_route, session.control_route)):
-            refusal = wire.Refused("unknown session; say hello", getattr(message, "token", 0))
-            self.sessions.outgoing.append(Outgoing(route, refusal, [], received.session, received.sequence))
-            return
+            token = getattr(message, "token", 0)
+            reason = "unknown session; say hello"
+            return self.sessions.refuse("unknown session", reason, route, token, received.session, received.sequence)
+        if peer and (peer.key, peer.role) != (session.key, session.role):
+            raise AccessDenied(f"the session belongs to another key, of a {session.role}")
         session.last_seen = now
         if isinstance(message, wire.Heartbeat):
             session.received_bytes = max(session.received_bytes, message.received_bytes)
         kind = type(message).__name__
+        if session.role == "worker":
+            self.workers.hungry[session.id] = session
         if isinstance(message, wire.Bind):
             session.control_route = route
         elif isinstance(message, wire.Goodbye):
@@ -138,18 +164,18 @@ class Service:
         elif kind == "Heartbeat":
             self.sessions.send_control(session, wire.Renewed([]))
         else:
-            desk = self.learner if session.role == "learner" else self
+            desk = self.learner if session.role == "learner" else self.monitors
             getattr(desk, f"on_{kind}")(session, received, now)
 
-    def _answer_read_only(self, route: bytes, received: wire.Received, now: float) -> None:
+    def _answer_read_only(self, route: bytes, received: wire.Received, now: float, peer: Peer | None) -> None:
         """Peers learn that the broker lives, monitors what they ask; whatever would change something has to wait."""
         message, session = received.message, self.sessions.by_id.get(received.session)
         if isinstance(message, wire.Hello) and message.role == "monitor":
-            self._hello(route, received, now)
+            self._hello(route, received, now, peer)
         elif session and isinstance(message, wire.Heartbeat):
             self.sessions.send_control(session, wire.Renewed([]))
         elif session and session.role == "monitor":
-            self._dispatch(route, received, now)
+            self._dispatch(route, received, now, peer)
 
     def fall_silent(self, reason: str) -> None:
         """Nothing can be written any more: forget what peers were to be told, and change nothing from here on."""
@@ -158,15 +184,25 @@ class Service:
         self.sessions.outgoing = [m for m in self.sessions.take_outgoing() if m.session in monitors]
         self.read_only, self.state = reason, "read only"
 
-    def _hello(self, route: bytes, received: wire.Received, now: float) -> None:
+    def _hello(self, route: bytes, received: wire.Received, now: float, peer: Peer | None) -> None:
         hello = received.message
         if hello.role not in MAY_SEND:
-            raise wire.WireError(f"unknown role: {hello.role}")
-        session, lost = self.sessions.open(hello, route, now), []
+            raise wire.WireError("unknown role")
+        if len(hello.leases) > self.config.security.max_leases:
+            raise wire.WireError("more leases than a worker may hold")
+        if peer:
+            self._check_identity(hello, peer)
+        if self._is_full(hello):
+            count = self.config.security.max_sessions
+            reason = f"the broker has {count} peers, all that 'security.max_sessions' allows; raise it"
+            return self.sessions.refuse("too many sessions", reason, route, 0, 0, received.sequence)
+        session, lost = self.sessions.open(hello, route, now, peer.key if peer else ""), []
         if hello.role == "worker":
             lost = self.workers.hello(session, hello, now)
         elif hello.role == "learner":
             self.learner.hello(session)
+        else:
+            self._close_namesakes(session)
         welcome = wire.Welcome(
             session=session.id,
             run=self.config.run.name,
@@ -176,23 +212,46 @@ class Service:
             lost=lost,
             renew_s=self.config.broker.renew_s,
             weights_address=self.ledger.weights_address,
+            weights_key=self.ledger.weights_key,
         )
         self.sessions.send(session, welcome, sequence=received.sequence)
         if self.over and hello.role == "worker":
             self.sessions.send_control(session, wire.Stop(self.over))
+
+    def _check_identity(self, hello: wire.Hello, peer: Peer) -> None:
+        """A key has one role, and nobody takes the place of another key's session."""
+        if hello.role != peer.role:
+            raise AccessDenied(f"the key of {peer.name} is a {peer.role}'s, not a {hello.role}'s")
+        for other in self.sessions.by_id.values():
+            same = other.uid == hello.uid or (other.role == hello.role == "worker" and other.name == hello.name)
+            if same and other.key != peer.key:
+                raise AccessDenied(f"another key works under the name {hello.name}; choose another with --name")
+
+    def _is_full(self, hello: wire.Hello) -> bool:
+        sessions = self.sessions.by_id.values()
+        return len(sessions) >= self.config.security.max_sessions and all(s.uid != hello.uid for s in sessions)
+
+    def _close_namesakes(self, session: Session) -> None:
+        """A monitor that says hello again has no use for its old session."""
+        for other in list(self.sessions.by_id.values()):
+            if other is not session and other.role == session.role and other.uid == session.uid:
+                self.sessions.close(other)
+
+    def end_session(self, session: Session, why: str, now: float) -> None:
+        """Without the peer's doing."""
+        ids = {"role": session.role} | ({"worker": session.name} if session.role == "worker" else {})
+        log.warning("the session of %s %s ends: %s", session.role, session.name, why, extra=ids)
+        if session.role == "worker":
+            return self.workers.lose(session, why, now)
+        if session.role == "learner":
+            self.learner.waiting = None
+        self.sessions.close(session)
 
     def _goodbye(self, session: Session, now: float) -> None:
         if session.role == "worker":
             self.workers.goodbye(session, now)
         else:
             self.sessions.close(session)
-
-    def on_StatusRequest(self, session: Session, received: wire.Received, now: float) -> None:
-        self.sessions.send(session, wire.Status(), [describe_status(self, now)], received.sequence)
-
-    def on_StopRun(self, session: Session, received: wire.Received, now: float) -> None:
-        self.stop(received.message.reason, received.message.state, now)
-        self.sessions.send(session, wire.Accepted(), sequence=received.sequence)
 
     # --- time -----------------------------------------------------------------------------------------------
 
@@ -215,10 +274,12 @@ class Service:
             self.workers.hand_out(now)
         self.workers.cancel_voided()
         self.recorder.buffered(self.ledger)
+        self.census.advance(now)
 
     def _sweep(self, now: float) -> None:
         self._next_sweep = now + SWEEP_S
         self.workers.drop_silent(now)
+        self.monitors.log_deaths()
         for session in list(self.sessions.by_id.values()):
             if session.role == "monitor" and now - session.last_seen > self.config.broker.session_timeout_s:
                 self.sessions.close(session)
@@ -255,12 +316,14 @@ class Service:
         groups = self.ledger.evaluations[step]
         if all(group.state is not GroupState.OPEN for group in groups):
             result = self.recorder.evaluated(step, groups)
-            log.info("evaluation at step %d: accuracy %s on %d prompts", step, result["accuracy"], result["prompts"])
+            accuracy, prompts = result["accuracy"], result["prompts"]
+            log.info("evaluation at step %d: accuracy %s on %d prompts", step, accuracy, prompts, extra={"step": step})
 
     def step_trained(self, step: int, metrics: dict[str, float], now: float) -> None:
         record = self.recorder.consumed(step, self.ledger, metrics, now)
-        self.recorder.write_summary(self.ledger, self.state, now)
-        log.info("step %d trained: reward %.3f, %d tokens", step, record["reward"], record["tokens"])
+        self._write_summary(now)
+        reward, tokens = record["reward"], record["tokens"]
+        log.info("step %d trained: reward %.3f, %d tokens", step, reward, tokens, extra={"step": step})
 
     def take_snapshot(self) -> None:
         """When a segment of the journal is full, begin a new one with a picture of the ledger, and reclaim space."""
@@ -279,6 +342,8 @@ class Service:
             log.info("the run is over: %s", reason)
             self.over, self.state = reason, state
             self.sessions.broadcast(wire.Stop(reason))
+            self._write_summary(now)
+            self.sessions.broadcast(wire.Stop(reason))
             if not self.read_only:
                 self.recorder.write_summary(self.ledger, state, now)
 
@@ -287,14 +352,18 @@ class Service:
         return bool(self.over) and not self.sessions.workers() and self.sessions.of_role("learner") is None
 
     def close(self, now: float) -> None:
+        self._write_summary(now)
+        self.snapshots.close()
+
+    def _write_summary(self, now: float) -> None:
         if not self.read_only:
             self.recorder.write_summary(self.ledger, self.state, now)
-        self.snapshots.close()
+            self.monitors.write_dead_letters()
 
     # --- payloads -------------------------------------------------------------------------------------------
 
-    def read_prompt(self, group: Group) -> wire.Packed:
-        _, [(checksum, data)] = self.journal.read(group.prompt)
+    def _read_prompt(self, reference: Reference) -> wire.Packed:
+        _, [(checksum, data)] = self.journal.read(reference)
         return wire.Packed("i4", checksum, data)
 
     def read_chunks(self, sample: Sample) -> Iterator[tuple[wire.Packed, wire.Packed]]:

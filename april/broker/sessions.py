@@ -1,11 +1,11 @@
 """Who is connected: one session per peer, with a data and a control connection, and what it was last known to do."""
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from april import wire
+from april import limits, wire
 from april.version import Version
 
 PACE_S = 5.0
@@ -22,6 +22,8 @@ class Session:
     data_route: bytes
     last_seen: float
     control_route: bytes | None = None
+    key: str = ""
+    """CURVE key of its connections, "" without CURVE"""
     version: Version | None = None
     capacity: int = 0
     started: bool = False
@@ -53,6 +55,11 @@ class Tally:
     acknowledged: int = 0
     refused: int = 0
 
+    @property
+    def lost(self) -> int:
+        """Sampled, and neither acknowledged nor refused."""
+        return max(0, self.emitted - self.acknowledged - self.refused)
+
 
 @dataclass(slots=True)
 class Outgoing:
@@ -70,6 +77,10 @@ class Sessions:
         self.by_id: dict[int, Session] = {}
         self.tallies: dict[str, Tally] = {}
         """by the uid of the worker process"""
+        self.folded = Tally()
+        """of processes that left long ago: `emitted` holds what was neither acknowledged nor refused"""
+        self.refusals: Counter[str] = Counter()
+        """messages that were not accepted, by cause: one for each `Refused`"""
         self.outgoing: list[Outgoing] = []
         self._next = 1
         self._acknowledging: dict[int, Session] = {}
@@ -78,13 +89,24 @@ class Sessions:
         """A session's number is never used again, not even by a restarted broker."""
         self._next = (epoch << 32) + 1
 
-    def open(self, hello: wire.Hello, route: bytes, now: float) -> Session:
-        session = Session(self._next, hello.role, hello.name, hello.uid, route, now)
+    def open(self, hello: wire.Hello, route: bytes, now: float, key: str = "") -> Session:
+        session = Session(self._next, hello.role, hello.name, hello.uid, route, now, key=key)
         self.by_id[session.id] = session
         self._next += 1
         if session.uid not in self.tallies:
             self.tallies[session.uid] = Tally(acknowledged=hello.acknowledged_tokens)
+            self._fold_tallies()
         return session
+
+    def _fold_tallies(self) -> None:
+        """Forget which process it was that left first; what it had sampled in vain stays counted."""
+        if len(self.tallies) <= limits.TALLIES:
+            return
+        here = {session.uid for session in self.by_id.values()}
+        for uid in [uid for uid in self.tallies if uid not in here][: limits.TALLIES // 2]:
+            tally = self.tallies.pop(uid)
+            self.folded.emitted += tally.lost
+            self.folded.refused += tally.refused
 
     def close(self, session: Session) -> None:
         self.by_id.pop(session.id, None)
@@ -99,10 +121,10 @@ class Sessions:
         """Tokens that workers which have left or were lost had sampled and never got acknowledged."""
         here = {session.uid for session in self.by_id.values()}
         gone = (tally for uid, tally in self.tallies.items() if uid not in here)
-        return sum(max(0, tally.emitted - tally.acknowledged - tally.refused) for tally in gone)
+        return self.folded.emitted + sum(tally.lost for tally in gone)
 
     def refused_tokens(self) -> int:
-        return sum(tally.refused for tally in self.tallies.values())
+        return self.folded.refused + sum(tally.refused for tally in self.tallies.values())
 
     def workers(self) -> list[Session]:
         return [session for session in self.by_id.values() if session.role == "worker"]
@@ -111,7 +133,8 @@ class Sessions:
         return next((session for session in self.by_id.values() if session.role == role), None)
 
     def of_uid(self, uid: str) -> Session | None:
-        return next((session for session in self.by_id.values() if session.uid == uid), None)
+        """The session of a worker's process."""
+        return next((s for s in self.by_id.values() if s.uid == uid and s.role == "worker"), None)
 
     def send(
         self, session: Session, message: wire.Message, arrays: list[np.ndarray | wire.Packed] = (), sequence: int = 0
@@ -119,6 +142,13 @@ class Sessions:
         """To the data connection, in order behind what was sent there before."""
         session.sent_bytes += sum(len(a.data) if isinstance(a, wire.Packed) else a.nbytes for a in arrays)
         self.outgoing.append(Outgoing(session.data_route, message, list(arrays), session.id, sequence))
+
+    def refuse(
+        self, cause: str, reason: str, route: bytes, token: int = 0, session: int = 0, sequence: int = 0
+    ) -> None:
+        """The answer to a message that is not accepted, and its counter; `cause` is never a peer's own text."""
+        self.refusals[cause] += 1
+        self.outgoing.append(Outgoing(route, wire.Refused(reason, token), [], session, sequence))
 
     def has_credit(self, session: Session, credit_bytes: int) -> bool:
         """Whether it has taken enough of what it was sent to be sent more; one message may exceed the credit."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from april.broker.dead_letters import DeadLetters
 from april.broker.events import RunStarted
 from april.broker.journal import Reference, sync_folder
 from april.broker.ledger_state import LedgerState
@@ -29,7 +30,8 @@ CHECKSUM = struct.Struct("<I")
 
 PLAIN = (
     "next_step", "consumed", "frontier", "durable", "branch", "dead_in_a_row", "last_error", "round", "round_open",
-    "watermark", "cursor", "epoch", "learner_uid", "weights_address", "_next_group", "_next_ordinal", "_grants",
+    "watermark", "cursor", "epoch", "learner_uid", "weights_address", "weights_key", "_next_group", "_next_ordinal",
+    "_grants", "draining",
 )  # fmt: skip
 """attributes that are what they are"""
 COUNTERS = ("tokens", "discarded", "counts")
@@ -73,6 +75,7 @@ class LedgerImage(msgspec.Struct, array_like=True):
     deliveries: dict[int, list[int]]
     evaluations: dict[int, list[int]]
     cohorts: tuple[int, dict[int, int], dict[int, int], dict[int, dict[int, tuple[list[int], list[int]]]]]
+    dead_letters: DeadLetters
 
 
 def freeze(ledger: LedgerState) -> LedgerImage:
@@ -93,6 +96,7 @@ def freeze(ledger: LedgerState) -> LedgerImage:
             dict(cohorts.trained),
             {cohort: dict(groups) for cohort, groups in cohorts.waiting.items()},
         ),
+        ledger.dead_letters.copy(),
     )
 
 
@@ -123,6 +127,7 @@ def thaw(image: LedgerImage, ledger: LedgerState) -> None:
     cohorts = ledger.cohorts
     cohorts.settled, created, trained, cohorts.waiting = image.cohorts
     cohorts.created, cohorts.trained = Counter(created), Counter(trained)
+    ledger.dead_letters = image.dead_letters.copy()
     groups = {group.id: group for group in map(_thaw_group, image.groups)}
     leases = {}
     for frozen in image.groups:

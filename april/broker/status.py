@@ -1,10 +1,10 @@
 """What a live broker says about its run: the dictionary behind the terminal view."""
 
+import dataclasses
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import orjson
-
+from april.broker.ledger import Ledger
 from april.broker.samples import GroupState
 
 if TYPE_CHECKING:
@@ -12,11 +12,6 @@ if TYPE_CHECKING:
 
 ETA_STEPS = 10
 """the newest steps, whose pace the estimate takes"""
-
-
-def describe_status(service: "Service", now: float) -> np.ndarray:
-    """uint8 [bytes]: JSON."""
-    return np.frombuffer(orjson.dumps(status(service, now)), np.uint8)
 
 
 def status(service: "Service", now: float) -> dict[str, Any]:
@@ -54,7 +49,17 @@ def status(service: "Service", now: float) -> dict[str, Any]:
         ],
         "tokens": service.recorder.account(ledger),
         "ledger_closed": ledger.closed,
-        "bad_messages": dict(service.bad_messages),
+        "refusals": dict(service.sessions.refusals),
+        "failed_handshakes": dict(service.failed_handshakes),
+        "drain": drain_state(ledger),
+        "leases": len(ledger.leases),
+        "queues": dataclasses.asdict(service.census.latest),
+        "sessions": dict(Counter(session.role for session in service.sessions.by_id.values())),
+        "dead_letters": {
+            "total": ledger.dead_letters.total,
+            "to_requeue": len(ledger.dead_letters.discarded_groups()),
+            "waiting": len(ledger.dead_letters.waiting),
+        },
         "starts": {"broker": ledger.epoch, "learner": ledger.branch + 1},
         "learner_silent_s": learner_silent_s(service, now),
     }
@@ -66,13 +71,24 @@ def learner_silent_s(service: "Service", now: float) -> float | None:
     return round(now - session.last_seen, 1) if session else None
 
 
+def drain_state(ledger: Ledger) -> str:
+    """draining: leases are still to come back; drained: none is left and none is given; otherwise empty."""
+    if not ledger.draining:
+        return ""
+    return "draining" if ledger.leases else "drained"
+
+
 def phase(service: "Service") -> str:
     ledger = service.ledger
     floor = service.schedule.floor(ledger)
     if service.over:
         return "finished"
+    if service.read_only:
+        return "read-only"
+    if ledger.draining:
+        return drain_state(ledger)
     if ledger.generating:
-        return "generating"
+        return "generating, training" if ledger.consumed < ledger.next_step else "generating"
     if any(count for (_, evaluation), count in ledger.load.items() if evaluation):
         return "evaluating"
     if ledger.consumed < ledger.next_step:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from april import wire
+from april import limits, wire
 from april.broker.ledger import Verdict
 from april.broker.prompts import sample_seed
 from april.broker.samples import Lease
@@ -27,6 +27,8 @@ class WorkerDesk:
         self.ledger = service.ledger
         self.sessions = service.sessions
         self.recorder = service.recorder
+        self.hungry: dict[int, Session] = {}
+        """sessions that may have room: all that were heard of since they were last full"""
 
     # --- coming and going -----------------------------------------------------------------------------------
 
@@ -42,16 +44,17 @@ class WorkerDesk:
         self.ledger.renew(list(held), now + self.config.broker.lease_s)
         for lease in self.leases_of(hello.uid):
             if lease.token not in held:
-                self.ledger.end_lease(lease.token, "lost", "its worker came back without it")
+                self.ledger.end_lease(lease.token, "lost", "its worker came back without it", now)
         self.recorder.lane(session.name, "joined", now, now)
         return [token for token in hello.leases if token not in held]
 
     def lose(self, session: Session, why: str, now: float) -> None:
         """A worker is gone: all that it held waits for another."""
         leases = self.leases_of(session.uid)
-        log.warning("worker %s is lost (%s); %d samples wait for another", session.name, why, len(leases))
+        ids = {"worker": session.name}
+        log.warning("worker %s is lost (%s); %d samples wait for another", session.name, why, len(leases), extra=ids)
         for lease in leases:
-            self.ledger.end_lease(lease.token, "lost", f"worker {session.name} was lost: {why}")
+            self.ledger.end_lease(lease.token, "lost", f"worker {session.name} was lost: {why}", now)
         self.recorder.lane(session.name, "lost", now, now)
         self.sessions.close(session)
 
@@ -71,6 +74,8 @@ class WorkerDesk:
 
     def on_Heartbeat(self, session: Session, received: wire.Received, now: float) -> None:
         message = received.message
+        if len(message.leases) > self.config.security.max_leases:
+            raise wire.WireError("more leases than a worker may hold")
         tally = self.sessions.tallies[session.uid]
         tally.emitted = max(tally.emitted, message.emitted_tokens)
         mine = [token for token in message.leases if self._holds(session.uid, token)]
@@ -80,14 +85,21 @@ class WorkerDesk:
 
     def on_Holding(self, session: Session, received: wire.Received, now: float) -> None:
         message = received.message
-        if message.version.step > self.ledger.frontier:
+        if not self.ledger.was_published(message.version):
             raise wire.WireError("nobody can hold a version that was never published")
-        session.version, session.capacity = message.version, message.capacity
+        if not 0 <= message.loaded_in_s < math.inf:
+            raise wire.WireError("loading takes a finite time")
+        session.version = message.version
+        session.capacity = min(message.capacity, self.config.security.max_leases)
+        if session.capacity < message.capacity:
+            self.service.audit.say("worker %s gets room for %d leases, no more", session.name, session.capacity)
         if message.loaded_in_s:
             self.recorder.lane(session.name, "weights", now - message.loaded_in_s, now)
 
     def on_Lane(self, session: Session, received: wire.Received, now: float) -> None:
         message = received.message
+        if not (math.isfinite(message.start) and math.isfinite(message.end)):
+            raise wire.WireError("a span has finite ends")
         self.recorder.lane(session.name, message.kind, message.start, message.end)
 
     def on_Chunk(self, session: Session, received: wire.Received, now: float) -> None:
@@ -97,6 +109,8 @@ class WorkerDesk:
         ids, logprobs = received.arrays
         if not len(ids) or ids.shape != logprobs.shape or ids.min() < 0 or not np.isfinite(logprobs).all():
             raise wire.WireError("a chunk has at least one token, ids from 0, and a finite logprob for each")
+        if len(ids) > limits.CHUNK_TOKENS:
+            raise wire.WireError(f"a chunk has at most {limits.CHUNK_TOKENS} tokens")
         if not self._holds(session.uid, message.token):
             return self._refuse(session, received, "the lease is not current", len(ids))
         lease = self.ledger.leases[message.token]
@@ -112,7 +126,7 @@ class WorkerDesk:
         elif verdict is Verdict.GAP:
             return self.sessions.send(session, wire.ResendFrom(message.token, lease.sample.length))
         elif verdict is not Verdict.DUPLICATE:
-            self.ledger.end_lease(message.token, "generation_failed", f"chunk refused: {verdict}")
+            self.ledger.end_lease(message.token, "generation_failed", f"chunk refused: {verdict}", now)
             return self._refuse(session, received, f"chunk refused: {verdict}", len(ids))
         self.sessions.acknowledge(session, message.token, lease.sample.length)
 
@@ -134,30 +148,44 @@ class WorkerDesk:
         sample = self.ledger.leases[message.token].sample
         if message.length > sample.length:
             return self.sessions.send(session, wire.ResendFrom(message.token, sample.length))
-        if message.error:
-            log.warning("sample %d.%d came back: %s: %s", sample.group.id, sample.index, message.cause, message.error)
-        self.ledger.end_lease(message.token, message.cause, message.error)
+        error = limits.clip(message.error)
+        if error:
+            ids = {"worker": session.name, "group": sample.group.id, "sample": sample.index}
+            log.warning("sample %d.%d came back: %s: %s", ids["group"], ids["sample"], message.cause, error, extra=ids)
+        self.ledger.end_lease(message.token, message.cause, error, now)
         self.sessions.acknowledge(session, message.token)
 
     def _refuse(self, session: Session, received: wire.Received, reason: str, tokens: int = 0) -> None:
         self.sessions.tallies[session.uid].refused += tokens
-        self.sessions.send(session, wire.Refused(reason, received.message.token), sequence=received.sequence)
+        self.sessions.refuse(reason, reason, session.data_route, received.message.token, session.id, received.sequence)
 
     # --- leases ---------------------------------------------------------------------------------------------
 
     def hand_out(self, now: float) -> None:
-        """Fill every worker as far as it has room, the emptiest first."""
-        able = [session for session in self.sessions.workers() if self._has_room(session)]
+        """Fill every worker as far as it has room, the emptiest first; nothing while the broker is drained.
+
+        What one worker cannot be given, no other at the same policy step or before it can.
+        """
+        if self.ledger.draining:
+            return
+        able = [session for session in self.hungry.values() if self._has_room(session)]
+        self.hungry = {session.id: session for session in able}
         emptiest = [(self._load(session) / session.capacity, session.id, session) for session in able]
         heapq.heapify(emptiest)
+        nothing_up_to = -1
         while emptiest:
             _, number, session = emptiest[0]
-            if not self._grant_one(session, now) or not self._has_room(session):
+            step = session.version.step
+            if step > nothing_up_to and not self._grant_one(session, now):
+                nothing_up_to = step
+            if step <= nothing_up_to or not self._has_room(session):
                 heapq.heappop(emptiest)
             else:
                 heapq.heapreplace(emptiest, (self._load(session) / session.capacity, number, session))
 
     def _has_room(self, session: Session) -> bool:
+        if session.id not in self.sessions.by_id:
+            return False
         if session.version is None or session.control_route is None or self._load(session) >= session.capacity:
             return False
         return self.sessions.has_credit(session, self.service.credit_bytes)
@@ -170,7 +198,8 @@ class WorkerDesk:
         sample = choose_sample(self.service.schedule, self.ledger, step, self._evaluation_share_left(session))
         if sample is None:
             return False
-        lease = self.ledger.lease(sample, session.uid, step, now + self.config.broker.lease_s)
+        lease_s, max_run_s = self.config.broker.lease_s, self.config.broker.max_run_s
+        lease = self.ledger.lease(sample, session.uid, step, now + lease_s, now + max_run_s)
         self._send_grant(session, lease)
         return True
 
@@ -196,7 +225,7 @@ class WorkerDesk:
             finish_reason=sample.finish_reason,
         )
         pieces = [ids for ids, _ in self.service.read_chunks(sample)]
-        self.sessions.send(session, grant, [self.service.read_prompt(group), *pieces])
+        self.sessions.send(session, grant, [self.service.read_prompt(group.prompt), *pieces])
 
     # --- aborts and losses ----------------------------------------------------------------------------------
 
@@ -205,7 +234,7 @@ class WorkerDesk:
         deadline = now + self.config.broker.abort_deadline_s
         aborted = [lease for lease in self.ledger.leases.values() if self.ledger.is_aborted(lease.token)]
         for lease in aborted:
-            lease.expires_at = min(lease.expires_at, deadline)
+            self.ledger.expire_at(lease, min(lease.expires_at, deadline))
         self.recorder.aborted(len(aborted))
         busy = {lease.worker for lease in aborted}
         for session in self.sessions.workers():
@@ -229,4 +258,5 @@ class WorkerDesk:
 
     def _cancel(self, worker: str, token: int) -> None:
         if session := self.sessions.of_uid(worker):
+            self.hungry[session.id] = session
             self.sessions.send_control(session, wire.Cancel([token]))

@@ -21,16 +21,26 @@ class Tokenizer:
                 "give a Hugging Face folder with its tokeniser's files"
             ) from None
         self.path = Path(path)
+        self._fast = getattr(self.inner, "backend_tokenizer", None)
+        """the Rust tokeniser inside, where there is one: it spares a short prompt the wrapper's work"""
+        if self._fast is not None:
+            self._fast.no_truncation()
+            self._fast.no_padding()
         self.eos_token_ids = frozenset(generation_eos_ids(self.path) | tokenizer_eos_ids(self.inner))
 
     def encode_prompt(self, prompt: str | list[dict]) -> np.ndarray:
         """int32 [P]: text as it is, without added special tokens; chat messages through the chat template."""
         if isinstance(prompt, str):
-            return np.asarray(self.inner.encode(prompt, add_special_tokens=False), np.int32)
+            return np.asarray(self._encode(prompt), np.int32)
         if not self.inner.chat_template:
             raise ConfigError(f"tokeniser of {str(self.path)!r} has no chat template; give prompts as text or add one")
         ids = self.inner.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=False)
         return np.asarray(ids, np.int32)
+
+    def _encode(self, text: str) -> list[int]:
+        if self._fast is not None:
+            return self._fast.encode(text, add_special_tokens=False).ids
+        return self.inner.encode(text, add_special_tokens=False)
 
     def decode(self, ids) -> str:
         """Text of the ids, special tokens left out, spaces as the model wrote them."""

@@ -5,8 +5,9 @@ import logging
 import sys
 
 from april import config as configuration
-from april.client import BrokerRefused, BrokerUnreachable
+from april.client import AccessDenied, BrokerRefused, BrokerUnreachable
 from april.process import REFUSED, die_with_parent, end, log_to_stderr
+from april.security.keys import load_keys
 
 log = logging.getLogger(__name__)
 
@@ -34,9 +35,9 @@ def main(arguments: list[str]) -> int:
         return REFUSED
     try:
         train(config, options.connect)
-    except (BrokerUnreachable, BrokerRefused) as error:
+    except (configuration.ConfigError, BrokerUnreachable, BrokerRefused) as error:
         print(f"april.learner: {error}", file=sys.stderr)
-        end(REFUSED if isinstance(error, BrokerRefused) else 1)
+        end(1 if isinstance(error, BrokerUnreachable) and not isinstance(error, AccessDenied) else REFUSED)
     end(0)
 
 
@@ -50,12 +51,13 @@ def train(config: configuration.Config, address: str) -> None:
 
     device = process_group.join(config.learner)
     rank = dist.get_rank()
-    log_to_stderr(f"learner {rank}")
+    log_to_stderr(f"learner {rank}", config.operations.log_format, run=config.run.name, role="learner")
     log.info("rank %d of %d on %s", rank, dist.get_world_size(), device)
     source = publisher = None
     if rank == 0:
-        publisher = WeightPublisher(config.weights, config.run.name, device.type)
-        source = BrokerSource(address, publisher.address, config.broker.patience_s)
+        keys = config.security.keys
+        publisher = WeightPublisher(config.weights, config.run.name, device.type, keys)
+        source = BrokerSource(address, publisher.address, config.broker.patience_s, load_keys(keys, "learner"))
     loop.run(config, Trainer(config, device), source, publisher)
     process_group.leave()
     if source:

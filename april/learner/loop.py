@@ -77,7 +77,8 @@ def run(config: Config, trainer: Trainer, source: Source | None, publisher: Publ
             saved_step = trainer.step_count
             metrics["checkpoint_s"] = time.perf_counter() - trained
         if source:
-            log.info("batch %d trained in %.2f s, loss %.4f", step, metrics["train_s"], metrics["loss"])
+            seconds, loss = metrics["train_s"], metrics["loss"]
+            log.info("batch %d trained in %.2f s, loss %.4f", step, seconds, loss, extra={"step": step})
             source.consumed(step, metrics)
             if due:
                 source.durable(saved_step, trainer.oldest_checkpoint)

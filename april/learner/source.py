@@ -8,14 +8,15 @@ import numpy as np
 from april import wire
 from april.client import BrokerConnection, BrokerRefused
 from april.learner.batch import Batch, TrainSample
+from april.security.keys import Keys
 
 
 class BrokerSource:
     """Implements `april.learner.loop.Source` over a broker connection, for rank 0."""
 
-    def __init__(self, address: str, weights_address: str, patience_s: float):
+    def __init__(self, address: str, weights_address: str, patience_s: float, keys: Keys | None = None):
         self.weights_address = weights_address
-        self.connection = BrokerConnection(address, "learner", "learner", uuid.uuid4().hex, patience_s)
+        self.connection = BrokerConnection(address, "learner", "learner", uuid.uuid4().hex, patience_s, keys)
         self.connection.hello(leases=[])
 
     def start(self, checkpoint_step: int) -> tuple[int, int]:

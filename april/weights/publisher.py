@@ -11,14 +11,19 @@ import queue
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 import zmq
 from torch import Tensor
 
-from april import clock, wire
+from april import clock, limits, wire
 from april.config import WeightsSection
+from april.security.allow_list import AllowList, Peer
+from april.security.audit import Audit
+from april.security.door import Door
+from april.security.keys import ALLOW_LIST, load_keys
 from april.version import Version
 from april.weights import lane as lanes
 from april.weights.snapshot import Snapshot, buckets, pack
@@ -27,6 +32,15 @@ log = logging.getLogger(__name__)
 
 SILENCE_S = 3.0
 """a worker that has not been heard of for this long has lost its lane; they speak twice a second"""
+
+
+INBOX_MESSAGES = 64
+"""a worker that says more at once than its lane takes loses it"""
+FROM_WORKERS = (
+    wire.LaneJoin, wire.LaneReady, wire.LaneAlive, wire.LanePosted, wire.LaneLoaded, wire.LaneFailed
+)  # fmt: skip
+ANYBODY = Peer("", "worker", "")
+"""who speaks where there are no keys"""
 
 
 class LaneLost(RuntimeError):
@@ -42,14 +56,19 @@ class PeerLane:
     last_seen: float
     state: str = "joining"
     acknowledged: Version | None = None
-    inbox: queue.Queue = field(default_factory=queue.Queue)
+    key: str = ""
+    """CURVE key of the worker, "" without CURVE"""
+    inbox: queue.Queue = field(default_factory=lambda: queue.Queue(INBOX_MESSAGES))
     """LaneReady, LanePosted, LaneLoaded, LaneFailed of this lane"""
 
 
 class WeightPublisher:
     """Lives in learner rank 0; `address` is where workers ask for a lane."""
 
-    def __init__(self, config: WeightsSection, run: str, device: str):
+    def __init__(self, config: WeightsSection, run: str, device: str, keys: Path | None = None):
+        """`keys`: the folder with the learner's key and the allow-list. Raises ConfigError."""
+        own = load_keys(keys, "learner")
+        allow_list = AllowList(keys / ALLOW_LIST) if own else None
         self.config = config
         self.run = run
         self.device = device
@@ -62,8 +81,15 @@ class WeightPublisher:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.HANDSHAKE_IVL, int(limits.HANDSHAKE_S * 1000))
+        self._socket.setsockopt(zmq.MAXMSGSIZE, limits.FROM_PEER.frame_bytes)
+        self._socket.setsockopt(zmq.RCVHWM, limits.UPLOAD_QUEUE_MESSAGES)
+        self._door = Door(self._context, own, allow_list) if own else None
+        if self._door:
+            self._door.guard(self._socket)
         port = self._socket.bind_to_random_port(f"tcp://{config.host}")
         self.address = f"tcp://{config.host}:{port}"
+        self._audit = Audit()
         self._outbox: queue.SimpleQueue = queue.SimpleQueue()
         self._wake_reader, self._wake_writer = os.pipe()
         self._threads: list[threading.Thread] = []
@@ -87,7 +113,8 @@ class WeightPublisher:
             late = self._behind(version)
             reached = sum(lane.acknowledged == version for lane in self._lanes.values())
         for lane in late:
-            log.warning("worker %s has not loaded %s within %g s", lane.worker, version, self.config.publish_deadline_s)
+            within_s, ids = self.config.publish_deadline_s, {"worker": lane.worker, "step": version.step}
+            log.warning("worker %s has not loaded %s within %g s", lane.worker, version, within_s, extra=ids)
         return {"publish_bytes": snapshot.data.numel(), "publish_workers": reached, "publish_late": len(late)}
 
     def _behind(self, version: Version) -> list[PeerLane]:
@@ -115,41 +142,57 @@ class WeightPublisher:
             if self._wake_reader in ready:
                 os.read(self._wake_reader, 4096)
             while self._socket.poll(0):
-                route, *frames = self._socket.recv_multipart()
-                self._receive(route, frames)
+                route, *frames = self._socket.recv_multipart(copy=False)
+                self._receive(route.bytes, frames, self._door.peer_of(route) if self._door else ANYBODY)
             while not self._outbox.empty():
                 route, message = self._outbox.get()
                 self._socket.send_multipart([route, *wire.encode(message)])
+            if self._door and self._door.watch():
+                self._drop_revoked()
             self._drop_silent()
+        if self._door:
+            self._door.close()
         self._socket.close()
         self._context.term()
 
-    def _receive(self, route: bytes, frames: list) -> None:
+    def _receive(self, route: bytes, frames: list, peer: Peer) -> None:
         try:
-            message = wire.decode(frames).message
+            message = wire.decode(frames, limits.FROM_PEER).message
+            if peer.role != "worker" or not isinstance(message, FROM_WORKERS):
+                raise wire.WireError("not for this peer to send")
         except wire.WireError as error:
-            log.warning("bad message about weights: %s", error)
+            self._audit.say("bad message about weights: %s", error)
             return
         if isinstance(message, wire.LaneJoin):
-            self._invite(route, message)
+            self._invite(route, message, peer)
             return
         lane = self._lanes.get(getattr(message, "lane", ""))
         if lane is None or lane.route != route:
-            self._outbox.put((route, wire.LaneFailed(getattr(message, "lane", ""), "the lane has ended")))
+            self._outbox.put((route, wire.LaneFailed(message.lane[: limits.TEXT_CHARACTERS], "the lane has ended")))
             return
         lane.last_seen = clock.now()
-        if not isinstance(message, wire.LaneAlive):
-            lane.inbox.put(message)
+        if isinstance(message, wire.LaneAlive):
+            return
+        try:
+            lane.inbox.put_nowait(message)
+        except queue.Full:
+            with self._changed:
+                self._lose(lane, "it says too much at once")
 
-    def _invite(self, route: bytes, join: wire.LaneJoin) -> None:
+    def _invite(self, route: bytes, join: wire.LaneJoin, peer: Peer) -> None:
         """One lane for every request; what the worker had before, or its predecessor of that name, is lost."""
         with self._changed:
-            for lane in list(self._lanes.values()):
-                if lane.worker == join.name:
-                    self._lose(lane, "its worker asks for a new lane")
+            namesakes = [lane for lane in self._lanes.values() if lane.worker == join.name]
+            if any(lane.key != peer.key for lane in namesakes):
+                return self._audit.say("no lane for another key under the name %s", join.name)
+            for lane in namesakes:
+                self._lose(lane, "its worker asks for a new lane")
+            if len(self._lanes) >= limits.WEIGHT_LANES:
+                return self._audit.say("no lane for %s: there are %d", join.name, limits.WEIGHT_LANES)
             self._count += 1
             name = f"w-{self.run}-{join.name}-{self._count}"
-            lane = PeerLane(name, join.name, route, self._backend(join.device), clock.now(), acknowledged=join.held)
+            backend = self._backend(join.device)
+            lane = PeerLane(name, join.name, route, backend, clock.now(), acknowledged=join.held, key=peer.key)
             self._lanes[name] = lane
         self._start_thread(name, self._run_lane, lane)
 
@@ -164,9 +207,15 @@ class WeightPublisher:
                 if lane.state == "ready" and clock.now() - lane.last_seen > SILENCE_S:
                     self._lose(lane, f"silent for {SILENCE_S:g} s")
 
+    def _drop_revoked(self) -> None:
+        with self._changed:
+            for lane in list(self._lanes.values()):
+                if self._door.allow_list.find(lane.key).role != "worker":
+                    self._lose(lane, "its key is off the allow-list")
+
     def _lose(self, lane: PeerLane, why: str) -> None:
         if lane.state != "lost":
-            log.info("lane %s is lost: %s", lane.name, why)
+            log.info("lane %s is lost: %s", lane.name, why, extra={"worker": lane.worker})
         lane.state = "lost"
         self._lanes.pop(lane.name, None)
         self._changed.notify_all()

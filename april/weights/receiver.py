@@ -20,6 +20,9 @@ from torch import Tensor
 
 from april import clock, wire
 from april.config import WeightsSection
+from april.limits import FROM_BROKER
+from april.security.handshake import Handshake
+from april.security.keys import Keys
 from april.version import Version
 from april.weights import lane as lanes
 from april.weights.snapshot import SnapshotError, buckets, unpack
@@ -40,25 +43,31 @@ class Staged:
     """when its manifest arrived, unix seconds"""
 
 
+class LearnerRefuses(RuntimeError):
+    """The learner's publisher has no use for this worker's key; the text says why."""
+
+
 class WeightReceiver:
-    def __init__(self, config: WeightsSection, uid: str, name: str, device: str):
+    def __init__(self, config: WeightsSection, uid: str, name: str, device: str, keys: Keys | None = None):
         self.config = config
+        self.keys = keys
         self.uid, self.name, self.device = uid, name, device
         self._lock = threading.Lock()
         self._staged: Staged | None = None
         self._loaded: Version | None = None
         self.held: Version | None = None
         """what the engine samples from"""
-        self._address = ""
+        self._learner = ("", "")
+        """address and public key"""
         self._closed = False
         self._wake_reader, self._wake_writer = os.pipe()
         self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
         self._thread.start()
 
-    def connect(self, address: str) -> None:
-        """Where the learner's publisher is; a new address is a new learner."""
-        if address and address != self._address:
-            self._address = address
+    def connect(self, address: str, key: str = "") -> None:
+        """Where the learner's publisher is, and its public key; a new address is a new learner."""
+        if address and (address, key) != self._learner:
+            self._learner = (address, key)
             self._wake()
 
     def take(self) -> Staged | None:
@@ -87,31 +96,34 @@ class WeightReceiver:
     def _run(self) -> None:
         context = zmq.Context()
         while not self._closed:
-            address = self._address
+            address, key = learner = self._learner
             if not address:
                 self._sleep()
                 continue
             socket = context.socket(zmq.DEALER)
             socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.MAXMSGSIZE, FROM_BROKER.frame_bytes)
+            handshake = Handshake(socket, self.keys if key else None, key)
+            connection = LearnerConnection(self, socket, learner, handshake)
             try:
                 socket.connect(address)
+                connection.run()
             except zmq.ZMQError as error:
                 log.error("the learner's address %r is not one (%s)", address, error)
-                socket.close()
                 self._sleep()
-                continue
-            connection = LearnerConnection(self, socket, address)
-            try:
-                connection.run()
+            except LearnerRefuses as error:
+                log.error("the learner at %s does not let this worker in: %s", address, error)
+                self._sleep(INVITATION_S)
             finally:
                 connection.leave()
+                handshake.close()
                 socket.close()
         context.term()
 
-    def _sleep(self) -> None:
+    def _sleep(self, seconds: float = 1.0) -> None:
         poller = zmq.Poller()
         poller.register(self._wake_reader, zmq.POLLIN)
-        if poller.poll(1000):
+        if poller.poll(seconds * 1000):
             os.read(self._wake_reader, 4096)
 
     def take_loaded(self) -> Version | None:
@@ -127,20 +139,23 @@ class WeightReceiver:
 class LearnerConnection:
     """The conversation with one learner process, lane after lane."""
 
-    def __init__(self, receiver: WeightReceiver, socket: zmq.Socket, address: str):
+    def __init__(self, receiver: WeightReceiver, socket: zmq.Socket, learner: tuple[str, str], handshake: Handshake):
         self.receiver = receiver
         self.socket = socket
-        self.address = address
+        self.learner = learner
+        self.handshake = handshake
         self.lane: wire.LaneInvite | None = None
         self.group: dist.Backend | None = None
         self._ask_again_at = 0.0
 
     def run(self) -> None:
-        """Until the learner has another address or the receiver is closed."""
+        """Until the learner has another address or the receiver is closed. Raises LearnerRefuses."""
         poller = zmq.Poller()
         poller.register(self.socket, zmq.POLLIN)
         poller.register(self.receiver._wake_reader, zmq.POLLIN)
-        while not self.receiver._closed and self.receiver._address == self.address:
+        while not self.receiver._closed and self.receiver._learner == self.learner:
+            if problem := self.handshake.problem():
+                raise LearnerRefuses(problem)
             self._speak()
             ready = dict(poller.poll(SPEAK_S * 1000))
             if self.receiver._wake_reader in ready:

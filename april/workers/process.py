@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 from april import clock
 from april.config import Config, ConfigError
-from april.process import end, log_to_stderr
+from april.process import REFUSED, end, log_to_stderr
+from april.security.keys import load_keys
 
 if TYPE_CHECKING:
     from april.workers.engines.base import Engine
@@ -20,22 +21,23 @@ def run_worker(config: Config, address: str, name: str) -> NoReturn:
     """Work for the broker at `address` until the run is over, then end the process. Raises ConfigError before."""
     import torch
 
-    from april.client import BrokerConnection, BrokerUnreachable
+    from april.client import AccessDenied, BrokerConnection, BrokerUnreachable
     from april.weights.receiver import WeightReceiver
     from april.workers.worker import Worker
 
-    log_to_stderr(name)
+    log_to_stderr(name, config.operations.log_format, run=config.run.name, worker=name)
     torch.set_num_threads(config.worker.threads)
     device = config.worker.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("key 'worker.device' = 'cuda' finds no accelerator here; use 'auto' or 'cpu'")
+    keys = load_keys(config.security.keys, "worker")
     engine = make_engine(config, device)
     uid = uuid.uuid4().hex
     log.info("connecting to %s", address)
-    connection = BrokerConnection(address, "worker", name, uid, config.broker.patience_s)
-    worker = Worker(config, engine, connection, WeightReceiver(config.weights, uid, name, device))
+    connection = BrokerConnection(address, "worker", name, uid, config.broker.patience_s, keys)
+    worker = Worker(config, engine, connection, WeightReceiver(config.weights, uid, name, device, keys))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: worker.stop(f"signal {signal.Signals(number).name}"))
     started_at, status = clock.now(), 0
@@ -44,7 +46,7 @@ def run_worker(config: Config, address: str, name: str) -> NoReturn:
         log.info("%d tokens generated in %.1f s", engine.generated_tokens, clock.now() - started_at)
     except BrokerUnreachable as error:
         print(f"april worker: {error}", file=sys.stderr)
-        status = 1
+        status = REFUSED if isinstance(error, AccessDenied) else 1
     worker.close()
     end(status)
 

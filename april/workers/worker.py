@@ -104,7 +104,7 @@ class Worker:
         self.renew_s, self.watermark = welcome.renew_s, max(self.watermark, welcome.watermark)
         for token in welcome.lost:
             self._drop(token)
-        self.receiver.connect(welcome.weights_address)
+        self.receiver.connect(welcome.weights_address, welcome.weights_key)
         if self.engine.version is not None:
             self._report_holding(0.0)
         self._hand_back_aborted()
@@ -159,13 +159,13 @@ class Worker:
                 for token in tokens:
                     self._drop(token)
             case wire.WeightsAt():
-                self.receiver.connect(message.address)
+                self.receiver.connect(message.address, message.key)
             case wire.Stop():
                 self.stop(message.reason)
             case wire.Refused() if self.connection.is_disowned(received):
                 self._say_hello()
             case wire.Refused() if "unknown session" not in message.reason:
-                log.warning("refused: %s", message.reason)
+                log.warning("refused: %s", message.reason, extra=self._ids(message.token))
                 self._drop(message.token)
 
     def _accept(self, grant: wire.Grant, pieces: list[np.ndarray]) -> None:
@@ -232,6 +232,7 @@ class Worker:
         if work is None:
             return
         if reward is None:
+            log.warning("a sample goes back, scoring_failed: %s", error, extra=self._ids(token))
             work.closing = wire.GiveBack(token, work.length, "scoring_failed", error or "no reward")
         else:
             work.closing = wire.Scored(token, reward)
@@ -250,8 +251,15 @@ class Worker:
         work = self.works[token]
         if work.closing or (work.finished and cause == "abort"):
             return
+        if error:
+            log.warning("a sample goes back, %s: %s", cause, error, extra=self._ids(token))
         work.closing = wire.GiveBack(token, work.length, cause, error)
         self.connection.send(work.closing)
+
+    def _ids(self, token: int) -> dict[str, int]:
+        """What a log line says of the sample behind a lease."""
+        work = self.works.get(token)
+        return {"group": work.grant.group, "sample": work.grant.index} if work else {}
 
     def _drop(self, token: int) -> None:
         """The lease has ended: what is generated for it no longer counts."""

@@ -7,6 +7,7 @@ up: see `schedule`.
 """
 
 import contextlib
+import math
 import os
 import signal
 import subprocess
@@ -28,9 +29,11 @@ from april.data.arithmetic import ALPHABET
 from april.policy.model import build_tokenizer
 from april.version import Version
 
-from .load import PROMPT_TOKENS, RECORD_TOKENS, BenchmarkError, Crew, Load, Measured, Window, record, steady_rate
+from .load import PROMPT_TOKENS, RECORD_TOKENS, BenchmarkError, Crew, Load, Measured, Window, measured, record
 
-GROUP_SIZE = 2
+GROUP_SIZE, BATCH_GROUPS = 2, 64
+PATIENCE_S = 30.0
+PROMPTS = 1024
 POLL_MS = 20
 PING_S = 0.005
 """between two round trips on the control connection"""
@@ -42,44 +45,41 @@ ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(april.__file__).parents[1])}
 COMMAND = (sys.executable, "-m", "april.cli", "broker")
 
 
-def batch_groups(load: Load) -> int:
-    return max(64, 2 * load.producers * load.in_flight)
-
-
-def schedule(groups: int) -> str:
-    """TOML of a schedule that never holds the broker up: groups of 2, the least that a run takes; rounds in which
-    every group is trained, of four times the records in flight, so that their ends hardly count; `overlap`, so that
-    a round starts while the consumer reads the one before."""
+def schedule(load: Load) -> str:
+    """TOML of a schedule that never holds the broker up: `continuous`, so that a slot is filled again at once; groups
+    of 2, the least that a run takes; and a staleness that admits enough groups for the records in flight, a batch
+    that is being made and one that is being read, but not so many that producers run away from the consumer."""
+    in_flight = load.producers * load.in_flight
+    batch_records = BATCH_GROUPS * GROUP_SIZE
     return f"""
 [schedule]
-kind = "sync"
-overlap = true
-max_staleness = 2
-rollout_batch_size = {groups}
+kind = "continuous"
+in_flight = {in_flight}
+max_staleness = {math.ceil(in_flight / batch_records) + 3}
+rollout_batch_size = {BATCH_GROUPS}
 n_samples_per_prompt = {GROUP_SIZE}
 max_steps = 1000000
 """
 
 
-def write_run(folder: Path, groups: int, response_tokens: int = RECORD_TOKENS, further: str = "") -> Path:
+def write_run(folder: Path, schedule: str, response_tokens: int = RECORD_TOKENS) -> Path:
     """The configuration of a run, with a tokeniser and prompts; returns the TOML file."""
     policy = folder / "policy"
     build_tokenizer().save_pretrained(policy)
     context = PROMPT_TOKENS + response_tokens
     (policy / "config.json").write_bytes(orjson.dumps({"model_type": "qwen3", "max_position_embeddings": context}))
     rng = np.random.default_rng(0)
-    prompts = ["".join(rng.choice(list(ALPHABET), PROMPT_TOKENS)) for _ in range(1024)]
+    prompts = ["".join(rng.choice(list(ALPHABET), PROMPT_TOKENS)) for _ in range(PROMPTS)]
     lines = [orjson.dumps({"prompt": prompt, "label": "0"}) + b"\n" for prompt in prompts]
     (folder / "prompts.jsonl").write_bytes(b"".join(lines))
     path = folder / "run.toml"
     path.write_text(f"""
 run = {{ name = "broker", dir = "{folder}/runs" }}
 model = {{ path = "{policy}" }}
-data = {{ path = "{folder}/prompts.jsonl" }}
+data = {{ path = "{folder}/prompts.jsonl", max_prompt_tokens = {PROMPT_TOKENS} }}
 sampling = {{ max_response_tokens = {response_tokens} }}
 learner = {{ ranks = 1 }}
-{schedule(groups)}
-{further}
+{schedule}
 """)
     return path
 
@@ -141,7 +141,7 @@ def measure_with_pings(
 ) -> tuple[Measured, np.ndarray]:
     """The same, with somebody beside it who asks for a sign of life on a control connection of its own; also
     float [n]: the round trips of the window, ms."""
-    config = write_run(folder, batch_groups(load))
+    config = write_run(folder, schedule(load))
     with serving(config, command) as broker, Crew() as crew:
         address, frontier = broker.address(), RawValue(c_long, 0)
         crew.add(consume, address, frontier)
@@ -150,23 +150,23 @@ def measure_with_pings(
             crew.add(ping, address)
         for number in range(load.producers):
             crew.add(produce, address, number, load.in_flight, frontier)
-        acknowledged, *others = crew.work(load)
+        acknowledged, *others = crew.work(load, broker.pid)
         round_trips = others.pop(0) if pings else np.empty(0)
-    return Measured(steady_rate(acknowledged), np.concatenate(others)), round_trips
+    return measured(crew, load, acknowledged, others), round_trips
 
 
 class Member:
     """A connection that says once a second that its owner is alive."""
 
     def __init__(self, address: str, role: str, name: str):
-        self.connection = BrokerConnection(address, role, name, uuid.uuid4().hex)
+        self.connection = BrokerConnection(address, role, name, uuid.uuid4().hex, PATIENCE_S)
         self.connection.hello([])
         self._next_beat = time.monotonic()
 
     def beat(self, leases: list[int]) -> None:
         if time.monotonic() >= self._next_beat:
             self._next_beat += HEARTBEAT_S
-            self.connection.send_control(wire.Heartbeat(leases))
+            self.connection.beat(leases)
 
     def leave(self) -> None:
         self.connection.send(wire.Goodbye())
@@ -193,12 +193,11 @@ def produce(ready, window: Window, address: str, number: int, in_flight: int, fr
                     sent_at[token] = time.monotonic()
                     connection.send(wire.Chunk(token, 0, held, "stop"), [ids, logprobs])
                     connection.send(wire.Scored(token, 1.0))
-                case wire.ChunkAck(token=token):
+                case wire.Acknowledged(done=done):
                     now = time.monotonic()
+                    times_ms = [(now - sent_at.pop(token)) * 1000 for token in done]
                     if window.covers(now):
-                        submit_ms.append((now - sent_at[token]) * 1000)
-                case wire.Done(token=token):
-                    del sent_at[token]
+                        submit_ms += times_ms
                 case wire.Renewed() | wire.WeightsAt() | wire.Abort():
                     pass
                 case unwanted:
@@ -212,7 +211,7 @@ def consume(ready, window: Window, address: str, frontier) -> list[tuple[float, 
     member = Member(address, "learner", "consumer")
     connection = member.connection
     connection.request(wire.LearnerStart(0, "tcp://127.0.0.1:1"), timeout_s=30)
-    acknowledged, step, waiting = [], 0, {}
+    acknowledged, step, records, waiting = [], 0, 0, {}
     connection.send(wire.Fetch(0))
     ready()
     while not window.over():
@@ -220,17 +219,19 @@ def consume(ready, window: Window, address: str, frontier) -> list[tuple[float, 
         for received in connection.receive(POLL_MS):
             match received.message:
                 case wire.Batch() as batch:
-                    records = count_records(batch, received.arrays)
+                    records += count_records(batch, received.arrays)
+                    if batch.first + len(batch.groups) < batch.total:
+                        continue
                     waiting[connection.send(wire.Consumed(step, {}))] = records
-                    step += 1
-                    connection.send(wire.Durable(step))
+                    step, records = step + 1, 0
+                    connection.send(wire.Durable(step, step))
                     connection.send(wire.Fetch(step))
                 case wire.Accepted():
                     if received.sequence in waiting:
                         frontier.value += 1
-                        now, records = time.monotonic(), waiting.pop(received.sequence)
+                        now, count = time.monotonic(), waiting.pop(received.sequence)
                         if window.covers(now):
-                            acknowledged.append((now, records))
+                            acknowledged.append((now, count))
                 case wire.Renewed():
                     pass
                 case unwanted:
@@ -240,14 +241,15 @@ def consume(ready, window: Window, address: str, frontier) -> list[tuple[float, 
 
 
 def count_records(batch: wire.Batch, arrays: list[np.ndarray]) -> int:
-    """Take a batch apart as a learner does; its records."""
-    records = 0
-    for head, ids, logprobs in zip(batch.groups, arrays[::2], arrays[1::2], strict=True):
-        response_tokens = sum(sample.response_tokens for sample in head.samples)
-        if len(logprobs) != response_tokens or len(ids) != response_tokens + head.prompt_tokens * len(head.samples):
-            raise BenchmarkError(f"group {head.group} is not whole: {len(ids)} ids, {len(logprobs)} log-probabilities")
-        records += len(head.samples)
-    return records
+    """Take a part of a batch apart as a learner does; its records."""
+    pieces = iter(arrays)
+    for group in batch.groups:
+        prompt = next(pieces)
+        for sample in group.samples:
+            ids, logprobs = next(pieces), next(pieces)
+            if len(prompt) != group.prompt_tokens or not len(ids) == len(logprobs) == sample.response_tokens:
+                raise BenchmarkError(f"group {group.group} is not whole: {len(ids)} ids, {len(logprobs)} of the rest")
+    return sum(len(group.samples) for group in batch.groups)
 
 
 def ping(ready, window: Window, address: str) -> np.ndarray:
@@ -266,9 +268,3 @@ def ping(ready, window: Window, address: str) -> np.ndarray:
         time.sleep(PING_S)
     member.leave()
     return np.array(round_trips_ms)
-
-
-def cpu_s(pid: int) -> float:
-    """Processor time that a process has taken, user and system."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

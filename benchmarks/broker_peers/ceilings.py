@@ -1,5 +1,6 @@
 """What no broker of this form outruns: its sockets without any work, and its disk without any messages."""
 
+import math
 import os
 import time
 from collections import deque
@@ -9,15 +10,19 @@ import numpy as np
 import zmq
 
 from april import wire
+from april.broker.learner_desk import PART_BYTES
 from april.version import Version
 
+from .april_side import BATCH_GROUPS, GROUP_SIZE
 from .load import PROMPT_TOKENS, RECORD_BYTES, RECORD_TOKENS, Crew, Load, Window, record, steady_rate
 
 DRAIN_MESSAGES = 256
 POLL_MS = 20
-GROUP_SIZE = 2
+LINGER_MS = 1000
 BACKLOG_BATCHES = 3
 """records ahead of the consumer, in batches, from which on nothing is granted"""
+PART_GROUPS = math.ceil(PART_BYTES / (GROUP_SIZE * RECORD_BYTES))
+BATCH_RECORDS = BATCH_GROUPS * GROUP_SIZE
 TOKEN = 1 << 32
 
 HOLDING, CHUNK, SCORED, CONSUMED, FETCH = (bytes([kind]) * wire.HEADER.size for kind in range(5))
@@ -38,28 +43,28 @@ def disk_per_s(load: Load, folder: Path, batch_bytes: int) -> float:
     return syncs * batch_bytes / RECORD_BYTES / elapsed_s
 
 
-def sockets_per_s(load: Load, folder: Path, batch_groups: int) -> float:
+def sockets_per_s(load: Load, folder: Path) -> float:
     """Records/s over a bare ROUTER and DEALERs: the messages of a record, encoded once and never looked at."""
     with Crew() as crew:
-        crew.add(route, folder / "address", load, batch_groups)
+        crew.add(route, folder / "address", load)
         crew.all_ready()
         address = (folder / "address").read_text()
-        crew.add(consume, address, batch_groups * GROUP_SIZE)
+        crew.add(consume, address)
         for number in range(load.producers):
             crew.add(produce, address, number)
         _, acknowledged, *_ = crew.work(load)
     return steady_rate(acknowledged)
 
 
-def route(ready, window: Window, address_file: Path, load: Load, batch_groups: int) -> None:
+def route(ready, window: Window, address_file: Path, load: Load) -> None:
     """The broker's loop: drain, answer."""
     context = zmq.Context()
     socket = context.socket(zmq.ROUTER)
-    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.LINGER, LINGER_MS)
     socket.bind("tcp://127.0.0.1:*")
     address_file.write_text(socket.getsockopt_string(zmq.LAST_ENDPOINT))
-    acknowledgements, grant, accepted, batch = broker_messages(batch_groups)
-    consumer, finished, delivered, batch_records = b"", 0, 0, batch_groups * GROUP_SIZE
+    acknowledgements, grant, accepted, part = broker_messages()
+    consumer, finished, delivered = b"", 0, 0
     free_slots: deque[bytes] = deque()
     ready()
     while not window.over():
@@ -79,10 +84,10 @@ def route(ready, window: Window, address_file: Path, load: Load, batch_groups: i
                     outgoing.append((peer, accepted))
                 case _ if kind == FETCH:
                     consumer = peer
-        if consumer and finished >= delivered + batch_records:
-            outgoing.append((consumer, batch))
-            consumer, delivered = b"", delivered + batch_records
-        if finished < delivered + BACKLOG_BATCHES * batch_records:
+        if consumer and finished >= delivered + BATCH_RECORDS:
+            outgoing += [(consumer, part)] * (BATCH_GROUPS // PART_GROUPS)
+            consumer, delivered = b"", delivered + BATCH_RECORDS
+        if finished < delivered + BACKLOG_BATCHES * BATCH_RECORDS:
             outgoing += [(peer, grant) for peer in free_slots]
             free_slots.clear()
         for peer, frames in outgoing:
@@ -91,24 +96,22 @@ def route(ready, window: Window, address_file: Path, load: Load, batch_groups: i
     context.term()
 
 
-def broker_messages(batch_groups: int) -> tuple[list[list], list, list, list]:
-    """Frames of: the acknowledgements of a record, a grant, the answer to Consumed or Durable, a batch."""
+def broker_messages() -> tuple[list[list], list, list, list]:
+    """Frames of: the acknowledgements of a record, a grant, the answer to Consumed or Durable, a part of a batch."""
     prompt = np.zeros(PROMPT_TOKENS, np.int32)
-    done = [wire.encode(wire.ChunkAck(TOKEN, RECORD_TOKENS)), wire.encode(wire.Done(TOKEN))]
-    grant = wire.Grant(
-        TOKEN, 1, 1, False, False, PROMPT_TOKENS, RECORD_TOKENS, 1 << 62, 1.0, 1.0, 0, "0", "final_answer", ""
-    )
+    done = [wire.encode(wire.Acknowledged([(TOKEN, RECORD_TOKENS)], [TOKEN]))]
+    grant = wire.Grant(TOKEN, 1, 1, False, False, RECORD_TOKENS, 1 << 62, 1.0, 1.0, 0, "0", "final_answer", "")
     sample = wire.SampleHead(1, RECORD_TOKENS, 1.0, "stop", [(0, RECORD_TOKENS, Version(0, 1))])
     head = wire.GroupHead(1, PROMPT_TOKENS, [sample] * GROUP_SIZE)
     ids, logprobs = record(0)
-    arrays = [np.concatenate([prompt, ids] * GROUP_SIZE), np.concatenate([logprobs] * GROUP_SIZE)]
-    batch = wire.encode(wire.Batch(1, [head] * batch_groups), arrays * batch_groups)
-    return done, wire.encode(grant, [prompt]), wire.encode(wire.Accepted()), batch
+    arrays = [prompt, *[ids, logprobs] * GROUP_SIZE]
+    part = wire.encode(wire.Batch(1, 0, BATCH_GROUPS, [head] * PART_GROUPS), arrays * PART_GROUPS)
+    return done, wire.encode(grant, [prompt]), wire.encode(wire.Accepted()), part
 
 
 def connect(address: str) -> zmq.Socket:
     socket = zmq.Context.instance().socket(zmq.DEALER)
-    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.LINGER, LINGER_MS)
     socket.connect(address)
     return socket
 
@@ -134,18 +137,22 @@ def produce(ready, window: Window, address: str, number: int) -> None:
                 socket.send_multipart(scored)
 
 
-def consume(ready, window: Window, address: str, batch_records: int) -> list[tuple[float, int]]:
+def consume(ready, window: Window, address: str) -> list[tuple[float, int]]:
     socket = connect(address)
     body = wire.encode(wire.Consumed(1, {}))[1]
     socket.send_multipart([FETCH, body])
     acknowledged: list[tuple[float, int]] = []
+    groups = 0
     ready()
     while not window.over():
         for frames in received(socket):
-            if len(frames) > 2:
-                now = time.monotonic()
+            if len(frames) == 2:
+                continue
+            groups += PART_GROUPS
+            if groups == BATCH_GROUPS:
+                groups, now = 0, time.monotonic()
                 if window.covers(now):
-                    acknowledged.append((now, batch_records))
+                    acknowledged.append((now, BATCH_RECORDS))
                 for kind in (CONSUMED, CONSUMED, FETCH):
                     socket.send_multipart([kind, body])
     return acknowledged

@@ -2,12 +2,14 @@
 
 import math
 import multiprocessing
+import os
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.sharedctypes import RawArray
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -51,7 +53,9 @@ class Measured:
     records_per_s: float
     """read by a consumer and acknowledged"""
     submit_ms: np.ndarray
-    """float [records]: from sending a result until its durable acknowledgement; empty where nobody asks"""
+    """float [records]: from sending a result until its durable acknowledgement"""
+    server_us: float
+    """processor time of the server's process for one record"""
 
 
 def record(seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -84,11 +88,13 @@ class Crew:
     with Crew() as crew:
         for number in range(4):
             crew.add(produce, number)          # produce(ready, window, number) -> result
-        results = crew.work(load)              # in the order in which they were added
+        results = crew.work(load, server.pid)  # in the order in which they were added
     """
 
     def __init__(self):
         self.window = Window()
+        self.server_s = 0.0
+        """processor time that the server has taken in the window"""
         self._members: list[tuple[multiprocessing.Process, Connection]] = []
 
     def add(self, work: Callable, *arguments) -> None:
@@ -103,10 +109,14 @@ class Crew:
         for member in self._members:
             self._hear(member, "ready", START_S)
 
-    def work(self, load: Load) -> list[Any]:
+    def work(self, load: Load, server: int | None = None) -> list[Any]:
+        """`server`: the process that they all load."""
         time.sleep(load.warmup_s)
+        before_s = cpu_s(server) if server else 0.0
         self.window.open(load.window_s)
-        return [self._hear(member, "result", load.window_s + START_S) for member in self._members]
+        time.sleep(load.window_s)
+        self.server_s = cpu_s(server) - before_s if server else 0.0
+        return [self._hear(member, "result", START_S) for member in self._members]
 
     def _hear(self, member: tuple, wanted: str, timeout_s: float) -> Any:
         process, pipe = member
@@ -146,3 +156,14 @@ def steady_rate(acknowledged: list[tuple[float, int]]) -> float:
         raise BenchmarkError("fewer than two acknowledgements in the window; measure for longer")
     records = sum(count for _, count in acknowledged[1:])
     return records / (acknowledged[-1][0] - acknowledged[0][0])
+
+
+def cpu_s(pid: int) -> float:
+    """Processor time that a process has taken, user and system."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def measured(crew: Crew, load: Load, acknowledged: list[tuple[float, int]], submit_ms: list[np.ndarray]) -> Measured:
+    rate = steady_rate(acknowledged)
+    return Measured(rate, np.concatenate(submit_ms), crew.server_s / (rate * load.window_s) * 1e6)

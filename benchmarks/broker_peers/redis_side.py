@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import redis
 
-from .load import PROMPT_TOKENS, RECORD_TOKENS, BenchmarkError, Crew, Load, Measured, Window, record, steady_rate
+from .load import PROMPT_TOKENS, RECORD_TOKENS, BenchmarkError, Crew, Load, Measured, Window, measured, record
 
 PROMPTS, RESULTS, GROUP = "prompts", "results", "group"
 CONSUMERS = 2
@@ -30,21 +30,21 @@ FEED_COUNT = 64
 
 def measure(load: Load, folder: Path) -> Measured:
     """Run a load against a new server with its files in an empty folder."""
-    with serving(folder) as port, Crew() as crew:
+    with serving(folder) as (port, pid), Crew() as crew:
         crew.add(feed, port)
         crew.all_ready()
         for number in range(CONSUMERS):
             crew.add(consume, port, number)
         for number in range(load.producers):
             crew.add(produce, port, number, load.in_flight)
-        _, *results = crew.work(load)
+        _, *results = crew.work(load, pid)
     acknowledged = [pair for pairs in results[:CONSUMERS] for pair in pairs]
-    return Measured(steady_rate(acknowledged), np.concatenate(results[CONSUMERS:]))
+    return measured(crew, load, acknowledged, results[CONSUMERS:])
 
 
 @contextlib.contextmanager
-def serving(folder: Path) -> Iterator[int]:
-    """A server of its own; yields its port."""
+def serving(folder: Path) -> Iterator[tuple[int, int]]:
+    """A server of its own; yields its port and its process."""
     program = shutil.which("redis-server")
     if program is None:
         raise BenchmarkError("redis-server is not installed; `apt-get install redis-server` brings it")
@@ -57,7 +57,7 @@ def serving(folder: Path) -> Iterator[int]:
     with subprocess.Popen([program, *arguments], stdout=subprocess.DEVNULL) as process:
         try:
             wait_for(port, process)
-            yield port
+            yield port, process.pid
         finally:
             process.kill()
 

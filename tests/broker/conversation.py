@@ -41,7 +41,8 @@ class Conversation:
         self.journal.sync()
         for message in self.service.sessions.take_outgoing():
             frames = [bytes(f) for f in wire.encode(message.message, message.arrays, message.session, message.sequence)]
-            self.peers[message.route.split(b"/")[0]].inbox.append(wire.decode(frames))
+            if peer := self.peers.get(message.route.split(b"/")[0]):
+                peer.inbox.append(wire.decode(frames))
 
     def tick(self, seconds=0.0):
         self.now += seconds

@@ -564,7 +564,7 @@ def test_garbage_is_counted_and_survived(talk, worker):
     for frames in ([b""], [b"x" * 24, b"y"], [b"AP" + b"\xff" * 22, b"\xc1"], []):
         talk.service.handle(b"w0/data", frames, talk.now)
     talk.tick()
-    assert sum(talk.service.bad_messages.values()) == 4
+    assert sum(talk.service.sessions.refusals.values()) == 4
 
 
 def test_status_and_metrics_tell_the_ledger(talk, worker, learner, config_file):

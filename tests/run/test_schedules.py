@@ -5,7 +5,7 @@ import pytest
 
 from april.broker.events import BatchConsumed, BatchDelivered, ChunkAccepted, GroupOpened, Leased
 from april.broker.journal import Journal
-from tests.run.processes import APRIL, Job, assert_closed
+from tests.run.processes import APRIL, Job, assert_closed, steps_recorded, wait_until
 
 SCHEDULES = {
     "sync": ["--schedule.kind", "sync", "--over-sampling-batch-size", "4"],
@@ -94,3 +94,22 @@ def continuous_facts(run_dir):
                 while_training += in_training * event.count
     journal.close()
     return while_training, versions
+
+
+def test_continuous_goes_on_when_learner_broker_and_worker_are_killed(config_file, tmp_path):
+    """The learner starts again from an older checkpoint than the weights that workers hold."""
+    settings = ["--schedule.kind", "continuous", "--schedule.in_flight", "12", "--schedule.max_staleness", "2"]
+    rarely = ["--learner.checkpoint_every", "3", "--schedule.max_steps", "9", "--sampling.max_response_tokens", "200"]
+    job = Job([*APRIL, "run", str(config_file), *settings, *rarely], tmp_path / "output")
+    run_dir = tmp_path / "runs" / "small"
+    try:
+        for steps, victim in ((2, "april.learner.launch"), (5, "april.cli broker"), (7, "--name worker-0")):
+            wait_until(lambda steps=steps: steps_recorded(run_dir) >= steps, job)
+            job.kill(victim)
+        assert job.wait() == 0, job.output
+    finally:
+        job.end()
+    summary = assert_closed(run_dir)
+    assert (summary["state"], summary["steps"]) == ("finished", 9)
+    assert summary["starts"] == {"broker": 2, "learner": 2} and "worker-0 ended with status" in job.output
+    assert summary["staleness"]["max"] <= 2 and not summary["tokens"]["discarded"]

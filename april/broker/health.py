@@ -1,0 +1,83 @@
+"""Whether a broker does its duty. A pause is healthy and has a reason; a broker that cannot go on is not."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from april.broker.status import learner_silent_s, phase
+
+if TYPE_CHECKING:
+    from april.broker.service import Service
+
+PAUSES = {
+    "waiting for weights": "no worker holds weights that it may sample from; the learner has to publish them",
+    "training": "the learner has the next batch to train; generation goes on when its weights arrive",
+    "draining": "drained by an operator: leases are still coming back",
+    "drained": "drained by an operator: nothing is handed out until `april drain --end`",
+    "finished": "the run is over; workers and learner are leaving",
+}
+
+
+@dataclass(frozen=True)
+class Condition:
+    """What the broker's loop knew of itself at one moment."""
+
+    run: str
+    state: str
+    phase: str
+    step: int
+    over: str
+    read_only: str
+    workers: int
+    learner_silent_s: float | None
+    """since the learner was heard; None without one"""
+
+
+def condition(service: "Service", now: float) -> Condition:
+    return Condition(
+        run=service.config.run.name,
+        state=service.state,
+        phase=phase(service),
+        step=service.ledger.consumed,
+        over=service.over,
+        read_only=service.read_only,
+        workers=len(service.sessions.workers()),
+        learner_silent_s=learner_silent_s(service, now),
+    )
+
+
+def judge(condition: Condition, turn_age_s: float, stuck_after_s: float) -> tuple[bool, dict[str, Any]]:
+    """(healthy, what /health says); `turn_age_s`: since the broker's loop came round last."""
+    if turn_age_s > stuck_after_s:
+        reason = f"the broker's loop has not come round for {turn_age_s:.0f} s; its disk may hang, or it may be stopped"
+    elif condition.read_only:
+        reason = condition.read_only
+    elif condition.state == "failed":
+        reason = f"the run has failed: {condition.over}"
+    else:
+        return True, describe(condition, "ok", pause(condition), turn_age_s)
+    return False, describe(condition, "failing", reason, turn_age_s)
+
+
+def pause(condition: Condition) -> str:
+    """Why nothing is being generated just now; empty while it is."""
+    if condition.phase in ("draining", "drained", "finished"):
+        return PAUSES[condition.phase]
+    if condition.learner_silent_s is None:
+        return "no learner is connected; generation goes on as far as the staleness bound permits"
+    if not condition.workers:
+        return "no worker is connected"
+    return PAUSES.get(condition.phase, "")
+
+
+def describe(condition: Condition, status: str, reason: str, turn_age_s: float) -> dict[str, Any]:
+    return {
+        "status": status,
+        "reason": reason,
+        "run": condition.run,
+        "state": condition.state,
+        "phase": condition.phase,
+        "step": condition.step,
+        "workers": condition.workers,
+        "learner_silent_s": condition.learner_silent_s,
+        "last_turn_age_s": round(turn_age_s, 1),
+    }

@@ -1,0 +1,74 @@
+"""A live broker's state and its dead letters in the terminal."""
+
+from datetime import datetime
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from april.report.facts import count, duration, number
+from april.report.live import of, workers_table
+
+DRAIN = {
+    "draining": "draining: nothing is handed out, leases are still coming back",
+    "drained": "drained: nothing is handed out and nothing leased, until `april drain --end`",
+}
+
+
+def render_live(status: dict[str, Any]) -> RenderableType:
+    """What `april status` shows of a broker that answers."""
+    title = Text.assemble(("broker of run ", "dim"), (status["run"], "bold"), "  ", (status["phase"], "bold yellow"))
+    rows = Table.grid(padding=(0, 2))
+    rows.add_column(style="dim")
+    rows.add_column()
+    if status["read_only"]:
+        rows.add_row("READ ONLY", Text(status["read_only"], style="bold red"))
+    if status["drain"]:
+        rows.add_row("drain", Text(DRAIN[status["drain"]], style="bold yellow"))
+    queues, letters = status["queues"], status["dead_letters"]
+    rows.add_row("step", f"{of(status['step'], status['max_steps'])}  round {status['round']}")
+    rows.add_row("reward", number(status["reward"]))
+    rows.add_row("samples", by_state(queues["training"]))
+    if queues["evaluation"]:
+        rows.add_row("evaluation", by_state(queues["evaluation"]))
+    rows.add_row(
+        "oldest waiting", f"{duration(queues['oldest_waiting_s'])}, {queues['oldest_waiting_steps']} policy steps"
+    )
+    rows.add_row("leases", f"{count(status['leases'])}, the longest held for {duration(queues['longest_lease_s'])}")
+    rows.add_row("peers", ", ".join(f"{number} {role}" for role, number in sorted(status["sessions"].items())))
+    rows.add_row(
+        "dead letters",
+        f"{letters['total']}, {letters['to_requeue']} groups can be re-queued, {letters['waiting']} wait to be drawn",
+    )
+    if status["bad_messages"]:
+        rows.add_row("bad messages", Text(by_state(status["bad_messages"])))
+    rows.add_row("ledger", "closed" if status["ledger_closed"] else Text("NOT CLOSED", style="bold red"))
+    return Group(title, rows, workers_table(status["workers"]))
+
+
+def by_state(counts: dict[str, int]) -> str:
+    return ", ".join(f"{count(number)} {name}" for name, number in counts.items() if number) or "none"
+
+
+def render_dead_letters(listed: dict[str, Any]) -> RenderableType:
+    """What `april dead-letters` shows: a line a letter, the oldest first."""
+    letters = listed["letters"]
+    if not letters:
+        return Text("no dead letters", style="dim")
+    table = Table(box=None, padding=(0, 2), show_edge=False, header_style="dim")
+    for heading in ("group", "sample", "prompt row", "attempts", "when", "outcome", "last error"):
+        table.add_column(heading, justify="right" if heading in ("group", "sample", "attempts") else "left")
+    for letter in letters:
+        drawn_for = "evaluation" if letter["evaluation"] else f"epoch {letter['epoch']}"
+        table.add_row(
+            str(letter["group"]),
+            str(letter["sample"]),
+            f"{letter['row']} ({drawn_for})",
+            str(letter["attempts"]),
+            datetime.fromtimestamp(letter["at"]).isoformat(" ", "seconds"),
+            letter["outcome"].replace("_", " "),
+            Text(letter["error"]),
+        )
+    older = listed["total"] - len(letters)
+    return Group(table, Text(f"and {older} older ones", style="dim")) if older else table

@@ -1,0 +1,115 @@
+"""How long a killed broker takes to come back on a long journal: from its start to its first answer.
+
+The journal is made by the broker's own ledger, journal and snapshots without the sockets between them: as many
+samples as are open take turns at growing by a chunk until it is full, and the process dies just before the next
+snapshot would have been due. Its pages are dropped from the system's cache before each start.
+"""
+
+import os
+import signal
+import time
+import zlib
+from pathlib import Path
+
+import orjson
+
+from april import clock, wire
+from april.broker.journal import SUFFIX, Journal
+from april.broker.prompts import PromptBook
+from april.broker.service import Service
+from april.client import BrokerConnection
+from april.config import Config, load
+from april.version import Version
+
+from .april_side import Broker, write_run
+from .load import PROCESSES, BenchmarkError
+
+GROUP_SIZE = 8
+CHUNK_TOKENS = 512
+"""the default of `worker.chunk_tokens`"""
+RESPONSE_TOKENS = 1 << 20
+SYNC_BYTES = 4 << 20
+START_S = 300.0
+
+
+def schedule(samples: int) -> str:
+    """TOML of one round that opens all the samples at once."""
+    groups = samples // GROUP_SIZE
+    return f"""
+[schedule]
+kind = "april"
+rollout_batch_size = {groups // 4}
+over_sampling_batch_size = {groups}
+n_samples_per_prompt = {GROUP_SIZE}
+max_staleness = 7
+"""
+
+
+def make_journal(folder: Path, size_bytes: int, samples: int) -> tuple[Path, int]:
+    """Returns the configuration and the number of tokens that are on disk."""
+    path = write_run(folder, schedule(samples), RESPONSE_TOKENS)
+    mine, theirs = PROCESSES.Pipe()
+    writer = PROCESSES.Process(target=_write_and_die, args=(theirs, load(path), size_bytes), daemon=True)
+    writer.start()
+    theirs.close()
+    try:
+        return path, mine.recv()
+    except EOFError:
+        raise BenchmarkError("the process that makes the journal has failed; its error is above") from None
+    finally:
+        writer.join()
+
+
+def _write_and_die(pipe, config: Config, size_bytes: int) -> None:
+    config.run_dir.mkdir(parents=True)
+    journal = Journal(config.run_dir / "journal", config.broker.segment_mb << 20, config.broker.segment_records)
+    service = Service(config, PromptBook(config), journal, clock.now())
+    ledger = service.ledger
+    service.tick(clock.now())
+    while sample := service.schedule.next_sample(ledger, 0):
+        ledger.lease(sample, f"worker-{sample.index}", 0, clock.now() + 60)
+    arrays = [(zlib.crc32(data), data) for data in (os.urandom(4 * CHUNK_TOKENS), os.urandom(4 * CHUNK_TOKENS))]
+    length = 0
+    while True:
+        for token in ledger.leases:
+            ledger.add_chunk(token, length, CHUNK_TOKENS, Version(0, 0), arrays=arrays)
+            if journal.unsynced_bytes < SYNC_BYTES:
+                continue
+            journal.sync()
+            service.take_snapshot()
+            if journal.end >= size_bytes and is_nearly_full(journal):
+                pipe.send(ledger.tokens["open"])
+                os.kill(os.getpid(), signal.SIGKILL)
+        length += CHUNK_TOKENS
+
+
+def is_nearly_full(journal: Journal) -> bool:
+    """Whether one more sync makes a snapshot due."""
+    begins = max(int(segment.stem) for segment in journal.folder.glob(f"*{SUFFIX}"))
+    return journal.end + SYNC_BYTES >= begins + journal.segment_bytes
+
+
+def restart_s(config_path: Path, tokens: int) -> float:
+    """From the start of the process until it has said how it stands; it is killed afterwards."""
+    config = load(config_path)
+    drop_from_cache(config.run_dir / "journal")
+    (config.run_dir / "address").unlink(missing_ok=True)
+    started = time.monotonic()
+    broker = Broker(config_path)
+    try:
+        connection = BrokerConnection(broker.address(START_S), "monitor", "restart", "restart", START_S)
+        connection.hello([])
+        status = orjson.loads(connection.request(wire.StatusRequest(), START_S).arrays[0].tobytes())
+        took_s = time.monotonic() - started
+        connection.close()
+    finally:
+        broker.kill()
+    if status["tokens"]["open"] != tokens:
+        raise BenchmarkError(f"{tokens} tokens were synced, the broker came back with {status['tokens']}")
+    return took_s
+
+
+def drop_from_cache(folder: Path) -> None:
+    for path in folder.iterdir():
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -1,0 +1,113 @@
+"""A broker under fire: `python -m tests.broker.fuzz --messages 1000000 [--seed 0]`.
+
+A real service with a real journal serves peers that behave (arena.py); in between, it is sent what no peer should
+send (hostile.py). Nothing of that may raise, be recorded, or change the ledger; what is refused is answered once and
+counted once, by a handful of causes; memory stays as it is. Of every hundred messages one more goes over real sockets
+to a real server (fuzz_sockets.py).
+"""
+
+import argparse
+import logging
+import random
+import resource
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import orjson
+
+from april import config as configuration
+from april import limits, wire
+from tests.broker.arena import Arena, digest
+from tests.broker.fuzz_sockets import fuzz_sockets
+from tests.broker.hostile import Attacker
+
+BATCH = 200
+"""attacks between two turns of the run and two comparisons of the ledger"""
+MOST_CAUSES = 40
+MAX_SESSIONS = 64
+MOST_GROWTH = 1.05
+"""of the process, after the first tenth of the messages"""
+ENDLESS = ["--schedule.max_steps", "1000000000", "--evaluation.prompts", "1"]
+SETTINGS = [*ENDLESS, "--security.max_sessions", str(MAX_SESSIONS)]
+
+
+def fuzz(config, messages, seed=0, report=lambda done: None):
+    """Send that many attacks; returns what was refused by cause. Raises AssertionError with the first failure."""
+    chance = random.Random(seed)
+    arena = Arena(config, chance)
+    attacker, sessions = Attacker(arena, chance), arena.service.sessions
+    for done in range(0, messages, BATCH):
+        before = digest(arena.ledger)
+        for _ in range(min(BATCH, messages - done)):
+            fire(arena, *attacker.attack())
+        assert digest(arena.ledger) == before, "the ledger has changed"
+        arena.progress()
+        assert arena.ledger.closed and not arena.service.over, arena.service.over
+        assert len(sessions.refusals) <= MOST_CAUSES, sessions.refusals
+        assert len(sessions.by_id) <= MAX_SESSIONS and len(sessions.tallies) <= limits.TALLIES
+        report(done + BATCH)
+    assert arena.ledger.consumed > messages // 10_000, "the run has to go on meanwhile"
+    arena.journal.close()
+    return sessions.refusals
+
+
+def fire(arena, route, frames, peer, answer):
+    sessions = arena.service.sessions
+    counted, recorded, queued = sessions.refusals.total(), arena.events, len(sessions.outgoing)
+    arena.service.handle(route, frames, arena.now, peer)
+    answers = [message.message for message in sessions.outgoing[queued:]]
+    refusals = sum(isinstance(message, wire.Refused) for message in answers)
+    assert arena.events == recorded, (route, frames, answers)
+    assert sessions.refusals.total() - counted == refusals, (route, frames, answers)
+    assert refusals == 1 if answer == "refused" else refusals <= 1, (route, frames, answers)
+
+
+# --- the command ------------------------------------------------------------------------------------------------
+
+
+def make_config(folder):
+    """A run on a policy that nobody has trained, and prompts for it."""
+    from april.policy.model import build_model, save_policy
+    from tests.conftest import write_config
+
+    save_policy(build_model(hidden_size=64, layers=1, seed=0), folder / "policy")
+    rows = [{"prompt": f"{row:02d}*3+60=", "label": str(row % 2)} for row in range(64)]
+    for name in ("train", "heldout"):
+        (folder / f"{name}.jsonl").write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
+    return configuration.load(write_config(folder, folder / "policy", folder), SETTINGS)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--messages", type=int, default=1_000_000, help="[default 1000000]")
+    parser.add_argument("--seed", type=int, default=0, help="[default 0]")
+    options = parser.parse_args()
+    logging.disable(logging.CRITICAL)
+    sizes, began = [], time.perf_counter()
+
+    def report(done):
+        if done % max(BATCH, options.messages // 20 // BATCH * BATCH) == 0:
+            sizes.append(resident_mib())
+            print(f"{done:>9} messages, {time.perf_counter() - began:6.0f} s, {sizes[-1]:.0f} MiB", flush=True)
+
+    with tempfile.TemporaryDirectory() as name:
+        config = make_config(Path(name))
+        refusals = fuzz(config, options.messages, options.seed, report)
+        over_sockets = fuzz_sockets(config, options.messages // 100, Path(name), options.seed)
+    for cause, count in refusals.most_common():
+        print(f"{count:>9} {cause}")
+    print(f"{refusals.total():>9} refused of {options.messages}; nothing raised, nothing was recorded")
+    print(f"{over_sockets.total():>9} refused of {options.messages // 100} over sockets")
+    assert sizes[-1] <= MOST_GROWTH * sizes[len(sizes) // 10], "memory grows"
+    return 0
+
+
+def resident_mib():
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize() / (1 << 20)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,148 @@
+"""The same attacks over real sockets on a real server with CURVE, from a worker that has a key and abuses it."""
+
+import contextlib
+import random
+import socket
+import threading
+import time
+import uuid
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from april import limits, wire
+from april.broker.server import Server
+from april.client import BrokerConnection
+from april.security import keygen
+from april.security.keys import load_keys
+from tests.broker.arena import Arena, digest
+from tests.broker.hostile import Attacker
+
+PATIENCE_S = 60.0
+WINDOW = 100
+"""messages sent before their answers are awaited"""
+
+
+@contextlib.contextmanager
+def serving(config):
+    """A server that runs in a thread; whatever it raises is raised here at the end."""
+    server, over, failures = Server(config), threading.Event(), []
+
+    def run():
+        try:
+            while not over.is_set():
+                server.turn()
+        except Exception as error:
+            failures.append(error)
+        finally:
+            server.close()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield server
+    finally:
+        over.set()
+        thread.join()
+    if failures:
+        raise failures[0]
+
+
+def renamed(config, name):
+    return config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
+
+
+def fuzz_sockets(config, messages, folder, seed=0):
+    """Send that many attacks; returns what was refused by cause."""
+    keygen.make_folder(folder / "keys")
+    secured = renamed(config, "live").model_copy(
+        update={"security": config.security.model_copy(update={"keys": folder / "keys"})}
+    )
+    chance = random.Random(seed)
+    attacker = Attacker(Arena(renamed(config, "material"), chance), chance)
+    with serving(secured) as server:
+        keys = load_keys(folder / "keys", "monitor")
+        monitor = BrokerConnection(server.address, "monitor", "m", uuid.uuid4().hex, PATIENCE_S, keys)
+        monitor.hello([])
+        before = digest(server.service.ledger)
+        bad_worker = Raw(server.address, load_keys(folder / "keys", "worker"))
+        sent = 0
+        while sent < messages:
+            _, frames, peer, answer = attacker.attack()
+            if frames and peer is None and answer == "refused":
+                bad_worker.send(frames)
+                sent += 1
+                if sent % WINDOW == 0:
+                    bad_worker.await_refusals(sent)
+        bad_worker.await_refusals(sent)
+        refusals = server.service.sessions.refusals.copy()
+        assert refusals.total() == sent, refusals
+        send_garbage(server, chance)
+        bad_worker.send([b"x" * (limits.FROM_PEER.frame_bytes + 1)])
+        bad_worker.await_reconnection()
+        bad_worker.send([b"still here"])
+        bad_worker.await_refusals(sent + 1)
+        assert monitor.request(wire.StatusRequest(), PATIENCE_S).arrays
+        assert digest(server.service.ledger) == before, "the ledger has changed"
+        bad_worker.close()
+        monitor.close()
+    return refusals
+
+
+def send_garbage(server, chance):
+    """Bytes that are no ZeroMQ, or a greeting without keys, on connections that are cut or left open."""
+    host, port = server.address.removeprefix("tcp://").split(":")
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(52, b"\x00")
+    left_open = []
+    for _ in range(10):
+        for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" + chance.randbytes(200), chance.randbytes(64), greeting):
+            connection = socket.create_connection((host, int(port)))
+            connection.sendall(garbage)
+            if chance.random() < 0.5:
+                left_open.append(connection)
+            else:
+                connection.close()
+    deadline = time.monotonic() + PATIENCE_S
+    while not server.door.failures.total():
+        assert time.monotonic() < deadline, "no failed handshake was counted"
+        time.sleep(0.01)
+    for connection in left_open:
+        connection.close()
+
+
+class Raw:
+    """One connection that sends whatever it is given."""
+
+    def __init__(self, address, keys):
+        self.context = zmq.Context()
+        self.socket = self.context.socket(zmq.DEALER)
+        self.socket.linger = 0
+        self.socket.curve_publickey = keys.public.encode()
+        self.socket.curve_secretkey = keys.secret.encode()
+        self.socket.curve_serverkey = keys.broker.encode()
+        self.events = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self.socket.connect(address)
+        self.refused = 0
+
+    def send(self, frames):
+        self.socket.send_multipart(frames)
+
+    def await_refusals(self, count):
+        """Every one of the messages sent so far has been answered, with a sentence."""
+        while self.refused < count:
+            assert self.socket.poll(PATIENCE_S * 1000), f"{self.refused} answers to {count} messages"
+            assert isinstance(wire.decode(self.socket.recv_multipart()).message, wire.Refused)
+            self.refused += 1
+
+    def await_reconnection(self):
+        """The server has closed the connection, and takes a new one."""
+        seen = []
+        while seen[-2:] != [zmq.EVENT_DISCONNECTED, zmq.EVENT_HANDSHAKE_SUCCEEDED]:
+            assert self.events.poll(PATIENCE_S * 1000), "the connection goes on"
+            seen.append(recv_monitor_message(self.events)["event"])
+
+    def close(self):
+        self.socket.disable_monitor()
+        self.events.close()
+        self.socket.close()
+        self.context.term()

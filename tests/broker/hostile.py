@@ -1,0 +1,249 @@
+"""What no peer should send: damaged, mistyped, misplaced, repeated and absurd messages, drawn at random.
+
+Each attack is (route, frames, peer, answer): who sends it over which connection, the key it comes with (None without
+CURVE), and how the broker must answer: "refused", or "anything" where silence or an honest answer will do.
+"""
+
+import msgpack
+import numpy as np
+
+from april import wire
+from april.security.allow_list import Peer
+from april.version import Version
+
+EXTREMES = [0, 1, -1, 2, 2**31, -(2**31), 2**32, 2**53, 2**53 + 1, 2**63 - 1, -(2**63), 2**64 - 1]
+JUNK = [
+    None,
+    True,
+    -1,
+    2**64 - 1,
+    1.5,
+    float("nan"),
+    float("inf"),
+    "",
+    "x" * 300,
+    b"\x00",
+    [],
+    [[[]]],
+    {},
+    {"a": 1},
+    "\n",
+]
+WORKERS = {
+    "Chunk": lambda c, token: wire.Chunk(token, c.choice([0, 1, 7, 2**53]), Version(0, 0), c.choice(["", "stop"])),
+    "Scored": lambda c, token: wire.Scored(token, c.choice([0.0, -1e308, float("nan"), float("inf")])),
+    "GiveBack": lambda c, token: wire.GiveBack(token, c.choice([0, 2**53]), "abort", "e" * c.choice([0, 9999])),
+}
+ONLY_FOR = {
+    "worker": [
+        wire.Holding(Version(0, 0), 4),
+        wire.Lane("generate", 0.0, 1.0),
+        wire.Chunk(1, 0, Version(0, 0)),
+        wire.Scored(1, 1.0),
+        wire.GiveBack(1, 0, "leave"),
+    ],
+    "learner": [wire.LearnerStart(0, ""), wire.Fetch(0), wire.Consumed(0, {"loss": 1.0}), wire.Durable(0, 0)],
+    "monitor": [wire.StatusRequest(), wire.StopRun("enough"), wire.Drain(True), wire.Requeue([1])],
+    "broker": [
+        wire.Welcome(1, "", 1, 0, 0, [], 1.0, ""),
+        wire.Acknowledged([], [1]),
+        wire.Accepted(),
+        wire.Batch(0, 0, 0, []),
+        wire.Stop(""),
+    ],
+    "lanes": [wire.LaneJoin("u", "n", "cpu", None), wire.LaneAlive("l"), wire.LaneFailed("l", "e")],
+}
+NOT_REPEATED = (wire.Hello, wire.Goodbye, wire.LearnerStart, wire.StopRun)
+"""said again, these mean something new"""
+
+
+def encode(message, arrays=(), session=0, sequence=1):
+    return [bytes(frame) for frame in wire.encode(message, list(arrays), session, sequence)]
+
+
+def decodes(frames):
+    try:
+        wire.decode(frames)
+    except wire.WireError:
+        return False
+    return True
+
+
+class Attacker:
+    def __init__(self, arena, chance):
+        self.arena = arena
+        self.chance = chance
+        self.kinds = [
+            self.noise, self.damaged, self.cut, self.flipped_array, self.mistyped, self.strange_session,
+            self.other_connection, self.other_role, self.foreign_lease, self.absurd_learner, self.absurd_worker,
+            self.repeated, self.greeting, self.revoked, self.other_key, self.too_large,
+        ]  # fmt: skip
+
+    def attack(self):
+        return self.chance.choice(self.kinds)()
+
+    # --- material ---------------------------------------------------------------------------------------------
+
+    def peer(self):
+        return self.chance.choice(self.arena.everyone)
+
+    def route(self):
+        return self.peer().name.encode() + self.chance.choice([b"/data", b"/control"])
+
+    def bytes(self, most):
+        return self.chance.randbytes(self.chance.randrange(most))
+
+    def earlier(self):
+        """Route and frames of a valid message that a peer has sent."""
+        route, frames = self.chance.choice(self.arena.sent)
+        return route, list(frames)
+
+    def anything(self):
+        return self.chance.choice([message for messages in ONLY_FOR.values() for message in messages])
+
+    # --- attacks ----------------------------------------------------------------------------------------------
+
+    def noise(self):
+        frames = [self.bytes(100) for _ in range(self.chance.randrange(7))]
+        return self.route(), frames, None, "refused"
+
+    def damaged(self):
+        """A header that is none of this protocol, or lies about the arrays."""
+        route, frames = self.earlier()
+        at, value = self.chance.choice([(0, 0), (1, 7), (2, 99), (4, frames[0][4] + 1), (5, 200)])
+        frames[0] = frames[0][:at] + bytes([value]) + frames[0][at + 1 :]
+        return route, frames, None, "refused"
+
+    def cut(self):
+        route, frames = self.earlier()
+        at = self.chance.randrange(len(frames))
+        if self.chance.random() < 0.5 and frames[at]:
+            frames[at] = frames[at][: self.chance.randrange(len(frames[at]))]
+        else:
+            frames.insert(at, self.bytes(40)) if self.chance.random() < 0.5 else frames.pop(at)
+        return (route, frames, None, "refused") if not decodes(frames) else self.noise()
+
+    def flipped_array(self):
+        worker = self.chance.choice(self.arena.workers)
+        frames = self.arena.chunk_frames(worker)
+        at = self.chance.choice([2, 3])
+        place = self.chance.randrange(len(frames[at]))
+        flipped = frames[at][place] ^ (1 << self.chance.randrange(8))
+        frames[at] = frames[at][:place] + bytes([flipped]) + frames[at][place + 1 :]
+        return worker.name.encode() + b"/data", frames, None, "refused"
+
+    def mistyped(self):
+        """A body with a field of another type, one too few or one too many."""
+        route, frames = self.earlier()
+        body = msgpack.unpackb(frames[1], strict_map_key=False)
+        part = self.chance.choice([body, body[0]])
+        change = self.chance.randrange(3)
+        if change == 0:
+            part[self.chance.randrange(len(part))] = self.chance.choice(JUNK)
+        elif change == 1:
+            part.pop()
+        else:
+            part.append(self.chance.choice(JUNK))
+        frames[1] = msgpack.packb(body)
+        return (route, frames, None, "refused") if not decodes(frames) else self.noise()
+
+    def strange_session(self):
+        session = self.chance.choice([abs(value) % 2**64 for value in EXTREMES])
+        return self.route(), encode(self.anything(), session=session), None, "refused"
+
+    def other_connection(self):
+        """A live session, from a connection that is not its own."""
+        return b"stranger/data", encode(self.anything(), session=self.peer().session), None, "refused"
+
+    def other_role(self):
+        peer = self.peer()
+        role = self.chance.choice([role for role in ONLY_FOR if role != peer.role])
+        message = self.chance.choice(ONLY_FOR[role])
+        return peer.name.encode() + b"/data", encode(message, session=peer.session), None, "refused"
+
+    def foreign_lease(self):
+        """A lease of the other worker, of nobody, or one that ended long ago."""
+        worker, other = self.chance.sample(self.arena.workers, 2)
+        tokens = [*EXTREMES[:-1], *self.arena.leases_of(other), *list(self.arena.ended)]
+        message = WORKERS[self.chance.choice(list(WORKERS))](self.chance, self.chance.choice(tokens))
+        arrays = [np.ones(3, "i4"), np.full(3, -1.0, "f4")] if isinstance(message, wire.Chunk) else []
+        return worker.name.encode() + b"/data", encode(message, arrays, worker.session), None, "refused"
+
+    def absurd_learner(self):
+        learner, beyond = self.arena.learner, self.arena.ledger.next_step + self.chance.choice([1, 2, 2**31, 2**50])
+        message = self.chance.choice(
+            [
+                wire.Fetch(beyond),
+                wire.Consumed(beyond, {"loss": float("nan")}),
+                wire.Consumed(self.arena.ledger.consumed, {f"m{number}": 0.0 for number in range(1000)}),
+                wire.Durable(beyond, 0),
+                wire.LearnerStart(beyond, "tcp://elsewhere"),
+            ]
+        )
+        return learner.name.encode() + b"/data", encode(message, session=learner.session), None, "refused"
+
+    def absurd_worker(self):
+        """Values that make no sense where the lease is the worker's own."""
+        worker = self.chance.choice(self.arena.workers)
+        token, version = self.arena.a_lease_of(worker), Version(0, 0)
+        bad_arrays = self.chance.choice(
+            [
+                [],
+                [np.ones(3, "i4")],
+                [np.ones(3, "i4"), np.ones(2, "f4")],
+                [np.full(3, -1, "i4"), np.ones(3, "f4")],
+                [np.ones(3, "i4"), np.full(3, np.nan, "f4")],
+                [np.ones(3, "f4"), np.ones(3, "i4")],
+                [np.empty(0, "i4"), np.empty(0, "f4")],
+                [np.frombuffer(b"abc", "u1"), np.ones(3, "f4")],
+            ]
+        )
+        message, arrays = self.chance.choice(
+            [
+                (wire.Chunk(token, 0, version), bad_arrays),
+                (wire.Scored(token, self.chance.choice([float("nan"), float("-inf")])), []),
+                (wire.Holding(Version(0, 2**53), 4), []),
+                (wire.Holding(Version(2**53, 0), 4), []),
+                (wire.Holding(version, 4, float("nan")), []),
+                (wire.Holding(version, 4, -1.0), []),
+                (wire.Lane("generate", float("nan"), 0.0), []),
+                (wire.Heartbeat([7] * 9000), []),
+            ]
+        )
+        return worker.name.encode() + b"/data", encode(message, arrays, worker.session), None, "refused"
+
+    def repeated(self):
+        """A valid message again, as it was."""
+        route, frames = self.earlier()
+        repeated = not isinstance(wire.decode(frames).message, NOT_REPEATED)
+        return (route, frames, None, "anything") if repeated else self.noise()
+
+    def greeting(self):
+        """Strangers that say hello, with leases that they do not hold."""
+        name = f"stranger-{self.chance.getrandbits(40)}"
+        leases = [abs(self.chance.choice(EXTREMES[:-1])) for _ in range(self.chance.randrange(20))]
+        role = self.chance.choice(["worker", "worker", "monitor", "king", "", "x" * 5000])
+        hello = wire.Hello(role, name, name + self.chance.choice(["", "\n", "é" * 200]), leases, 2**53)
+        return name.encode() + b"/data", encode(hello), None, "anything"
+
+    def revoked(self):
+        route, frames = self.earlier()
+        return route, frames, Peer("k" * 40, "", ""), "refused"
+
+    def other_key(self):
+        """A valid message, but with a key that belongs to somebody else."""
+        route, frames = self.earlier()
+        message = wire.decode(frames).message
+        role = "monitor" if isinstance(message, wire.Hello) and message.role != "monitor" else "worker"
+        return route, frames, Peer("k" * 40, role, "thief"), "refused"
+
+    def too_large(self):
+        worker = self.chance.choice(self.arena.workers)
+        frames = self.chance.choice(
+            [
+                encode(wire.StopRun("x" * 600_000), session=worker.session),
+                encode(wire.Heartbeat(), [np.ones(1, "i4")] * 5, worker.session),
+                [bytes(24)] * self.chance.choice([5, 1000]),
+            ]
+        )
+        return worker.name.encode() + b"/control", frames, None, "refused"

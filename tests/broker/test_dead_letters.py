@@ -1,0 +1,109 @@
+"""Dead samples are remembered within bounds, their prompts drawn again on request, and no lease is held for ever."""
+
+import pytest
+
+from april.broker.dead_letters import KEPT
+from april.broker.ledger import Ledger, Rules, Verdict
+from april.broker.rounds import RoundRules, RoundSchedule
+from april.version import Version
+from tests.broker.test_ledger_machine import NumberedPrompts
+
+
+@pytest.fixture
+def ledger():
+    ledger = Ledger(Rules(batch_groups=2, group_size=2, max_staleness=5, max_attempts=2))
+    ledger.start_learner(0)
+    return ledger
+
+
+def schedule_over(rows, groups=2):
+    return RoundSchedule(RoundRules(batch_groups=2, round_groups=groups, max_steps=100), NumberedPrompts(rows, 1))
+
+
+def lease_next(ledger, schedule, **times):
+    return ledger.lease(schedule.next_sample(ledger, 0), "w0", 0, **({"expires_at": 10.0} | times))
+
+
+def kill_a_sample(ledger, schedule, at=7.0):
+    """Fail the next sample until it is dead; returns its group."""
+    group = None
+    while group is None or group.id in ledger.groups:
+        lease = lease_next(ledger, schedule)
+        group = group or lease.sample.group
+        cause = "generation_failed" if lease.sample.group is group else "leave"
+        ledger.end_lease(lease.token, cause, "engine fell over", at)
+    return group.id
+
+
+def complete(ledger, schedule):
+    lease = lease_next(ledger, schedule)
+    ledger.add_chunk(lease.token, 0, 1, Version(0, 0), "stop")
+    ledger.score(lease.token, 1.0)
+
+
+def test_a_dead_sample_leaves_a_letter_with_its_last_error(ledger):
+    schedule = schedule_over(rows=10)
+    schedule.advance(ledger)
+    group = kill_a_sample(ledger, schedule)
+    (letter,) = ledger.dead_letters.letters
+    assert (letter.group, letter.index, letter.epoch, letter.row) == (group, 0, 0, 0)
+    assert (letter.attempts, letter.error, letter.at, letter.outcome) == (2, "engine fell over", 7.0, "discarded")
+    assert ledger.discarded.keys() == {"dead_sample"}
+
+
+def test_a_requeued_prompt_goes_ahead_of_fresh_ones_once(ledger):
+    schedule = schedule_over(rows=10)
+    schedule.advance(ledger)
+    group = kill_a_sample(ledger, schedule)
+    assert ledger.requeue(group) is Verdict.OK
+    assert ledger.requeue(group) is Verdict.DUPLICATE
+    assert ledger.requeue(group + 1) is Verdict.INVALID
+    schedule.advance(ledger)
+    again = ledger.groups[max(ledger.groups)]
+    assert (again.epoch, again.row) == (0, 0) and ledger.cursor == (0, 2)
+    assert ledger.dead_letters.letters[0].outcome == "redrawn" and not ledger.dead_letters.waiting
+    assert ledger.requeue(group) is Verdict.DUPLICATE
+
+
+def test_requeueing_goes_on_with_a_run_whose_prompts_are_exhausted(ledger):
+    schedule = schedule_over(rows=1)
+    schedule.advance(ledger)
+    group = kill_a_sample(ledger, schedule)
+    schedule.advance(ledger)
+    assert schedule.finished(ledger)
+    ledger.requeue(group)
+    assert not schedule.finished(ledger)
+    schedule.advance(ledger)
+    complete(ledger, schedule)
+    complete(ledger, schedule)
+    schedule.advance(ledger)
+    assert schedule.finished(ledger) and [group.row for group in ledger.deliveries[0]] == [0]
+
+
+def test_letters_are_bounded_and_counted_beyond_that(ledger):
+    schedule = schedule_over(rows=KEPT + 10)
+    for _ in range(KEPT + 5):
+        schedule.advance(ledger)
+        kill_a_sample(ledger, schedule)
+    assert len(ledger.dead_letters.letters) == KEPT and ledger.dead_letters.total == KEPT + 5
+    assert ledger.requeue(0) is Verdict.INVALID
+
+
+def test_renewals_keep_a_lease_up_to_its_end_and_no_longer(ledger):
+    schedule = schedule_over(rows=10)
+    schedule.advance(ledger)
+    lease = lease_next(ledger, schedule, expires_at=10.0, ends_at=25.0)
+    for now in (5.0, 14.0, 20.0):
+        assert ledger.expire(now) == [] and ledger.renew([lease.token], now + 10.0) == []
+    assert lease.expires_at == 25.0
+    assert ledger.expire(25.0) == [lease]
+    assert lease.sample.attempts == 1 and "broker.max_run_s" in lease.sample.last_error
+    assert ledger.renew([lease.token], 35.0) == [lease.token]
+
+
+def test_a_lease_that_is_not_renewed_says_so(ledger):
+    schedule = schedule_over(rows=10)
+    schedule.advance(ledger)
+    lease = lease_next(ledger, schedule, expires_at=10.0, ends_at=25.0)
+    ledger.expire(10.0)
+    assert lease.sample.last_error == "the lease was not renewed"

@@ -1,0 +1,207 @@
+"""/metrics and /health over HTTP: of a broker's process, and of every condition that one can be in."""
+
+import dataclasses
+import re
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import orjson
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from april import clock
+from april import config as configuration
+from april.broker.exporter import Exporter, Picture
+from april.broker.health import Condition
+from april.broker.metrics import METRICS, SYNC_BUCKETS_S, SyncTimes
+from tests.run.processes import APRIL, Job, wait_until
+from tests.test_protocol_page import Client, Worker
+
+PAGE = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+
+
+def get(url):
+    """(status, body)"""
+    try:
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def health(base):
+    status, body = get(base + "/health")
+    return status, orjson.loads(body)
+
+
+def scrape(base):
+    """Values by (name, label values in alphabetical order)."""
+    status, body = get(base + "/metrics")
+    assert status == 200
+    families = list(text_string_to_metric_families(body))
+    return {(s.name, *sorted(s.labels.values())): s.value for family in families for s in family.samples}
+
+
+# --- a real broker ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def start_broker(config_file, tmp_path):
+    jobs = []
+
+    def start(*overrides):
+        job = Job([*APRIL, "broker", str(config_file), *overrides], tmp_path / f"broker{len(jobs)}.log")
+        jobs.append(job)
+        job.run_dir = tmp_path / "runs" / "small"
+        wait_until((job.run_dir / "http").exists, job)
+        job.http = (job.run_dir / "http").read_text()
+        job.address = (job.run_dir / "address").read_text()
+        return job
+
+    yield start
+    for job in jobs:
+        job.end()
+
+
+def test_a_broker_s_figures_and_health_can_be_scraped_while_it_works(start_broker):
+    broker = start_broker("--evaluation.prompts", "1")
+    wait_until(lambda: health(broker.http)[0] == 200, broker)
+    status, body = health(broker.http)
+    assert (status, body["status"], body["run"], body["state"]) == (200, "ok", "small", "running")
+    assert "no learner is connected" in body["reason"]
+    assert get(broker.http + "/secrets")[0] == 404
+
+    learner, worker = Client(broker.address, "learner", "raw-learner"), Worker(broker.address)
+    try:
+        learner.hello()
+        learner.ask("LearnerStarted", "LearnerStart", 0, "tcp://127.0.0.1:9")
+        worker.hello()
+        worker.send("Holding", [0, 0], 6, 0.0)
+        lease = worker.next_training_lease([0, 0])
+        worker.generate(lease, 3, [0, 0])
+
+        def shows(name, *labels, value):
+            learner.receive(), worker.receive()
+            return scrape(broker.http).get((name, *labels)) == value
+
+        wait_until(lambda: shows("april_tokens", "open", value=3), broker, timeout_s=30)
+        wait_until(lambda: shows("april_samples", "leased", "training", value=6), broker, timeout_s=30)
+        found = scrape(broker.http)
+        assert found["april_chunks_accepted_total",] == 1 and found["april_leases", "training"] == 6
+        assert found["april_sessions", "worker"] == found["april_sessions", "learner"] == 1
+        assert found["april_worker_capacity", "raw-worker"] == found["april_worker_leases", "raw-worker"] == 6
+        assert found["april_ledger_closed",] == 1 and found["april_broker_epoch",] == 1
+        assert found["april_journal_bytes",] > 0 and found["april_journal_sync_seconds_count",] > 0
+        assert found["april_staleness_steps", "bound"] == 5
+        worker.sockets["data"].send_multipart([b"nonsense"])
+        wait_until(lambda: any(key[0] == "april_refusals_total" for key in scrape(broker.http)), broker, 30)
+        assert health(broker.http)[1]["reason"] == ""
+    finally:
+        learner.close()
+        worker.close()
+    broker.process.terminate()
+    broker.wait()
+    assert not (broker.run_dir / "http").exists()
+
+
+def test_a_taken_port_is_said_so(start_broker, config_file, tmp_path):
+    taken = start_broker().http.removeprefix("http://")
+    other = ["--run.name", "second", "--operations.http", taken]
+    second = Job([*APRIL, "broker", str(config_file), *other], tmp_path / "second.log")
+    assert second.wait() == 2
+    assert f"key 'operations.http' = '{taken}'" in second.output
+
+
+@pytest.mark.parametrize("address", ["nowhere", "127.0.0.1:99999", "http://127.0.0.1:9", ":9"])
+def test_an_address_that_is_none_is_refused(config_file, address):
+    with pytest.raises(configuration.ConfigError, match=r"operations\.http"):
+        configuration.load(config_file, ["--operations.http", address])
+
+
+def test_none_serves_nothing(config_file):
+    assert configuration.load(config_file, ["--operations.http", "none"]).operations.http_address is None
+
+
+# --- health in every condition ------------------------------------------------------------------------------
+
+WORKING = Condition(
+    run="small", state="running", phase="generating", step=3, over="", read_only="", workers=2, learner_silent_s=0.2
+)
+
+
+@pytest.fixture
+def exporter():
+    exporter = Exporter("127.0.0.1", 0, stuck_after_s=30.0)
+    yield exporter
+    exporter.close()
+
+
+def show(exporter, now=None, **changes):
+    """The loop comes round at `now` in this condition; what /health says."""
+    picture = Picture(dataclasses.replace(WORKING, **changes), {}, SyncTimes().picture())
+    exporter._next_picture = 0.0
+    exporter.turned(clock.now() if now is None else now, lambda: picture)
+    return health(exporter.address)
+
+
+def test_before_the_first_turn_a_broker_is_starting(exporter):
+    assert health(exporter.address)[0] == 503
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, ""),
+        ({"phase": "waiting for weights"}, "the learner has to publish them"),
+        ({"phase": "training"}, "the learner has the next batch"),
+        ({"phase": "draining"}, "leases are still coming back"),
+        ({"phase": "drained"}, "april drain --end"),
+        ({"phase": "drained", "learner_silent_s": None, "workers": 0}, "april drain --end"),
+        ({"learner_silent_s": None}, "no learner is connected"),
+        ({"workers": 0, "phase": "waiting for weights"}, "no worker is connected"),
+        ({"phase": "finished", "state": "finished", "over": "all steps are done"}, "the run is over"),
+    ],
+)
+def test_a_pause_is_healthy_and_has_a_reason(exporter, changes, reason):
+    status, body = show(exporter, **changes)
+    assert (status, body["status"]) == (200, "ok")
+    assert reason in body["reason"] and bool(reason) == bool(body["reason"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"read_only": "No space left on device"}, "No space left on device"),
+        ({"state": "failed", "phase": "finished", "over": "all groups die"}, "all groups die"),
+    ],
+)
+def test_a_broker_that_cannot_go_on_is_not_healthy(exporter, changes, reason):
+    status, body = show(exporter, **changes)
+    assert (status, body["status"]) == (503, "failing") and reason in body["reason"]
+
+
+def test_a_loop_that_does_not_come_round_is_seen_by_the_http_thread(exporter):
+    status, body = show(exporter, now=clock.now() - 31.0)
+    assert status == 503 and "has not come round for 31 s" in body["reason"]
+    assert show(exporter, now=clock.now() - 29.0)[0] == 200
+
+
+# --- figures ------------------------------------------------------------------------------------------------
+
+
+def test_sync_times_are_a_cumulative_histogram(exporter):
+    times = SyncTimes()
+    for seconds in (0.0001, 0.0005, 0.003, 99.0):
+        times.observe(seconds)
+    exporter.turned(clock.now(), lambda: Picture(WORKING, {}, times.picture()))
+    found = scrape(exporter.address)
+    counts = [found["april_journal_sync_seconds_bucket", bound] for bound in (*map(str, SYNC_BUCKETS_S), "+Inf")]
+    assert counts[0] == 2 and counts[-2] == 3 and counts[-1] == 4 and counts == sorted(counts)
+    assert found["april_journal_sync_seconds_sum",] == pytest.approx(99.0036)
+
+
+def test_the_page_lists_every_metric_with_its_labels():
+    listed = dict(re.findall(r"^\| `(april_\w+)`(?: by (.*?))? \|", PAGE, re.M))
+    expected = {name: ", ".join(f"`{label}`" for label in metric.labels) for name, metric in METRICS.items()}
+    assert listed == expected | {"april_journal_sync_seconds": "", "april_last_turn_age_seconds": ""}

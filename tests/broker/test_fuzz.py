@@ -1,0 +1,58 @@
+"""No message of anybody's raises, is recorded, or changes the ledger, unless it is a valid one of its own sender."""
+
+import logging
+
+import pytest
+
+from april import config as configuration
+from april import limits, wire
+from april.broker.sessions import Sessions, Tally
+from tests.broker.conversation import Conversation, FakeWorker, Peer
+from tests.broker.fuzz import SETTINGS, fuzz
+from tests.broker.fuzz_sockets import fuzz_sockets
+
+
+@pytest.fixture
+def config(config_file):
+    logging.disable(logging.CRITICAL)
+    yield configuration.load(config_file, SETTINGS)
+    logging.disable(logging.NOTSET)
+
+
+def test_fifty_thousand_hostile_messages_change_nothing(config):
+    refusals = fuzz(config, 50_000, seed=1)
+    assert {"access denied", "unknown session", "the lease is not current", "too large"} <= set(refusals)
+
+
+def test_hostile_messages_over_real_sockets_are_each_refused_with_a_sentence(config, tmp_path):
+    assert fuzz_sockets(config, 3000, tmp_path).total() == 3000
+
+
+def test_a_run_takes_no_more_sessions_than_it_is_told(config_file):
+    talk = Conversation(configuration.load(config_file, ["--security.max_sessions", "2"]))
+    first = FakeWorker(talk, "w0")
+    first.join()
+    FakeWorker(talk, "w1").join()
+    third = Peer(talk, "monitor", "m")
+    third.say(wire.Hello("monitor", "m", "m-uid"))
+    refusal = third.take(wire.Refused)[-1]
+    assert "security.max_sessions" in refusal.message.reason and refusal.sequence == 1
+    assert first.hello().session, "who has a session may say hello again"
+
+
+def test_a_worker_gets_no_more_leases_than_it_may_have_whatever_it_states(config_file):
+    talk = Conversation(configuration.load(config_file, ["--security.max_leases", "3"]))
+    worker = FakeWorker(talk)
+    worker.join(capacity=2**53)
+    assert len(worker.grants()) == 3
+
+
+def test_tokens_of_processes_that_left_long_ago_stay_counted_when_they_are_forgotten(monkeypatch):
+    monkeypatch.setattr(limits, "TALLIES", 10)
+    sessions = Sessions()
+    for number in range(100):
+        session = sessions.open(wire.Hello("worker", "w", f"u{number}"), b"", 0.0)
+        sessions.tallies[session.uid] = Tally(emitted=7, acknowledged=2, refused=1)
+        sessions.close(session)
+    assert len(sessions.tallies) <= 10
+    assert (sessions.unacknowledged_tokens(), sessions.refused_tokens()) == (400, 100)

@@ -1,0 +1,125 @@
+"""What workers are given, in which order, and what a run without rounds looks like to its peers."""
+
+import orjson
+import pytest
+
+from april import config as configuration
+from april import wire
+from april.broker.status import status
+from tests.broker.conversation import Conversation, FakeLearner, FakeWorker
+
+CONTINUOUS = ["--schedule.kind", "continuous", "--schedule.in_flight", "6", "--schedule.max_staleness", "1"]
+
+
+@pytest.fixture
+def talk(config_file):
+    """4 groups of 2 in a batch, 6 samples in flight, staleness at most 1, 8 evaluation prompts, 3 steps."""
+    return Conversation(configuration.load(config_file, CONTINUOUS))
+
+
+@pytest.fixture
+def worker(talk):
+    worker = FakeWorker(talk)
+    worker.join()
+    return worker
+
+
+@pytest.fixture
+def learner(talk):
+    learner = FakeLearner(talk)
+    learner.join()
+    return learner
+
+
+def counts(grants):
+    """(evaluation, training)"""
+    return sum(grant.evaluation for grant in grants), sum(not grant.evaluation for grant in grants)
+
+
+def work_until(worker, condition):
+    """Complete whatever is granted."""
+    for _ in range(500):
+        if condition():
+            return
+        for grant in worker.grants():
+            worker.complete(grant)
+        worker.conversation.tick()
+    raise AssertionError("it never came to that")
+
+
+def test_evaluation_has_its_share_of_the_slots_and_no_more_while_training_waits(worker):
+    assert counts(worker.grants()) == (5, 5)
+
+
+def test_evaluation_takes_what_would_stay_idle(talk):
+    worker = FakeWorker(talk)
+    worker.join(capacity=14)
+    assert counts(worker.grants()) == (8, 6)
+
+
+def test_evaluation_is_no_part_of_what_is_in_flight(talk, worker):
+    for grant in worker.grants():
+        if grant.evaluation:
+            worker.complete(grant)
+    assert talk.ledger.generating == 6
+
+
+def test_a_lost_sample_is_granted_before_other_partials_with_its_tokens(talk, worker):
+    left, *_, lost = [grant for grant in worker.grants() if not grant.evaluation]
+    for grant in (left, lost):
+        worker.chunk(grant, 0, 5)
+    talk.ledger.end_lease(left.token, "leave")
+    talk.ledger.end_lease(lost.token, "lost")
+    talk.tick()
+    first, second = worker.grants()
+    assert [(grant.group, grant.index) for grant in (first, second)] == [(g.group, g.index) for g in (lost, left)]
+    assert first.max_new_tokens == second.max_new_tokens == 19
+
+
+def test_generation_goes_on_while_the_learner_has_a_batch_until_the_bound_is_reached(talk, worker, learner):
+    work_until(worker, lambda: talk.ledger.next_step == 1)
+    assert status(talk.service, talk.now)["phase"] == "generating, training"
+    for _ in range(50):
+        for grant in worker.grants():
+            worker.complete(grant)
+    assert not talk.ledger.generating and talk.ledger.next_step == 1
+    assert len(talk.ledger.ready) == 4, "batch 1 is the last that may train what version 0 has generated"
+    assert status(talk.service, talk.now)["phase"] == "training"
+
+
+def test_a_run_without_rounds_comes_to_its_end(talk, worker, learner):
+    staleness = []
+    for step in range(3):
+        work_until(worker, lambda step=step: talk.ledger.next_step > step)
+        assert learner.fetch(step)
+        learner.consume(step)
+        worker.hold(step + 1)
+        line = (talk.config.run_dir / "metrics.jsonl").read_bytes().splitlines()[-1]
+        staleness.append(orjson.loads(line)["staleness"]["max"])
+    assert worker.take(wire.Abort), "what is unfinished at the last batch comes back"
+    for token in list(talk.ledger.leases):
+        worker.say(wire.GiveBack(token, talk.ledger.leases[token].sample.length, "abort"))
+    work_until(worker, lambda: talk.service.over)
+    assert talk.service.state == "finished" and max(staleness) <= 1 and talk.ledger.closed
+    assert [entry["step"] for entry in talk.service.recorder.evaluations.values()] == [0, 3]
+
+
+@pytest.mark.parametrize(
+    "other", [["--schedule.kind", "april"], ["--schedule.kind", "sync", "--over-sampling-batch-size", "4"]]
+)
+def test_a_run_may_go_on_under_another_schedule(talk, worker, learner, config_file, other):
+    work_until(worker, lambda: talk.ledger.next_step == 1)
+    talk.journal.close()
+    again = Conversation(configuration.load(config_file, [*other, "--schedule.max_staleness", "1"]))
+    assert again.ledger.account() == talk.ledger.account()
+    worker, learner = FakeWorker(again), FakeLearner(again)
+    worker.join()
+    learner.join()
+    for step in range(3):
+        work_until(worker, lambda step=step: again.ledger.next_step > step)
+        assert learner.fetch(step)
+        learner.consume(step)
+        for token in list(again.ledger.leases):
+            worker.say(wire.GiveBack(token, again.ledger.leases[token].sample.length, "abort"))
+        worker.hold(step + 1)
+    assert again.ledger.closed and not again.ledger.discarded

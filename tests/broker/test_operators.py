@@ -1,0 +1,220 @@
+"""What an operator asks of a broker: drain it, list what is dead, have it drawn again. Facts that restarts keep."""
+
+import orjson
+import pytest
+
+from april import config as configuration
+from april import wire
+from tests.broker.conversation import Conversation, FakeLearner, FakeWorker, Peer
+from tests.broker.test_service import finish_evaluation, make_batch, training
+
+
+@pytest.fixture
+def talk(config_file):
+    overrides = ["--evaluation.prompts", "1", "--broker.attempts", "1", "--broker.max_run_s", "100"]
+    return Conversation(configuration.load(config_file, overrides))
+
+
+@pytest.fixture
+def operator(talk):
+    return join_operator(talk)
+
+
+@pytest.fixture
+def worker(talk):
+    FakeLearner(talk).join()
+    worker = FakeWorker(talk)
+    worker.join()
+    return worker
+
+
+def join_operator(talk):
+    operator = Peer(talk, "monitor", "operator")
+    operator.hello()
+    return operator
+
+
+def status(operator):
+    operator.say(wire.StatusRequest())
+    return orjson.loads(operator.take(wire.Status)[-1].arrays[0].tobytes())
+
+
+def drain(operator, on=True):
+    operator.say(wire.Drain(on))
+    assert operator.take(wire.Accepted)
+
+
+def letters(operator):
+    operator.say(wire.DeadLettersRequest())
+    return orjson.loads(operator.take(wire.DeadLetters)[-1].arrays[0].tobytes())["letters"]
+
+
+def requeue(operator, *groups):
+    operator.say(wire.Requeue(list(groups)))
+    return operator.take(wire.Requeued)[-1].message.groups
+
+
+def kill_one(worker):
+    """Fail a training sample for good; returns its grant and the others."""
+    dead, *others = finish_evaluation(worker)
+    worker.say(wire.GiveBack(dead.token, 0, "generation_failed", "engine fell over"))
+    return dead, others
+
+
+def is_done(worker, grant):
+    """Whether the broker has acknowledged the end of the lease."""
+    return any(grant.token in received.message.done for received in worker.take(wire.Acknowledged))
+
+
+# --- drain --------------------------------------------------------------------------------------------------
+
+
+def test_a_drained_broker_has_everything_back_and_hands_out_nothing(talk, operator, worker):
+    grants = finish_evaluation(worker)
+    worker.chunk(grants[0], 0, 3)
+    drain(operator)
+    assert status(operator)["drain"] == "draining"
+    (abort,) = worker.take(wire.Abort)
+    assert all(grant.token <= abort.message.watermark for grant in grants)
+    for grant in grants:
+        worker.say(wire.GiveBack(grant.token, 3 if grant is grants[0] else 0, "abort"))
+    found = status(operator)
+    assert (found["drain"], found["phase"], found["leases"]) == ("drained", "drained", 0)
+    assert found["tokens"]["open"] == 3 and found["dead_letters"]["total"] == 0
+    talk.tick(60.0)
+    assert worker.grants() == []
+
+
+def test_after_a_drain_partials_go_first_and_the_round_goes_on(operator, worker):
+    grants = finish_evaluation(worker)
+    worker.chunk(grants[0], 0, 3)
+    round = status(operator)["round"]
+    drain(operator)
+    for grant in grants:
+        worker.say(wire.GiveBack(grant.token, 3 if grant is grants[0] else 0, "abort"))
+    drain(operator, on=False)
+    first = worker.take(wire.Grant)[0]
+    assert (first.message.group, first.message.index) == (grants[0].group, grants[0].index)
+    assert sum(len(piece) for piece in first.arrays[1:]) == 3
+    assert (status(operator)["round"], status(operator)["drain"]) == (round, "")
+
+
+def test_a_drained_broker_is_drained_when_it_comes_back(talk, operator, worker):
+    drain(operator)
+    drain(operator)
+    talk.restart_broker()
+    operator = join_operator(talk)
+    worker = FakeWorker(talk)
+    worker.join()
+    assert worker.grants() == []
+    talk.tick(talk.config.broker.readopt_s)
+    assert status(operator)["drain"] == "drained"
+    drain(operator, on=False)
+    assert worker.grants()
+
+
+def test_a_lease_that_its_worker_still_holds_after_the_restart_is_handed_back(talk, operator, worker):
+    grants = finish_evaluation(worker)
+    drain(operator)
+    talk.restart_broker()
+    worker = FakeWorker(talk)
+    welcome = worker.hello([grant.token for grant in grants])
+    assert welcome.lost == [] and grants[0].token <= welcome.watermark
+    worker.say(wire.GiveBack(grants[0].token, 0, "abort"))
+    assert is_done(worker, grants[0])
+
+
+def test_a_delivered_batch_stays_and_is_trained_while_drained(talk, operator, worker):
+    for grant in make_batch(worker):
+        worker.say(wire.GiveBack(grant.token, 0, "abort"))
+    drain(operator)
+    learner = FakeLearner(talk)
+    learner.join()
+    assert learner.fetch(0)
+    learner.consume(0)
+    worker.hold(1)
+    assert worker.grants() == [] and status(operator)["step"] == 1
+
+
+def test_evaluation_runs_to_its_end_while_draining(operator, worker):
+    (evaluation,) = [grant for grant in worker.grants() if grant.evaluation]
+    drain(operator)
+    worker.complete(evaluation)
+    assert is_done(worker, evaluation)
+
+
+# --- dead letters -------------------------------------------------------------------------------------------
+
+
+def test_a_dead_sample_is_listed_with_its_error_and_left_in_the_run_folder(talk, operator, worker):
+    dead, _ = kill_one(worker)
+    (letter,) = letters(operator)
+    row = talk.service.prompts.rows[letter["row"]]
+    assert (letter["group"], letter["sample"], row.label) == (dead.group, dead.index, dead.label)
+    assert (letter["attempts"], letter["error"], letter["outcome"]) == (1, "engine fell over", "discarded")
+    assert letter["at"] == pytest.approx(talk.now)
+    assert status(operator)["dead_letters"] == {"total": 1, "to_requeue": 1, "waiting": 0}
+    talk.service.close(talk.now)
+    written = orjson.loads((talk.config.run_dir / "dead_letters.json").read_bytes())
+    assert written == {"run": "small", "total": 1, "letters": [letter]}
+
+
+def test_a_requeued_group_is_drawn_again_once_also_after_a_restart(talk, operator, worker):
+    dead, _ = kill_one(worker)
+    assert requeue(operator, dead.group, 12345) == [dead.group]
+    assert requeue(operator, dead.group) == requeue(operator) == []
+    opened = len(talk.ledger.groups)
+    talk.restart_broker()
+    operator = join_operator(talk)
+    (letter,) = letters(operator)
+    assert letter["outcome"] in ("requeued", "redrawn")
+    assert requeue(operator) == []
+    worker = FakeWorker(talk)
+    FakeLearner(talk).join()
+    talk.tick(talk.config.broker.readopt_s)
+    worker.join(capacity=100)
+    assert dead.label in [grant.label for grant in training(worker.grants()) if grant.group != dead.group]
+    assert len(talk.ledger.groups) >= opened
+
+
+def test_requeueing_names_all_that_can_be_when_none_is_named(operator, worker):
+    dead, others = kill_one(worker)
+    second = next(grant for grant in others if grant.group != dead.group)
+    worker.say(wire.GiveBack(second.token, 0, "scoring_failed", "no verifier"))
+    assert requeue(operator) == [dead.group, second.group]
+
+
+def test_a_broker_that_can_write_nothing_down_refuses_operators(talk, operator):
+    talk.service.read_only = "the disk is full"
+    for message in (wire.Drain(), wire.Requeue()):
+        operator.say(message)
+        assert operator.take(wire.Refused)[-1].message.reason == "the disk is full"
+    assert status(operator)["read_only"] == "the disk is full"
+
+
+# --- bounds -------------------------------------------------------------------------------------------------
+
+
+def test_a_lease_that_is_renewed_for_too_long_ends_and_its_worker_is_told(talk, worker):
+    grants = finish_evaluation(worker)
+    for _ in range(int(talk.config.broker.max_run_s // 5) + 1):
+        worker.say(wire.Heartbeat([grant.token for grant in grants]), connection=b"control")
+        talk.tick(5.0)
+    cancelled = [token for received in worker.take(wire.Cancel) for token in received.message.tokens]
+    assert {grant.token for grant in grants} <= set(cancelled)
+    assert {letter.error for letter in talk.ledger.dead_letters.letters} == {
+        "the lease was held for longer than broker.max_run_s"
+    }
+
+
+def test_a_census_takes_several_turns_and_counts_everything_once(talk, worker, monkeypatch):
+    monkeypatch.setattr("april.broker.census.SLICE", 3)
+    grants = finish_evaluation(worker)
+    worker.chunk(grants[0], 0, 3)
+    for _ in range(40):
+        talk.tick(0.5)
+        worker.say(wire.Heartbeat([grant.token for grant in grants]), connection=b"control")
+    queues = talk.service.census.latest
+    open_samples = [sample for group in talk.ledger.open_groups() for sample in group.samples]
+    assert sum(queues.training.values()) == len(open_samples) and queues.training["leased"] == len(grants)
+    assert queues.longest_lease_s > 10 and queues.oldest_waiting_s > 10

@@ -1,0 +1,154 @@
+"""A real run with keys on every socket; and who has none, or the wrong one, is told so instead of left to hang."""
+
+import sys
+import uuid
+
+import orjson
+import pytest
+
+from april import wire
+from april.client import AccessDenied, BrokerConnection
+from april.config import ConfigError
+from april.security import keygen
+from april.security.keys import ALLOW_LIST, load_keys
+from tests.run.processes import APRIL, Job, assert_closed, steps_recorded, wait_until
+
+
+@pytest.fixture
+def keys(tmp_path):
+    keygen.make_folder(tmp_path / "keys")
+    return tmp_path / "keys"
+
+
+@pytest.fixture
+def start(tmp_path):
+    jobs = []
+
+    def begin(name, command):
+        jobs.append(Job(command, tmp_path / f"{name}.log"))
+        return jobs[-1]
+
+    yield begin
+    for job in jobs:
+        job.end()
+
+
+@pytest.fixture
+def broker(start, config_file, tmp_path, keys):
+    job = start("broker", [*APRIL, "broker", str(config_file), "--security.keys", str(keys)])
+    job.run_dir = tmp_path / "runs" / "small"
+    wait_until((job.run_dir / "address").exists, job)
+    job.address = (job.run_dir / "address").read_text()
+    return job
+
+
+@pytest.fixture
+def connect(broker):
+    connections = []
+
+    def begin(role, keys, name="peer"):
+        connections.append(BrokerConnection(broker.address, role, name, uuid.uuid4().hex, 30.0, keys))
+        return connections[-1]
+
+    yield begin
+    for connection in connections:
+        connection.close()
+
+
+def ask_status(connection):
+    connection.hello([])
+    return orjson.loads(connection.request(wire.StatusRequest(), 10.0).arrays[0].tobytes())
+
+
+def test_a_run_with_keys_on_all_its_sockets_comes_to_its_end(start, config_file, tmp_path, keys):
+    job = start("run", [*APRIL, "run", str(config_file), "--security.keys", str(keys)])
+    assert job.wait() == 0, job.output
+    run_dir = tmp_path / "runs" / "small"
+    assert assert_closed(run_dir)["steps"] == 3
+    assert "handshake" not in (run_dir / "logs/broker.log").read_text()
+    secrets = [load_keys(keys, role).secret for role in ("broker", "worker", "learner", "monitor")]
+    written = b"".join(path.read_bytes() for path in run_dir.rglob("*") if path.is_file()) + job.output.encode()
+    assert not [secret for secret in secrets if secret.encode() in written], "no secret in a log"
+
+
+def test_every_wrong_key_is_refused_with_a_sentence_and_counted(broker, connect, keys, tmp_path):
+    keygen.make_folder(tmp_path / "others")
+    stranger = load_keys(tmp_path / "others", "monitor")
+    unlisted = keygen.Keys("monitor", "x", stranger.public, stranger.secret, load_keys(keys, "broker").public)
+    for wrong, reason in ((None, "keys"), (unlisted, "not on the allow-list"), (stranger, "other keys")):
+        with pytest.raises(AccessDenied, match=reason):
+            connect("monitor", wrong).hello([])
+    failed = ask_status(connect("monitor", load_keys(keys, "monitor")))["failed_handshakes"]
+    assert failed["unknown key"] and failed["wrong broker key"] and failed["no keys"]
+    assert f"unknown key, {stranger.public} from 127.0.0.1" in broker.output
+
+
+def test_a_role_is_that_of_the_key_whatever_a_message_says(broker, connect, keys):
+    worker = load_keys(keys, "worker")
+    for role in ("learner", "monitor"):
+        with pytest.raises(AccessDenied, match=f"the key of worker is a worker's, not a {role}'s"):
+            connect(role, worker).hello([])
+    connection = connect("worker", worker)
+    connection.hello([])
+    for message in (wire.Fetch(0), wire.Consumed(0, {}), wire.Durable(0), wire.LearnerStart(0, "x"), wire.StopRun("")):
+        connection.send(message)
+        answers = []
+        while not answers:
+            answers = list(connection.receive(1000))
+        assert answers[0].message.reason.startswith("bad message: not for a worker to send")
+    status = ask_status(connect("monitor", load_keys(keys, "monitor")))
+    assert status["state"] == "running" and status["refusals"]["access denied"] == 2
+
+
+def test_nobody_takes_the_place_of_another_key(broker, connect, keys):
+    keygen.add_peer(keys, "worker", "w7")
+    connect("worker", load_keys(keys, "worker"), "gpu-7").hello([])
+    thief = load_keys(keys / "w7.key", "worker")
+    with pytest.raises(AccessDenied, match="another key works under the name gpu-7"):
+        connect("worker", thief, "gpu-7").hello([])
+    connect("worker", thief, "gpu-8").hello([])
+
+
+def test_a_key_taken_off_the_list_loses_its_session_and_one_added_gets_in(broker, connect, keys):
+    path = keygen.add_peer(keys, "worker", "w7")
+    connection = connect("worker", load_keys(path, "worker"), "w7")
+    connection.hello([])
+    listed = (keys / ALLOW_LIST).read_text()
+    (keys / ALLOW_LIST).write_text("".join(line for line in listed.splitlines(True) if " w7" not in line))
+    wait_until(lambda: "worker w7 is lost" in broker.output, broker)
+    with pytest.raises(AccessDenied, match="not on the allow-list"):
+        connection.request(wire.Heartbeat(), 10.0)
+    assert "w7" not in [
+        worker["name"] for worker in ask_status(connect("monitor", load_keys(keys, "monitor")))["workers"]
+    ]
+
+
+def test_parts_with_the_wrong_key_end_with_a_sentence(broker, start, config_file, keys, tmp_path):
+    keygen.make_folder(tmp_path / "others")
+    with_others = ["--connect", broker.address, "--security.keys", str(tmp_path / "others")]
+    worker = start("worker", [*APRIL, "worker", str(config_file), *with_others])
+    torchrun = [sys.executable, "-m", "april.learner.launch", "--standalone", "--nproc-per-node", "1"]
+    learner = start("learner", [*torchrun, "-m", "april.learner", str(config_file), *with_others])
+    assert worker.wait() == 2
+    assert learner.wait() == 1
+    for job in (worker, learner):
+        (sentence,) = [line for line in job.output.splitlines() if "does not let this" in line]
+        assert "security.keys" in sentence and "Traceback" not in job.output
+
+
+def test_workers_with_keys_of_their_own_reach_the_learner_s_weights_too(broker, start, config_file, keys, tmp_path):
+    path = keygen.add_peer(keys, "worker", "w7")
+    arguments = [str(config_file), "--connect", broker.address, "--security.keys"]
+    torchrun = [sys.executable, "-m", "april.learner.launch", "--standalone", "--nproc-per-node", "1"]
+    learner = start("learner", [*torchrun, "-m", "april.learner", *arguments, str(keys)])
+    worker = start("worker", [*APRIL, "worker", *arguments, str(path)])
+    assert broker.wait() == learner.wait() == worker.wait() == 0, broker.output + learner.output + worker.output
+    assert steps_recorded(broker.run_dir) == 3
+
+
+def test_a_worker_s_key_file_is_no_broker_s(config_file, keys):
+    from april import config as configuration
+    from april.broker.server import Server
+
+    with pytest.raises(ConfigError, match="of a worker; give a broker's"):
+        Server(configuration.load(config_file, ["--security.keys", str(keys / "worker.key")]))

@@ -1,0 +1,135 @@
+"""An operator's commands against a broker's real process: status, drain over a restart, dead letters, JSON logs."""
+
+import orjson
+import pytest
+
+from april.cli import main
+from tests.run.processes import APRIL, Job, wait_until
+from tests.test_protocol_page import Client, Worker
+
+OVERRIDES = ["--evaluation.prompts", "1", "--broker.attempts", "1", "--operations.log_format", "json"]
+TIMES = ["--broker.readopt_s", "0.5", "--broker.session_timeout_s", "100"]
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    return tmp_path / "runs" / "small"
+
+
+@pytest.fixture
+def start_broker(config_file, tmp_path, run_dir):
+    jobs = []
+
+    def start():
+        (run_dir / "http").unlink(missing_ok=True)
+        jobs.append(Job([*APRIL, "broker", str(config_file), *OVERRIDES, *TIMES], tmp_path / "broker.log"))
+        wait_until((run_dir / "http").exists, jobs[-1], 60)
+        jobs[-1].address = (run_dir / "address").read_text()
+        return jobs[-1]
+
+    run_dir.mkdir(parents=True)
+    (run_dir / "config.toml").write_text("")
+    yield start
+    for job in jobs:
+        job.end()
+
+
+class Peers:
+    """A learner and a worker, kept alive while somebody waits."""
+
+    def __init__(self, address):
+        self.learner, self.worker = Client(address, "learner", "raw-learner"), Worker(address)
+        self.learner.hello()
+        self.learner.ask("LearnerStarted", "LearnerStart", 0, "tcp://127.0.0.1:9")
+        self.worker.hello()
+        self.worker.send("Holding", [0, 0], 6, 0.0)
+
+    def beat(self):
+        self.learner.receive()
+        self.worker.receive()
+
+    def close(self):
+        self.learner.close()
+        self.worker.close()
+
+
+def said(capsys, *arguments):
+    """What the command prints; it must succeed."""
+    assert main(list(arguments)) == 0, capsys.readouterr().err
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_an_operator_drains_restarts_and_requeues(start_broker, run_dir, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    broker = start_broker()
+    run, peers = str(run_dir), Peers(broker.address)
+    try:
+        dead = peers.worker.next_training_lease([0, 0])
+        peers.worker.send("GiveBack", dead.token, 0, "generation_failed", "engine fell over")
+        peers.worker.done(dead)
+        while (kept := peers.worker.next_training_lease([0, 0])).sample[0] == dead.sample[0]:
+            peers.worker.leases.pop(kept.token)
+        peers.worker.generate(kept, 3, [0, 0])
+        group = str(dead.sample[0])
+        status = said(capsys, "status", run)
+        assert "broker of run small" in status and "1 learner, 1 monitor, 1 worker" in status
+        listed = said(capsys, "dead-letters", "--connect", broker.address)
+        assert f"{group} {dead.sample[1]} " in listed and "discarded engine fell over" in listed
+        assert said(capsys, "dead-letters", run, "--requeue", group) == f"re-queued: {group}"
+        assert said(capsys, "dead-letters", run, "--requeue", "all") == "re-queued: none that was not already"
+
+        assert "draining" in said(capsys, "drain", run)
+        _, peers.worker.watermark = peers.worker.take("Abort").fields
+        peers.worker.give_back(kept, "abort")
+        peers.worker.receive(200)
+        while peers.worker.find("Grant"):
+            peers.worker.end(peers.worker.next_lease(), [0, 0])
+        for lease in list(peers.worker.leases.values()):
+            peers.worker.end(lease, [0, 0])
+
+        def drained():
+            peers.beat()
+            return "nothing leased" in said(capsys, "status", run)
+
+        wait_until(drained, broker, 60)
+    finally:
+        peers.close()
+    broker.process.kill()
+    broker.process.wait()
+    logged = [orjson.loads(line) for line in broker.output.splitlines()]
+    (death,) = [line for line in logged if "is dead" in line["message"]]
+    assert (death["run"], death["group"], death["sample"]) == ("small", *dead.sample)
+    assert any(line.get("worker") == "raw-worker" and "engine fell over" in line["message"] for line in logged)
+
+    assert "no broker answers" in said(capsys, "status", run)
+    again = start_broker()
+    assert "drained" in said(capsys, "status", "--connect", again.address)
+    peers = Peers(again.address)
+    try:
+        peers.worker.receive(1000)
+        assert not peers.worker.find("Grant")
+        assert "handed out again" in said(capsys, "drain", run, "--end")
+        resumed = peers.worker.next_training_lease([0, 0])
+        assert (resumed.sample, resumed.ids) == (kept.sample, kept.ids), "partials go first, with what is durable"
+    finally:
+        peers.close()
+    again.process.terminate()
+    again.wait()
+    assert "requeued engine fell over" in said(capsys, "dead-letters", run)
+    assert main(["dead-letters", run, "--requeue", group]) == 1
+    assert "no broker runs there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["status"], "--connect"),
+        (["drain", "nowhere"], "run folder nowhere does not exist"),
+        (["dead-letters", "--connect", "garbage"], "'garbage' is no address"),
+        (["dead-letters", "runs", "--requeue", "some"], "'--requeue' = 'some'"),
+    ],
+)
+def test_what_names_no_run_is_refused_with_a_sentence(arguments, named, capsys):
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert named in error and error.count("\n") == 1

@@ -1,0 +1,122 @@
+"""Keys are made in one go, kept from others, and a file that cannot serve is refused with a sentence."""
+
+import pytest
+
+from april.cli import main
+from april.config import ConfigError
+from april.security import keygen
+from april.security.allow_list import AllowList
+from april.security.keys import ALLOW_LIST, ROLES, load_keys
+
+
+def refusal(capsys, *arguments):
+    assert main(list(arguments)) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "Traceback" not in error
+    return error
+
+
+def test_one_command_makes_the_keys_of_all_parts_and_nobody_else_may_read_them(tmp_path, capsys):
+    folder = tmp_path / "keys"
+    assert main(["keygen", str(folder)]) == 0
+    written = [tmp_path / line for line in capsys.readouterr().out.split()]
+    assert sorted(path.name for path in written) == sorted([ALLOW_LIST, "broker.key", *(f"{r}.key" for r in ROLES)])
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert all(path.stat().st_mode & 0o777 == 0o600 for path in folder.iterdir())
+    listed = AllowList(folder / ALLOW_LIST)
+    broker = load_keys(folder, "broker")
+    for role in ROLES:
+        keys = load_keys(folder, role)
+        assert listed.find(keys.public).role == role and keys.broker == broker.public
+    assert listed.find(broker.public).role == ""
+
+
+def test_a_further_worker_gets_a_file_of_its_own_that_needs_no_folder(keys, tmp_path, capsys):
+    assert main(["keygen", str(keys), "--role", "worker", "--name", "w7"]) == 0
+    moved = tmp_path / "elsewhere.key"
+    (keys / "w7.key").rename(moved)
+    found = load_keys(moved, "worker")
+    assert (found.name, found.broker) == ("w7", load_keys(keys, "broker").public)
+    assert AllowList(keys / ALLOW_LIST).find(found.public).name == "w7"
+
+
+def test_keys_are_never_replaced(keys, capsys):
+    before = (keys / "broker.key").read_bytes()
+    assert "broker.key" in refusal(capsys, "keygen", str(keys))
+    keygen.add_peer(keys, "worker", "w7")
+    assert "w7" in refusal(capsys, "keygen", str(keys), "--role", "worker", "--name", "w7")
+    assert (keys / "broker.key").read_bytes() == before
+
+
+@pytest.mark.parametrize("options", [["--role", "worker"], ["--name", "w7"], ["--role", "worker", "--name", "a/b"]])
+def test_half_a_peer_is_refused(keys, capsys, options):
+    assert "--name" in refusal(capsys, "keygen", str(keys), *options)
+
+
+def test_a_secret_is_never_printed(keys):
+    found = load_keys(keys, "worker")
+    assert found.secret not in repr(found)
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        (lambda path: path.chmod(0o644), "chmod 600"),
+        (lambda path: path.unlink(), "cannot be read"),
+        (lambda path: path.write_text("role = 3"), "no key file"),
+        (lambda path: path.write_bytes(b"\xff"), "no key file"),
+        (lambda path: path.write_text(path.read_text().replace('secret = "', 'secret = "x')), "not one"),
+        (lambda path: path.write_text(path.read_text().replace('"worker"', '"learner"')), "of a learner"),
+    ],
+)
+def test_a_key_file_that_cannot_serve_is_refused(keys, damage, named):
+    damage(keys / "worker.key")
+    with pytest.raises(ConfigError, match=named) as error:
+        load_keys(keys, "worker")
+    assert "worker.key" in str(error.value)
+
+
+@pytest.mark.parametrize("line", ["short worker w", "{key} worker", "{key} boss w", "{key} worker w more", "{key}"])
+def test_a_line_that_names_nobody_is_refused_at_the_start(tmp_path, line):
+    path = tmp_path / ALLOW_LIST
+    path.write_text("# comment\n\n" + line.format(key="k" * 40))
+    with pytest.raises(ConfigError, match="line 3"):
+        AllowList(path)
+
+
+def test_the_list_follows_its_file_and_stays_as_it_was_when_the_file_is_broken(keys):
+    listed, worker = AllowList(keys / ALLOW_LIST), load_keys(keys, "worker")
+    path = listed.path
+    full = path.read_text()
+    path.write_text(f"{full}{'k' * 40} monitor watcher # of the team\n")
+    assert listed.refresh() and listed.find("k" * 40).name == "watcher"
+    assert not listed.refresh()
+    path.write_text(f"{full}nonsense\n")
+    assert not listed.refresh() and listed.find("k" * 40).role == "monitor"
+    path.unlink()
+    assert not listed.refresh() and listed.find(worker.public).role == "worker"
+    path.write_text("\n".join(line for line in full.splitlines() if " worker " not in line))
+    assert listed.refresh() and listed.find(worker.public).role == ""
+
+
+def test_a_run_whose_keys_do_not_fit_is_refused_before_anything_starts(keys, config_file, tmp_path, capsys):
+    run = ["run", str(config_file), "--security.keys"]
+    assert "april keygen" in refusal(capsys, *run, str(tmp_path / "nowhere"))
+    listed = (keys / ALLOW_LIST).read_text()
+    (keys / ALLOW_LIST).write_text("\n".join(line for line in listed.splitlines() if " learner " not in line))
+    assert "learner.key" in refusal(capsys, *run, str(keys))
+    (keys / ALLOW_LIST).write_text(listed)
+    (keys / "monitor.key").unlink()
+    assert "monitor.key" in refusal(capsys, *run, str(keys))
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.1", "eth0", "*", "trainer.example"])
+def test_a_port_open_to_the_network_needs_keys(keys, config_file, capsys, host):
+    from april import config as configuration
+
+    bind = ["--broker.bind", f"tcp://{host}:5555"]
+    for key, options in (("broker.bind", bind), ("weights.host", ["--weights.host", host])):
+        error = refusal(capsys, "run", str(config_file), *options)
+        assert key in error and host in error and "april keygen" in error and "127.0.0.1" in error
+        configuration.load(config_file, [*options, "--security.keys", str(keys)])

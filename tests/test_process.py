@@ -1,0 +1,37 @@
+"""Log lines: of text for people, or one JSON object each, with the ids that it is about."""
+
+import subprocess
+import sys
+
+import orjson
+
+SCRIPT = """
+import logging
+from april.process import log_to_stderr
+log_to_stderr("worker-0", "{log_format}", run="small", worker="worker-0")
+logging.getLogger("april.x").info("sample %d.%d\\ncame back", 7, 1, extra={{"group": 7, "sample": 1, "secret": "s"}})
+logging.getLogger("april.x").info("plain")
+raise RuntimeError("broken")
+"""
+
+
+def lines(log_format):
+    command = [sys.executable, "-c", SCRIPT.format(log_format=log_format)]
+    ended = subprocess.run(command, capture_output=True, timeout=60)
+    assert ended.returncode == 1
+    return ended.stderr.decode().splitlines()
+
+
+def test_json_lines_carry_ids_and_the_exception_that_ends_the_process():
+    came_back, plain, broken = map(orjson.loads, lines("json"))
+    assert came_back.pop("time").endswith("+00:00")
+    assert came_back == {
+        "level": "info", "process": "worker-0", "logger": "april.x", "message": "sample 7.1\ncame back",
+        "run": "small", "worker": "worker-0", "group": 7, "sample": 1,
+    }  # fmt: skip
+    assert "group" not in plain and plain["worker"] == "worker-0"
+    assert (broken["level"], broken["run"]) == ("critical", "small") and "RuntimeError: broken" in broken["exception"]
+
+
+def test_text_lines_name_the_process():
+    assert lines("text")[2].endswith(" worker-0 INFO plain")
