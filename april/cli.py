@@ -142,7 +142,7 @@ def broker_command(options, overrides: list[str]) -> int:
         server = Server(config)
     except (JournalError, BindError) as error:
         print(f"april broker: {error}", file=sys.stderr)
-        return REFUSED
+        return 1 if getattr(error, "errno", None) else REFUSED
     try:
         server.serve()
     except JournalError as error:

@@ -94,11 +94,15 @@ class Chaos:
         """Let the run work undisturbed for so many tokens."""
         self.wait_for_tokens(self.state.now()[1] + tokens)
 
+    def wait_for_log(self, part: str, text: str, times: int = 1) -> None:
+        log = self.run_dir / "logs" / f"{part}.log"
+        wait_until(lambda: log.read_text(errors="replace").count(text) >= times, self.job, PATIENCE_S)
+
     def process(self, victim: str) -> int:
         """A process of that kind, once there is one."""
-        pattern = random.choice(VICTIMS[victim])
-        wait_until(lambda: self.job.descendants(pattern), self.job, PATIENCE_S)
-        return random.choice(self.job.descendants(pattern))[0]
+        pattern, found = random.choice(VICTIMS[victim]), []
+        wait_until(lambda: found.extend(self.job.descendants(pattern)) or found, self.job, PATIENCE_S)
+        return random.choice(found)[0]
 
     def aim(self, victim: str) -> str:
         """The phase in which this kind of process was killed least."""
