@@ -5,12 +5,15 @@ import os
 import socket
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from april import __version__
 from april import config as configuration
 from april.config import ConfigError
 from april.process import REFUSED, RUN_FAILED
+
+if TYPE_CHECKING:
+    from april.operate import Broker
 
 INTERRUPTED = 130
 """exit status of a run that was stopped by the user"""
@@ -78,6 +81,9 @@ def add_operation(commands, name: str, command, help: str) -> argparse.ArgumentP
     parser = add(commands, name, command, help)
     parser.add_argument("run", type=Path, nargs="?", help="a run folder, such as runs/quickstart")
     parser.add_argument("--connect", metavar="ADDRESS", help="its broker's, as tcp://HOST:PORT [default the folder's]")
+    parser.add_argument(
+        "--security.keys", dest="keys", type=Path, metavar="KEYS", help="folder or key file [default the run's]"
+    )
     return parser
 
 
@@ -170,7 +176,7 @@ def status_command(options, overrides: list[str]) -> int:
     from april.report.operations import render_live
 
     try:
-        Console().print(render_live(operate.live_status(operate.address_of(options.run, options.connect))))
+        Console().print(render_live(operate.live_status(find_broker(options))))
     except BrokerUnreachable as error:
         if options.run is None:
             print(f"april status: {error}", file=sys.stderr)
@@ -186,7 +192,7 @@ def drain_command(options, overrides: list[str]) -> int:
     from april.client import BrokerRefused, BrokerUnreachable
 
     try:
-        operate.ask(operate.address_of(options.run, options.connect), wire.Drain(not options.end))
+        operate.ask(find_broker(options), wire.Drain(not options.end))
     except (BrokerRefused, BrokerUnreachable) as error:
         print(f"april drain: {error}", file=sys.stderr)
         return 1
@@ -207,10 +213,10 @@ def dead_letters_command(options, overrides: list[str]) -> int:
     try:
         if wanted:
             groups = [] if wanted == "all" else [int(wanted)]
-            answer = operate.ask(operate.address_of(options.run, options.connect), wire.Requeue(groups))
+            answer = operate.ask(find_broker(options), wire.Requeue(groups))
             print(f"re-queued: {', '.join(map(str, answer.message.groups)) or 'none that was not already'}")
             return 0
-        listed, live = operate.dead_letters(options.run, options.connect)
+        listed, live = operate.dead_letters(options.run, options.connect, options.keys)
     except (BrokerRefused, BrokerUnreachable) as error:
         print(f"april dead-letters: {error}", file=sys.stderr)
         return 1
@@ -254,6 +260,12 @@ def make_data_command(options, overrides: list[str]) -> int:
 
 
 # --- helpers ------------------------------------------------------------------------------------------------
+
+
+def find_broker(options) -> "Broker":
+    from april import operate
+
+    return operate.find_broker(options.run, options.connect, options.keys)
 
 
 def print_status(run_dir: Path) -> None:
