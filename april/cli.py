@@ -78,7 +78,9 @@ def add_operation(commands, name: str, command, help: str) -> argparse.ArgumentP
     parser = add(commands, name, command, help)
     parser.add_argument("run", type=Path, nargs="?", help="a run folder, such as runs/quickstart")
     parser.add_argument("--connect", metavar="ADDRESS", help="its broker's, as tcp://HOST:PORT [default the folder's]")
-    parser.add_argument("--keys", type=Path, help="of a monitor, if the broker wants some [default the run's own]")
+    parser.add_argument(
+        "--security.keys", dest="keys", type=Path, metavar="KEYS", help="of a monitor [default the run's own]"
+    )
     return parser
 
 
