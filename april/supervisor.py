@@ -116,6 +116,7 @@ class Supervisor:
         self.stop_by: float | None = None
         self._stop_signals = 0
         self._over = False
+        self._read_only = ""
         self._metrics_read = 0
         self._next_status = 0.0
         self._best_step = 0
@@ -294,7 +295,13 @@ class Supervisor:
                 status = orjson.loads(received.arrays[0].tobytes())
                 self._over = status["phase"] == "finished"
                 self._note_alive(status)
+                self._note_disk(status["read_only"])
                 self.view.update(status)
+
+    def _note_disk(self, read_only: str) -> None:
+        if read_only != self._read_only:
+            self.view.note(f"READ ONLY: {read_only}" if read_only else "the journal can be written again")
+            self._read_only = read_only
 
     def _note_alive(self, status: dict) -> None:
         """Who lives, and, when a step has been trained that never was before, who has been of use."""

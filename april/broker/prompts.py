@@ -12,6 +12,9 @@ from april.data.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
+ROWS_CACHED = 16_384
+"""rows whose tokens are kept for the next epoch"""
+
 
 class PromptBook:
     """Training prompts by (epoch, position), evaluation prompts by position."""
@@ -29,6 +32,7 @@ class PromptBook:
         self.skipped_prompts = 0
         self._config = config
         self._order = lru_cache(maxsize=2)(self._epoch_order)
+        self._tokens_of_row = lru_cache(maxsize=ROWS_CACHED)(lambda number: self._encode(self.rows[number]))
         self.draw = lru_cache(maxsize=16)(self._draw)
         """`Prompts.draw`; a schedule may look at the same prompt several times before it opens the group"""
         encoded = [(position, self._encode(row)) for position, row in enumerate(self.evaluation_rows)]
@@ -44,7 +48,7 @@ class PromptBook:
                 epoch, position = epoch + 1, 0
             if self._config.data.epochs is not None and epoch >= self._config.data.epochs:
                 return None
-            tokens = self._encode(self.row(epoch, position))
+            tokens = self._tokens_of_row(self.row_number(epoch, position))
             if tokens is not None:
                 return epoch, position, tokens
             position += 1

@@ -83,6 +83,17 @@ def test_every_wrong_key_is_refused_with_a_sentence_and_counted(broker, connect,
     assert f"unknown key, {stranger.public} from 127.0.0.1" in broker.output
 
 
+def test_an_operator_needs_a_monitor_s_key(broker, keys, capsys):
+    from april.cli import main
+
+    status = ["status", "--connect", broker.address]
+    assert main(status) == 1 and "security.keys" in capsys.readouterr().err
+    assert main([*status, "--security.keys", str(keys / "worker.key")]) == 2
+    assert main([*status, "--security.keys", str(keys)]) == 0
+    (broker.run_dir / "config.toml").write_text(f'[security]\nkeys = "{keys}"\n')
+    assert main(["drain", str(broker.run_dir)]) == 0
+
+
 def test_a_role_is_that_of_the_key_whatever_a_message_says(broker, connect, keys):
     worker = load_keys(keys, "worker")
     for role in ("learner", "monitor"):
