@@ -42,11 +42,11 @@ class WatchedServer(server.Server):
 
 
 class WatchedService(service.Service):
-    def _dispatch(self, route, received, now) -> None:
+    def _dispatch(self, route, received, *rest) -> None:
         if isinstance(received.message, wire.Consumed | wire.Durable):
             report = type(received.message).__name__.lower()
             reports[received.session, received.sequence] = [report, received.message.step]
-        super()._dispatch(route, received, now)
+        super()._dispatch(route, received, *rest)
 
 
 class KeepingStore(snapshot.SnapshotStore):
