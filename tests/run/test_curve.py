@@ -79,7 +79,8 @@ def test_every_wrong_key_is_refused_with_a_sentence_and_counted(broker, connect,
         with pytest.raises(AccessDenied, match=reason):
             connect("monitor", wrong).hello([])
     failed = ask_status(connect("monitor", load_keys(keys, "monitor")))["failed_handshakes"]
-    assert failed["unknown key"] and failed["wrong broker key"] and failed["no keys"]
+    assert failed["unknown key"] and failed["wrong broker key"]
+    assert failed.get("no keys") or failed.get("broken off"), "whichever side has hung up first"
     assert f"unknown key, {stranger.public} from 127.0.0.1" in broker.output
 
 
