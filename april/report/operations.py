@@ -41,8 +41,10 @@ def render_live(status: dict[str, Any]) -> RenderableType:
         "dead letters",
         f"{letters['total']}, {letters['to_requeue']} groups can be re-queued, {letters['waiting']} wait to be drawn",
     )
-    if status["bad_messages"]:
-        rows.add_row("bad messages", Text(by_state(status["bad_messages"])))
+    if status["refusals"]:
+        rows.add_row("refused messages", Text(by_state(status["refusals"])))
+    if status["failed_handshakes"]:
+        rows.add_row("failed handshakes", Text(by_state(status["failed_handshakes"])))
     rows.add_row("ledger", "closed" if status["ledger_closed"] else Text("NOT CLOSED", style="bold red"))
     return Group(title, rows, workers_table(status["workers"]))
 

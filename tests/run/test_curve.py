@@ -102,7 +102,13 @@ def test_a_role_is_that_of_the_key_whatever_a_message_says(broker, connect, keys
             connect(role, worker).hello([])
     connection = connect("worker", worker)
     connection.hello([])
-    for message in (wire.Fetch(0), wire.Consumed(0, {}), wire.Durable(0), wire.LearnerStart(0, "x"), wire.StopRun("")):
+    for message in (
+        wire.Fetch(0),
+        wire.Consumed(0, {}),
+        wire.Durable(0, 0),
+        wire.LearnerStart(0, "x"),
+        wire.StopRun(""),
+    ):
         connection.send(message)
         answers = []
         while not answers:
