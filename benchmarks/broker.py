@@ -105,6 +105,11 @@ def control(turns: Turns) -> list[Row]:
     return [Row("control_p99_ms", [p99(round_trips_ms) for _, round_trips_ms in runs], "ms")]
 
 
+def under_curve(turns: Turns) -> list[Row]:
+    pairs = compare(turns, FULL, april_side.measure_encrypted, april_side.measure, OTHER_TURNS)
+    return ratio_rows("curve_ratio", FULL, pairs, "curve_on", "curve_off")
+
+
 def below_ceilings(turns: Turns) -> list[Row]:
     """Each turn: the broker, and what its sockets and its disk can do with the batches it has just made."""
     shares, sockets, disks, batches = [], [], [], []
@@ -154,6 +159,7 @@ FIGURES: dict[tuple[str, ...], Callable[[Turns], list[Row]]] = {
     ("redis_ratio_4x1", "redis_ratio_4x8", "redis_ratio_16x8", "submit_p99_ms_16x8"): over_redis,
     ("ray_ratio_16x8",): over_ray,
     ("control_p99_ms",): control,
+    ("curve_ratio_16x8",): under_curve,
     ("ceiling_share_64k",): below_ceilings,
     ("restart_10gb_s",): after_restart,
 }

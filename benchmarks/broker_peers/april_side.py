@@ -16,6 +16,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from ctypes import c_long
+from dataclasses import dataclass
 from multiprocessing.sharedctypes import RawValue
 from pathlib import Path
 
@@ -27,6 +28,8 @@ from april import wire
 from april.client import HEARTBEAT_S, BrokerConnection
 from april.data.arithmetic import ALPHABET
 from april.policy.model import build_tokenizer
+from april.security.keygen import make_folder
+from april.security.keys import load_keys
 from april.version import Version
 
 from .load import PROMPT_TOKENS, RECORD_TOKENS, BenchmarkError, Crew, Load, Measured, Window, measured, record
@@ -62,8 +65,8 @@ max_steps = 1000000
 """
 
 
-def write_run(folder: Path, schedule: str, response_tokens: int = RECORD_TOKENS) -> Path:
-    """The configuration of a run, with a tokeniser and prompts; returns the TOML file."""
+def write_run(folder: Path, schedule: str, response_tokens: int = RECORD_TOKENS, keys: Path | None = None) -> Path:
+    """The configuration of a run with a tokeniser and prompts; returns the TOML file. `keys`: a folder to make."""
     policy = folder / "policy"
     build_tokenizer().save_pretrained(policy)
     context = PROMPT_TOKENS + response_tokens
@@ -72,6 +75,8 @@ def write_run(folder: Path, schedule: str, response_tokens: int = RECORD_TOKENS)
     prompts = ["".join(rng.choice(list(ALPHABET), PROMPT_TOKENS)) for _ in range(PROMPTS)]
     lines = [orjson.dumps({"prompt": prompt, "label": "0"}) + b"\n" for prompt in prompts]
     (folder / "prompts.jsonl").write_bytes(b"".join(lines))
+    if keys:
+        make_folder(keys)
     path = folder / "run.toml"
     path.write_text(f"""
 run = {{ name = "broker", dir = "{folder}/runs" }}
@@ -79,6 +84,7 @@ model = {{ path = "{policy}" }}
 data = {{ path = "{folder}/prompts.jsonl", max_prompt_tokens = {PROMPT_TOKENS} }}
 sampling = {{ max_response_tokens = {response_tokens} }}
 learner = {{ ranks = 1 }}
+{f'security = {{ keys = "{keys}" }}' if keys else ""}
 {schedule}
 """)
     return path
@@ -131,25 +137,37 @@ def serving(config: Path, command: tuple[str, ...] = COMMAND) -> Iterator[Broker
             broker.kill()
 
 
-def measure(load: Load, folder: Path, command: tuple[str, ...] = COMMAND) -> Measured:
-    """Run a load against a new broker in an empty folder."""
-    return measure_with_pings(load, folder, command, pings=False)[0]
+@dataclass(frozen=True)
+class Door:
+    """Where peers come in, and with which folder of keys."""
+
+    address: str
+    keys: Path | None = None
+
+
+def measure(load: Load, folder: Path, **options) -> Measured:
+    """Run a load against a new broker in an empty folder; options as below."""
+    return measure_with_pings(load, folder, **options, pings=False)[0]
+
+
+def measure_encrypted(load: Load, folder: Path) -> Measured:
+    return measure(load, folder, keys=folder / "keys")
 
 
 def measure_with_pings(
-    load: Load, folder: Path, command: tuple[str, ...] = COMMAND, pings: bool = True
+    load: Load, folder: Path, command: tuple[str, ...] = COMMAND, keys: Path | None = None, pings: bool = True
 ) -> tuple[Measured, np.ndarray]:
     """The same, with somebody beside it who asks for a sign of life on a control connection of its own; also
-    float [n]: the round trips of the window, ms."""
-    config = write_run(folder, schedule(load))
+    float [n]: the round trips of the window, ms. `keys`: a folder to make, for CURVE on every socket."""
+    config = write_run(folder, schedule(load), keys=keys)
     with serving(config, command) as broker, Crew() as crew:
-        address, frontier = broker.address(), RawValue(c_long, 0)
-        crew.add(consume, address, frontier)
+        door, frontier = Door(broker.address(), keys), RawValue(c_long, 0)
+        crew.add(consume, door, frontier)
         crew.all_ready()
         if pings:
-            crew.add(ping, address)
+            crew.add(ping, door)
         for number in range(load.producers):
-            crew.add(produce, address, number, load.in_flight, frontier)
+            crew.add(produce, door, number, load.in_flight, frontier)
         acknowledged, *others = crew.work(load, broker.pid)
         round_trips = others.pop(0) if pings else np.empty(0)
     return measured(crew, load, acknowledged, others), round_trips
@@ -158,8 +176,9 @@ def measure_with_pings(
 class Member:
     """A connection that says once a second that its owner is alive."""
 
-    def __init__(self, address: str, role: str, name: str):
-        self.connection = BrokerConnection(address, role, name, uuid.uuid4().hex, PATIENCE_S)
+    def __init__(self, door: Door, role: str, name: str):
+        keys = load_keys(door.keys, role)
+        self.connection = BrokerConnection(door.address, role, name, uuid.uuid4().hex, PATIENCE_S, keys)
         self.connection.hello([])
         self._next_beat = time.monotonic()
 
@@ -173,9 +192,9 @@ class Member:
         self.connection.close()
 
 
-def produce(ready, window: Window, address: str, number: int, in_flight: int, frontier) -> np.ndarray:
+def produce(ready, window: Window, door: Door, number: int, in_flight: int, frontier) -> np.ndarray:
     """A worker whose engine takes no time. Returns float [records]: submit times of the window, ms."""
-    member = Member(address, "worker", f"producer-{number}")
+    member = Member(door, "worker", f"producer-{number}")
     connection = member.connection
     ids, logprobs = record(number)
     held = Version(0, -1)
@@ -206,9 +225,9 @@ def produce(ready, window: Window, address: str, number: int, in_flight: int, fr
     return np.array(submit_ms)
 
 
-def consume(ready, window: Window, address: str, frontier) -> list[tuple[float, int]]:
+def consume(ready, window: Window, door: Door, frontier) -> list[tuple[float, int]]:
     """A learner that trains in no time: fetch, read, consumed, durable. Returns (instant, records) as acknowledged."""
-    member = Member(address, "learner", "consumer")
+    member = Member(door, "learner", "consumer")
     connection = member.connection
     connection.request(wire.LearnerStart(0, "tcp://127.0.0.1:1"), timeout_s=30)
     acknowledged, step, records, waiting = [], 0, 0, {}
@@ -252,9 +271,9 @@ def count_records(batch: wire.Batch, arrays: list[np.ndarray]) -> int:
     return sum(len(group.samples) for group in batch.groups)
 
 
-def ping(ready, window: Window, address: str) -> np.ndarray:
+def ping(ready, window: Window, door: Door) -> np.ndarray:
     """Heartbeat and its answer on a control connection, again and again. Returns float [n]: ms."""
-    member = Member(address, "monitor", "ping")
+    member = Member(door, "monitor", "ping")
     connection, round_trips_ms = member.connection, []
     ready()
     while not window.over():

@@ -1,8 +1,8 @@
 """Many workers for a long time: what a thousand sessions and a hundred thousand samples cost the broker.
 
-Each worker holds its share of the samples and streams small chunks of them in turn; a finished sample is scored and
-replaced at once, a learner consumes every batch. All sockets are real; many sessions share a process, each with its
-own data and control connection.
+Each worker holds its share of the samples and streams small chunks of them in turn, the next of a sample once the
+last is acknowledged; a finished sample is scored and replaced at once, a learner consumes every batch. All sockets
+are real; many sessions share a process, each with its own data and control connection.
 """
 
 import itertools
@@ -22,7 +22,7 @@ from april import wire
 from april.client import HEARTBEAT_S
 from april.version import Version
 
-from .april_side import consume, serving, write_run
+from .april_side import Door, consume, serving, write_run
 from .load import BenchmarkError, Crew, Load, Window, cpu_s
 
 GROUP_SIZE = 8
@@ -30,6 +30,8 @@ CHUNK_TOKENS = 64
 MOST_CHUNKS = 4
 """responses have 1 to this many chunks, each as likely"""
 BATCH_GROUPS = 256
+MOST_UNACKNOWLEDGED = 256
+"""chunks on the way from one process: what waits in the broker's sockets is none of its samples"""
 RENEW_S = 15.0
 POLL_MS = 5
 RSS_EVERY_S = 1.0
@@ -82,7 +84,7 @@ def endure(crowd: Crowd, folder: Path) -> Endured:
         address, frontier = broker.address(), RawValue("l", 0)
         granting = RawValue("b", 0)
         in_flight = RawArray("l", crowd.processes)
-        crew.add(consume, address, frontier)
+        crew.add(consume, Door(address), frontier)
         for number in range(crowd.processes):
             crew.add(attend, address, number, crowd, frontier, granting, in_flight)
         crew.all_ready()
@@ -142,6 +144,7 @@ class Worker:
     next_beat: float = 0.0
     next_renewal: float = 0.0
     live: dict[int, Stream] = field(default_factory=dict)
+    unacknowledged: set[int] = field(default_factory=set)
     received_bytes: int = 0
 
     def send(self, message: wire.Message, arrays=()) -> None:
@@ -166,7 +169,7 @@ def attend(ready, window: Window, address: str, number: int, crowd: Crowd, front
     poller = zmq.Poller()
     for socket in owners:
         poller.register(socket, zmq.POLLIN)
-    lengths = random.Random(number)
+    chance = random.Random(number)
     ids, logprobs = np.arange(CHUNK_TOKENS, dtype=np.int32), np.full(CHUNK_TOKENS, -1.0, np.float32)
     streams: deque[Stream] = deque()
     beats = itertools.cycle(workers)
@@ -178,7 +181,7 @@ def attend(ready, window: Window, address: str, number: int, crowd: Crowd, front
             while socket.poll(0):
                 received = wire.decode(socket.recv_multipart())
                 worker.received_bytes += sum(array.nbytes for array in received.arrays)
-                take_in(worker, received.message, streams, lengths)
+                take_in(worker, received.message, streams, chance)
         now = time.monotonic()
         for worker in itertools.islice(beats, sessions):
             if now >= worker.next_beat:
@@ -188,15 +191,10 @@ def attend(ready, window: Window, address: str, number: int, crowd: Crowd, front
                 worker.send(wire.Holding(Version(0, worker.held), crowd.samples // crowd.sessions))
         in_flight[number] = sum(len(worker.live) for worker in workers)
         due, then = min(due + (now - then) * pace, pace), now
-        while due >= 1 and streams:
-            due -= 1
-            stream = streams.popleft()
-            if stream.token not in stream.worker.live:
-                continue
-            send_chunk(stream, ids, logprobs)
-            counted += window.covers(now)
-            if stream.left:
-                streams.append(stream)
+        on_the_way = sum(len(worker.unacknowledged) for worker in workers)
+        while due >= 1 and streams and on_the_way < MOST_UNACKNOWLEDGED:
+            send_chunk(streams.popleft(), ids, logprobs)
+            due, on_the_way, counted = due - 1, on_the_way + 1, counted + window.covers(now)
     for worker in workers:
         worker.send(wire.Goodbye())
     context.destroy(linger=2000)
@@ -219,14 +217,16 @@ def connect(context: zmq.Context, address: str) -> zmq.Socket:
     return socket
 
 
-def take_in(worker: Worker, message: wire.Message, streams: deque[Stream], lengths: random.Random) -> None:
+def take_in(worker: Worker, message: wire.Message, streams: deque[Stream], chance: random.Random) -> None:
     match message:
         case wire.Grant(token=token):
-            stream = worker.live[token] = Stream(worker, token, 0, lengths.randint(1, MOST_CHUNKS))
+            stream = worker.live[token] = Stream(worker, token, 0, chance.randint(1, MOST_CHUNKS))
             streams.append(stream)
-        case wire.Acknowledged(done=done):
+        case wire.Acknowledged(lengths=lengths, done=done):
+            worker.unacknowledged.difference_update(token for token, _ in lengths)
             for token in done:
-                worker.live.pop(token, None)
+                del worker.live[token]
+            streams += [worker.live[token] for token, _ in lengths if token in worker.live and worker.live[token].left]
         case wire.Renewed() | wire.WeightsAt() | wire.Abort():
             pass
         case unwanted:
@@ -238,6 +238,7 @@ def send_chunk(stream: Stream, ids: np.ndarray, logprobs: np.ndarray) -> None:
     worker, finish_reason = stream.worker, "" if stream.left else "stop"
     chunk = wire.Chunk(stream.token, stream.sent, Version(0, worker.held), finish_reason)
     worker.send(chunk, [ids, logprobs])
+    worker.unacknowledged.add(stream.token)
     stream.sent += CHUNK_TOKENS
     if not stream.left:
         worker.send(wire.Scored(stream.token, 1.0))
