@@ -170,7 +170,7 @@ def measure_with_pings(
             crew.add(produce, door, number, load.in_flight, frontier)
         acknowledged, *others = crew.work(load, broker.pid)
         round_trips = others.pop(0) if pings else np.empty(0)
-    return measured(crew, load, acknowledged, others), round_trips
+    return measured(load, acknowledged, others, crew.server_s), round_trips
 
 
 class Member:

@@ -164,6 +164,8 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def measured(crew: Crew, load: Load, acknowledged: list[tuple[float, int]], submit_ms: list[np.ndarray]) -> Measured:
+def measured(
+    load: Load, acknowledged: list[tuple[float, int]], submit_ms: list[np.ndarray], server_s: float
+) -> Measured:
     rate = steady_rate(acknowledged)
-    return Measured(rate, np.concatenate(submit_ms), crew.server_s / (rate * load.window_s) * 1e6)
+    return Measured(rate, np.concatenate(submit_ms), server_s / (rate * load.window_s) * 1e6)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .load import PROCESSES, PROMPT_TOKENS, RECORD_TOKENS, BenchmarkError, Load, Measured, record, steady_rate
+from .load import PROCESSES, PROMPT_TOKENS, RECORD_TOKENS, BenchmarkError, Load, Measured, cpu_s, measured, record
 
 CONSUMERS = 2
 READ_COUNT = 32
@@ -66,12 +66,17 @@ def _run(load: Load) -> Measured:
     producers = [actor(Producer).remote(queue, number) for number in range(load.producers)]
     consumers = [actor(Consumer).remote(queue) for _ in range(CONSUMERS)]
     ray.get([member.ready.remote() for member in (*producers, *consumers)])
+    server = ray.get(queue.process.remote())
     start = time.monotonic() + load.warmup_s
     window = start, start + load.window_s
     acknowledged = [consumer.run.remote(*window) for consumer in consumers]
     submit_ms = [producer.run.remote(*window, load.in_flight) for producer in producers]
+    time.sleep(load.warmup_s)
+    before_s = cpu_s(server)
+    time.sleep(load.window_s)
+    server_s = cpu_s(server) - before_s
     pairs = [pair for pairs in ray.get(acknowledged) for pair in pairs]
-    return Measured(steady_rate(pairs), np.concatenate(ray.get(submit_ms)))
+    return measured(load, pairs, ray.get(submit_ms), server_s)
 
 
 class Queue:
@@ -83,6 +88,9 @@ class Queue:
         self.leased: dict[int, np.ndarray] = {}
         self.results: deque[Result] = deque()
         self.read: dict[int, Result] = {}
+
+    def process(self) -> int:
+        return os.getpid()
 
     def submit(self, results: list[Result], wanted: int) -> list[tuple[int, np.ndarray]]:
         """Take in results, give out the next `wanted` prompts: (number, ids)."""

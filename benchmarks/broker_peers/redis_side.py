@@ -39,7 +39,7 @@ def measure(load: Load, folder: Path) -> Measured:
             crew.add(produce, port, number, load.in_flight)
         _, *results = crew.work(load, pid)
     acknowledged = [pair for pairs in results[:CONSUMERS] for pair in pairs]
-    return measured(crew, load, acknowledged, results[CONSUMERS:])
+    return measured(load, acknowledged, results[CONSUMERS:], crew.server_s)
 
 
 @contextlib.contextmanager
