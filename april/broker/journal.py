@@ -12,7 +12,10 @@ import fcntl
 import itertools
 import logging
 import os
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -64,6 +67,11 @@ class Journal:
         self._pending: list[bytes | memoryview] = []
         self._records = 0
         self._failed: JournalError | None = None
+        self._syncer = ThreadPoolExecutor(1, thread_name_prefix="journal-sync")
+        self._syncing: tuple[int, Callable[[], float]] | None = None
+        """position up to which the sync under way reaches, and how to wait for it"""
+        self.sync_s = 0.0
+        """how long the last sync took"""
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(AnyEvent)
         if not self._files:
@@ -99,16 +107,38 @@ class Journal:
         return self.end - self._synced
 
     def sync(self) -> None:
-        """Write and `fdatasync` what was appended. Raises JournalError, for good, if the disk refuses."""
+        """Put everything that was appended on disk. Raises JournalError, for good, if the disk refuses."""
+        self.begin_sync(aside=False)
+        self.finish_sync()
+
+    def begin_sync(self, aside: bool = True) -> None:
+        """Write what was appended and begin to sync it: in a thread, while the caller goes on, or only in
+        `finish_sync`. One sync is under way at a time."""
+        self.finish_sync()
         if self._failed:
             raise self._failed
-        if self._synced == self.end:
-            return
-        self._write(durably=True)
-        self.bytes_on_disk += self.end - self._synced
-        self._synced = self.end
+        if self._synced < self.end:
+            self._write()
+            sync = partial(timed_sync, self._files[self._starts[-1]])
+            self._syncing = (self.end, self._syncer.submit(sync).result if aside else sync)
 
-    def _write(self, durably: bool) -> None:
+    def finish_sync(self) -> None:
+        """Wait until the sync that was begun is done. Raises JournalError, for good, if the disk refuses."""
+        if self._syncing is None:
+            return
+        (end, wait), self._syncing = self._syncing, None
+        try:
+            self.sync_s = wait()
+        except OSError as error:
+            raise self.fail(error) from error
+        self.bytes_on_disk += end - self._synced
+        self._synced = end
+
+    @property
+    def syncing(self) -> bool:
+        return self._syncing is not None
+
+    def _write(self) -> None:
         start = self._starts[-1]
         file, buffers = self._files[start], iter(self._pending)
         try:
@@ -120,8 +150,6 @@ class Journal:
                     count = os.pwrite(file, rest, self._written - start)
                     self._written += count
                     rest = rest[count:]
-            if durably:
-                os.fdatasync(file)
         except OSError as error:
             raise self.fail(error) from error
         finally:
@@ -130,7 +158,7 @@ class Journal:
     def fail(self, error: OSError) -> JournalError:
         """Write no more and forget what no sync has finished: nobody knows what of it is on disk."""
         text = f"journal {self.folder} cannot be written ({error}); nothing is acknowledged any more"
-        self._failed, self._pending = JournalError(text, error.errno), []
+        self._failed, self._pending, self._syncing = JournalError(text, error.errno), [], None
         start = self._starts[-1]
         with contextlib.suppress(OSError):
             os.ftruncate(self._files[start], self._synced - start)
@@ -174,7 +202,7 @@ class Journal:
         """The event behind a reference that `append` or `replay` gave, and its arrays."""
         position, length = reference
         if position + length > self._written and not self._failed:
-            self._write(durably=False)
+            self._write()
         start = self._starts[bisect.bisect_right(self._starts, position) - 1]
         record = records.decode(os.pread(self._files[start], length, position - start))
         if record is None or record.length != length:
@@ -245,6 +273,7 @@ class Journal:
         """Let go of the files; what is still queued is synced first, unless the disk has refused."""
         if not self._failed:
             self.sync()
+        self._syncer.shutdown()
         for file in (*self._files.values(), self._lock):
             os.close(file)
         self._files.clear()
@@ -255,6 +284,13 @@ def good_records(data: bytes) -> Iterator[tuple[int, int]]:
     for form in records.FORM.finditer(data):
         if record := records.decode(data, form.start()):
             yield form.start(), record.synced
+
+
+def timed_sync(file: int) -> float:
+    """`fdatasync`; the time it took (seconds)."""
+    began = time.monotonic()
+    os.fdatasync(file)
+    return time.monotonic() - began
 
 
 def sync_folder(folder: Path) -> None:

@@ -1,5 +1,6 @@
 """The broker's process: one thread, one poll loop, one ROUTER. Drain, apply, sync, and only then answer."""
 
+import contextlib
 import errno
 import gc
 import logging
@@ -30,8 +31,8 @@ from april.security.keys import ALLOW_LIST, load_keys
 log = logging.getLogger(__name__)
 
 POLL_MS = 50
-DRAIN_MESSAGES = 256
-"""most messages between two syncs"""
+DRAIN_MESSAGES = 64
+"""most messages handled in one turn: what arrives behind them waits, and their answers wait for them"""
 OUTBOX_MESSAGES = 1024
 """most messages kept for a peer that does not read; more end its session"""
 HTTP_FILE = "http"
@@ -95,6 +96,8 @@ class Server:
         self._leave_s = LEAVE_S
         self._signal = ""
         self._retry_at = 0.0
+        self._unsent: list[Outgoing] = []
+        """answers that wait for the sync under way"""
         self._late: dict[bytes, deque[Outgoing]] = {}
 
     def _open(self, prompts: PromptBook) -> None:
@@ -141,31 +144,48 @@ class Server:
             self.close()
 
     def turn(self) -> None:
-        """One drain of the socket, one sync, the answers."""
-        waiting = self.socket.poll(POLL_MS)
+        """Handle what has arrived, and send the answers that a sync has covered.
+
+        While one turn's records are being synced, the messages that have come meanwhile are handled already; their
+        own answers wait for the next sync.
+        """
+        waiting = self.socket.poll(0 if self.journal.syncing else POLL_MS)
         try:
-            caught_up = not waiting or self._drain()
-            if self.door and self.door.watch() and not self.service.read_only:
-                self._end_revoked()
-            if self._signal:
-                self.service.stop(f"signal {self._signal}", "stopped", clock.now())
-            self.service.tick(clock.now(), caught_up)
-            if not self.service.read_only:
-                self._sync()
-                self.service.take_snapshot()
+            if waiting or not self.journal.syncing:
+                self._work(waiting)
+            else:
+                self._finish_sync()
         except (JournalError, OSError) as error:
             self._fail(error)
-        self._send_all()
         if self.service.read_only and clock.now() >= self._retry_at:
             self._recover()
         if self.exporter:
             self.exporter.turned(clock.now(), self._picture)
 
-    def _sync(self) -> None:
-        unsynced, began = self.journal.unsynced_bytes, clock.now()
-        self.journal.sync()
-        if unsynced:
-            self._sync_times.observe(clock.now() - began)
+    def _work(self, waiting: bool) -> None:
+        caught_up = not waiting or self._drain()
+        if self.door and self.door.watch() and not self.service.read_only:
+            self._end_revoked()
+        if self._signal:
+            self.service.stop(f"signal {self._signal}", "stopped", clock.now())
+        self.service.tick(clock.now(), caught_up)
+        if self.service.read_only:
+            return self._send(self.service.sessions.take_outgoing())
+        self._finish_sync()
+        self._unsent = self.service.sessions.take_outgoing()
+        more = bool(self.socket.poll(0))
+        self.journal.begin_sync(aside=more)
+        if not more or self.journal.segment_full:
+            self._finish_sync()
+            self.service.take_snapshot()
+
+    def _finish_sync(self) -> None:
+        """Wait for the sync that is under way, and send what it has covered."""
+        if self.journal.syncing:
+            self.journal.finish_sync()
+            self._sync_times.observe(self.journal.sync_s)
+        unsent, self._unsent = self._unsent, []
+        self._send(unsent)
 
     def _picture(self) -> Picture:
         outbox_messages = sum(len(waiting) for waiting in self._late.values())
@@ -177,6 +197,7 @@ class Server:
         """Stay up without a disk: nothing is acknowledged, questions are answered, and room is waited for."""
         if not isinstance(error, JournalError):
             error = self.journal.fail(error)
+        self.service.sessions.outgoing[:0], self._unsent = self._unsent, []
         self.service.fall_silent(str(error))
         self._retry_at = clock.now() + RETRY_S if error.errno in NO_ROOM else math.inf
 
@@ -209,23 +230,24 @@ class Server:
             if self.door.allow_list.find(session.key).role != session.role:
                 self.service.end_session(session, "its key is off the allow-list", clock.now())
 
-    def _send_all(self) -> None:
+    def _send(self, outgoing: list[Outgoing]) -> None:
+        """Send, after what a peer has not read yet; what it does not read now waits in its outbox."""
         for route in list(self._late):
             waiting = self._late.pop(route)
-            while waiting and self._send(waiting[0]):
+            while waiting and self._send_one(waiting[0]):
                 waiting.popleft()
             if waiting:
                 self._late[route] = waiting
-        for message in self.service.sessions.take_outgoing():
+        for message in outgoing:
             waiting = self._late.get(message.route)
-            if waiting is None and self._send(message):
+            if waiting is None and self._send_one(message):
                 continue
             waiting = self._late.setdefault(message.route, deque())
             waiting.append(message)
             if len(waiting) > OUTBOX_MESSAGES:
                 self._drop_peer(message.route)
 
-    def _send(self, message: Outgoing) -> bool:
+    def _send_one(self, message: Outgoing) -> bool:
         """False if the peer does not read at present. One that is gone gets nothing; its session is void, so that it
         says hello when it is back, and if it does not, its silence ends it."""
         if not message.route:
@@ -253,6 +275,8 @@ class Server:
         self._signal = signal.Signals(number).name
 
     def close(self) -> None:
+        with contextlib.suppress(JournalError):
+            self._finish_sync()
         self.service.close(clock.now())
         if self.door:
             self.door.close()

@@ -32,13 +32,13 @@ class WatchedServer(server.Server):
         tokens = self.service.ledger.tokens
         state.set_phase(phase(self.service), tokens["generated"] + tokens["evaluation"])
 
-    def _send(self, message) -> bool:
+    def _send_one(self, message) -> bool:
         for promise in promises(message):
             state.promise(promise)
         if isinstance(message.message, wire.Batch):
             state.set_phase("delivery")
             time.sleep(10 * LINGER_S)
-        return super()._send(message)
+        return super()._send_one(message)
 
 
 class WatchedService(service.Service):
