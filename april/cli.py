@@ -78,6 +78,9 @@ def add_operation(commands, name: str, command, help: str) -> argparse.ArgumentP
     parser = add(commands, name, command, help)
     parser.add_argument("run", type=Path, nargs="?", help="a run folder, such as runs/quickstart")
     parser.add_argument("--connect", metavar="ADDRESS", help="its broker's, as tcp://HOST:PORT [default the folder's]")
+    parser.add_argument(
+        "--security.keys", dest="keys", type=Path, metavar="KEYS", help="of a monitor [default the run's own]"
+    )
     return parser
 
 
@@ -141,7 +144,7 @@ def broker_command(options, overrides: list[str]) -> int:
         server = Server(config)
     except (JournalError, BindError) as error:
         print(f"april broker: {error}", file=sys.stderr)
-        return REFUSED
+        return 1 if getattr(error, "errno", None) else REFUSED
     try:
         server.serve()
     except JournalError as error:
@@ -165,12 +168,11 @@ def worker_command(options, overrides: list[str]) -> NoReturn:
 def status_command(options, overrides: list[str]) -> int:
     from rich.console import Console
 
-    from april import operate
     from april.client import BrokerUnreachable
     from april.report.operations import render_live
 
     try:
-        Console().print(render_live(operate.live_status(operate.address_of(options.run, options.connect))))
+        Console().print(render_live(target_of(options).status()))
     except BrokerUnreachable as error:
         if options.run is None:
             print(f"april status: {error}", file=sys.stderr)
@@ -182,11 +184,11 @@ def status_command(options, overrides: list[str]) -> int:
 
 
 def drain_command(options, overrides: list[str]) -> int:
-    from april import operate, wire
+    from april import wire
     from april.client import BrokerRefused, BrokerUnreachable
 
     try:
-        operate.ask(operate.address_of(options.run, options.connect), wire.Drain(not options.end))
+        target_of(options).ask(wire.Drain(not options.end))
     except (BrokerRefused, BrokerUnreachable) as error:
         print(f"april drain: {error}", file=sys.stderr)
         return 1
@@ -197,7 +199,7 @@ def drain_command(options, overrides: list[str]) -> int:
 def dead_letters_command(options, overrides: list[str]) -> int:
     from rich.console import Console
 
-    from april import operate, wire
+    from april import wire
     from april.client import BrokerRefused, BrokerUnreachable
     from april.report.operations import render_dead_letters
 
@@ -207,10 +209,10 @@ def dead_letters_command(options, overrides: list[str]) -> int:
     try:
         if wanted:
             groups = [] if wanted == "all" else [int(wanted)]
-            answer = operate.ask(operate.address_of(options.run, options.connect), wire.Requeue(groups))
+            answer = target_of(options).ask(wire.Requeue(groups))
             print(f"re-queued: {', '.join(map(str, answer.message.groups)) or 'none that was not already'}")
             return 0
-        listed, live = operate.dead_letters(options.run, options.connect)
+        listed, live = target_of(options).dead_letters()
     except (BrokerRefused, BrokerUnreachable) as error:
         print(f"april dead-letters: {error}", file=sys.stderr)
         return 1
@@ -254,6 +256,12 @@ def make_data_command(options, overrides: list[str]) -> int:
 
 
 # --- helpers ------------------------------------------------------------------------------------------------
+
+
+def target_of(options):
+    from april.operate import Target
+
+    return Target(options.run, options.connect, options.keys)
 
 
 def print_status(run_dir: Path) -> None:

@@ -234,8 +234,16 @@ class Config(Section):
     @property
     def context_tokens(self) -> int | None:
         """Longest prompt and response together that the model takes; None if its folder does not say."""
-        shape = json.loads((self.model.path / "config.json").read_text())
-        return shape.get("max_position_embeddings")
+        return self._model_shape.get("max_position_embeddings")
+
+    @property
+    def vocabulary(self) -> int | None:
+        """Token ids are below it; None if the model's folder does not say."""
+        return self._model_shape.get("vocab_size")
+
+    @property
+    def _model_shape(self) -> dict[str, Any]:
+        return json.loads((self.model.path / "config.json").read_text())
 
     @property
     def longest_prompt_tokens(self) -> int:

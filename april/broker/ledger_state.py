@@ -182,7 +182,7 @@ class LedgerState:
             sample.segments[-1] = (sample.segments[-1][0], end, event.version)
         else:
             sample.segments.append((event.start, end, event.version))
-        sample.chunks.append(reference)
+        sample.chunks.extend(reference or ())
         sample.length = end
         sample.group.tokens += event.count
         if sample.group.evaluation:

@@ -2,8 +2,9 @@
 
 import heapq
 import itertools
+from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -42,8 +43,8 @@ class Sample:
     length: int = 0
     """acknowledged response tokens"""
     segments: list[tuple[int, int, Version]] = field(default_factory=list)
-    chunks: list[Any] = field(default_factory=list)
-    """references to the journal's records of its chunks, in order"""
+    chunks: array = field(default_factory=lambda: array("Q"))
+    """position and length of the journal's record of each of its chunks, in order: 16 bytes a chunk"""
     token: int = 0
     """of the current lease, 0 for none"""
     attempts: int = 0
@@ -51,6 +52,11 @@ class Sample:
     reward: float | None = None
     finish_reason: str = ""
     last_error: str = ""
+
+    @property
+    def references(self) -> Iterator[tuple[int, int]]:
+        """Where the journal has its chunks."""
+        return zip(self.chunks[::2], self.chunks[1::2], strict=True)
 
     @property
     def first_step(self) -> int:

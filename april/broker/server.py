@@ -22,7 +22,7 @@ from april.broker.prompts import PromptBook
 from april.broker.recorder import replace_file
 from april.broker.service import Service
 from april.broker.sessions import Outgoing
-from april.config import Config
+from april.config import Config, is_loopback
 from april.security.allow_list import AllowList
 from april.security.door import Door
 from april.security.keys import ALLOW_LIST, load_keys
@@ -67,6 +67,8 @@ class Server:
         keys = load_keys(config.security.keys, "broker")
         allow_list = AllowList(config.security.keys / ALLOW_LIST) if keys else None
         config.run_dir.mkdir(parents=True, exist_ok=True)
+        if not (config.run_dir / "config.toml").exists():
+            replace_file(config.run_dir / "config.toml", config.to_toml().encode())
         self.config = config
         self.door: Door | None = None
         """None where there are no keys"""
@@ -291,7 +293,3 @@ def start_exporter(config: Config) -> Exporter | None:
     if not is_loopback(wanted[0]):
         log.warning("%s can be read by whoever reaches this machine; it shows figures and names only", exporter.address)
     return exporter
-
-
-def is_loopback(host: str) -> bool:
-    return host == "localhost" or host.startswith("127.")

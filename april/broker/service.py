@@ -368,7 +368,7 @@ class Service:
 
     def read_chunks(self, sample: Sample) -> Iterator[tuple[wire.Packed, wire.Packed]]:
         """(ids, behaviour logprobs) of the acknowledged chunks of a sample."""
-        for reference in sample.chunks:
+        for reference in sample.references:
             _, [(checksum, ids), (logprobs_checksum, logprobs)] = self.journal.read(reference)
             yield wire.Packed("i4", checksum, ids), wire.Packed("f4", logprobs_checksum, logprobs)
 

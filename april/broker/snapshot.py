@@ -9,6 +9,7 @@ import os
 import struct
 import threading
 import zlib
+from array import array
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,7 +42,8 @@ class SampleImage(msgspec.Struct, array_like=True):
     state: SampleState
     length: int
     segments: list[tuple[int, int, Version]]
-    chunks: list[Reference]
+    chunks: bytes
+    """uint64 position and length of each, as the machine has them"""
     attempts: int
     reward: float | None
     finish_reason: str
@@ -110,7 +112,7 @@ def _freeze_group(group: Group, ledger: LedgerState) -> GroupImage:
 
 def _freeze_sample(sample: Sample, lease: Lease | None) -> SampleImage:
     return SampleImage(
-        sample.state, sample.length, list(sample.segments), list(sample.chunks), sample.attempts, sample.reward,
+        sample.state, sample.length, list(sample.segments), sample.chunks.tobytes(), sample.attempts, sample.reward,
         sample.finish_reason, sample.last_error,
         (lease.token, lease.worker, lease.step, lease.scoring) if lease else None,
     )  # fmt: skip
@@ -158,7 +160,7 @@ def _thaw_group(image: GroupImage) -> Group:
     )  # fmt: skip
     group.samples = [
         Sample(
-            group, index, one.state, one.length, one.segments, one.chunks, one.lease[0] if one.lease else 0,
+            group, index, one.state, one.length, one.segments, array("Q", one.chunks), one.lease[0] if one.lease else 0,
             one.attempts, one.reward, one.finish_reason, one.last_error,
         )
         for index, one in enumerate(image.samples)
@@ -172,7 +174,8 @@ def live_positions(image: LedgerImage) -> set[int]:
     for group in image.groups:
         if group.state is GroupState.OPEN or not group.evaluation:
             positions.add(group.prompt[0])
-            positions.update(chunk[0] for sample in group.samples for chunk in sample.chunks)
+            for sample in group.samples:
+                positions.update(array("Q", sample.chunks)[::2])
     return positions
 
 

@@ -27,6 +27,7 @@ class WorkerDesk:
         self.ledger = service.ledger
         self.sessions = service.sessions
         self.recorder = service.recorder
+        self.largest_id = (service.config.vocabulary or 1 << 31) - 1
         self.hungry: dict[int, Session] = {}
         """sessions that may have room: all that were heard of since they were last full"""
 
@@ -109,6 +110,8 @@ class WorkerDesk:
         ids, logprobs = received.arrays
         if not len(ids) or ids.shape != logprobs.shape or ids.min() < 0 or not np.isfinite(logprobs).all():
             raise wire.WireError("a chunk has at least one token, ids from 0, and a finite logprob for each")
+        if ids.max() > self.largest_id:
+            raise wire.WireError(f"the policy's token ids end at {self.largest_id}")
         if len(ids) > limits.CHUNK_TOKENS:
             raise wire.WireError(f"a chunk has at most {limits.CHUNK_TOKENS} tokens")
         if not self._holds(session.uid, message.token):

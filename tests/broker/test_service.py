@@ -93,6 +93,13 @@ def test_a_failed_sync_acknowledges_nothing(talk, worker, monkeypatch):
     assert worker.take(wire.Acknowledged) == []
 
 
+def test_an_id_beyond_the_vocabulary_is_refused(talk, worker):
+    grant = worker.grants()[0]
+    for largest, answer in ((talk.config.vocabulary, wire.Refused), (talk.config.vocabulary - 1, wire.Acknowledged)):
+        worker.say(wire.Chunk(grant.token, 0, worker.version), [np.array([largest], "i4"), np.zeros(1, "f4")])
+        assert worker.take(answer)
+
+
 def test_a_chunk_again_is_a_duplicate_a_gap_is_asked_for(worker):
     grant = worker.grants()[0]
     worker.chunk(grant, 0, 3)

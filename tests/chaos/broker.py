@@ -7,6 +7,7 @@ what it is doing at the moment. With SYNC_OFF in the environment a sync does not
 now and then: the negative control.
 """
 
+import errno
 import os
 import random
 import sys
@@ -19,7 +20,7 @@ from april.cli import main
 from april.config import load
 from tests.chaos.state import SYNC_OFF, RunState
 
-WRITE_BACK_S = 2.0
+WRITE_BACK_S = 10.0
 """how often the disk catches up without being asked"""
 LINGER_S = 0.005
 """what is rare is made to last a little, so that a kill can hit it"""
@@ -41,11 +42,11 @@ class WatchedServer(server.Server):
 
 
 class WatchedService(service.Service):
-    def _dispatch(self, route, received, now) -> None:
+    def _dispatch(self, route, received, *rest) -> None:
         if isinstance(received.message, wire.Consumed | wire.Durable):
             report = type(received.message).__name__.lower()
             reports[received.session, received.sequence] = [report, received.message.step]
-        super()._dispatch(route, received, now)
+        super()._dispatch(route, received, *rest)
 
 
 class KeepingStore(snapshot.SnapshotStore):
@@ -95,10 +96,30 @@ def watched_sync(descriptor: int) -> None:
     state.synced(os.readlink(f"/proc/self/fd/{descriptor}"), size)
 
 
+def watched_write(descriptor: int, buffers: list, offset: int) -> int:
+    """A full disk takes a part of what it is given, and then refuses."""
+    if not state.disk_is_full:
+        return real_write(descriptor, buffers, offset)
+    os.pwrite(descriptor, bytes(buffers[0])[: len(buffers[0]) // 2], offset)
+    raise no_room()
+
+
+def watched_probe(folder) -> None:
+    if state.disk_is_full:
+        raise no_room()
+    real_probe(folder)
+
+
+def no_room() -> OSError:
+    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 if __name__ == "__main__":
     state = RunState(load(sys.argv[1]).run_dir)
     state.set_phase("starting")
     written_back_at = 0.0
     real_sync, os.fdatasync = os.fdatasync, watched_sync
+    real_write, os.pwritev = os.pwritev, watched_write
+    real_probe, server.probe_disk = server.probe_disk, watched_probe
     server.Server, server.Service, service.SnapshotStore = WatchedServer, WatchedService, KeepingStore
     sys.exit(main(["broker", *sys.argv[1:]]))

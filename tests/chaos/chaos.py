@@ -29,11 +29,11 @@ seed = 3
 run = {{ name = "chaos", dir = "{folder}/runs" }}
 model = {{ path = "{policy}" }}
 data = {{ path = "{data}/train.jsonl", eval_path = "{data}/heldout.jsonl" }}
-schedule = {{ rollout_batch_size = 8, over_sampling_batch_size = 14, n_samples_per_prompt = 4, max_steps = 100000 }}
+schedule = {{ rollout_batch_size = 12, over_sampling_batch_size = 20, n_samples_per_prompt = 4, max_steps = 100000 }}
 sampling = {{ max_response_tokens = 200 }}
 evaluation = {{ prompts = 8, every = 5 }}
 worker = {{ count = 3, slots = 16, prefetch = 2, chunk_tokens = 8, max_restarts = 1000 }}
-learner = {{ ranks = 1, lr = 1e-3, checkpoint_every = 3, max_restarts = 1000 }}
+learner = {{ ranks = 1, lr = 1e-5, checkpoint_every = 3, max_restarts = 1000 }}
 broker = {{ segment_records = 2000, attempts = 1000, max_restarts = 1000, session_timeout_s = 4.0, readopt_s = 4.0 }}
 weights = {{ publish_deadline_s = 3.0 }}
 """
@@ -94,11 +94,15 @@ class Chaos:
         """Let the run work undisturbed for so many tokens."""
         self.wait_for_tokens(self.state.now()[1] + tokens)
 
+    def wait_for_log(self, part: str, text: str, times: int = 1) -> None:
+        log = self.run_dir / "logs" / f"{part}.log"
+        wait_until(lambda: log.read_text(errors="replace").count(text) >= times, self.job, PATIENCE_S)
+
     def process(self, victim: str) -> int:
         """A process of that kind, once there is one."""
-        pattern = random.choice(VICTIMS[victim])
-        wait_until(lambda: self.job.descendants(pattern), self.job, PATIENCE_S)
-        return random.choice(self.job.descendants(pattern))[0]
+        pattern, found = random.choice(VICTIMS[victim]), []
+        wait_until(lambda: found.extend(self.job.descendants(pattern)) or found, self.job, PATIENCE_S)
+        return random.choice(found)[0]
 
     def aim(self, victim: str) -> str:
         """The phase in which this kind of process was killed least."""

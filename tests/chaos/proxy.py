@@ -4,8 +4,10 @@ import contextlib
 import selectors
 import socket
 import threading
+import time
 
 CHUNK_BYTES = 1 << 16
+CONNECT_S = 20.0
 
 
 class Proxy:
@@ -24,12 +26,16 @@ class Proxy:
     def _accept(self) -> None:
         while True:
             near, _ = self._listener.accept()
-            try:
-                far = socket.create_connection(self.target)
-            except OSError:
-                near.close()
-                continue
-            threading.Thread(target=self._forward, args=(near, far, self._generation), daemon=True).start()
+            threading.Thread(target=self._connect, args=(near, self._generation), daemon=True).start()
+
+    def _connect(self, near: socket.socket, generation: int) -> None:
+        """A target that is down is waited for, so that nobody takes it for one that refuses."""
+        deadline = time.monotonic() + CONNECT_S
+        while time.monotonic() < deadline:
+            with contextlib.suppress(OSError):
+                return self._forward(near, socket.create_connection(self.target), generation)
+            time.sleep(0.1)
+        near.close()
 
     def _forward(self, near: socket.socket, far: socket.socket, generation: int) -> None:
         """Until one side closes; a frozen connection swallows what comes, and is closed with its client."""

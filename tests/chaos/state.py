@@ -34,13 +34,17 @@ class RunState:
         os.pwrite(mark, size.to_bytes(8), 0)
         os.close(mark)
 
+    @property
+    def disk_is_full(self) -> bool:
+        return (self.folder / "full").exists()
+
     def keep(self, segment: Path) -> None:
         """Let the judge read a segment that the broker is about to remove."""
         kept = self.folder / "reclaimed" / segment.name
         if segment.exists() and not kept.exists():
             kept.hardlink_to(segment)
 
-    # --- read by the others ---------------------------------------------------------------------------------
+    # --- for the others ---------------------------------------------------------------------------------
 
     def now(self) -> tuple[str, int]:
         """(phase, tokens acknowledged so far)"""
@@ -60,14 +64,24 @@ class RunState:
         found |= {path.name: path for path in self.journal.glob("*.msgpack")}
         return [found[name] for name in sorted(found)]
 
-    def lose_power(self) -> int:
-        """Cut the journal of a dead broker somewhere behind its last sync; the bytes that are gone."""
+    def fill_disk(self, full: bool) -> None:
+        mark = self.folder / "full"
+        mark.touch() if full else mark.unlink()
+
+    def lose_power(self, everything: bool = False) -> int:
+        """Cut the journal of a dead broker at its last sync or somewhere behind it; the bytes that are gone."""
         lost = 0
-        for path in sorted(self.journal.glob("*.msgpack")):
-            mark, size = self.folder / "synced" / path.name, path.stat().st_size
-            safe = int.from_bytes(mark.read_bytes()) if mark.exists() else 0
+        for path, safe, size in self.reach():
             if size > safe:
-                end = random.choice([safe, random.randint(safe, size)])
+                end = safe if everything else random.choice([safe, random.randint(safe, size)])
                 os.truncate(path, end)
                 lost += size - end
         return lost
+
+    def reach(self) -> list[tuple[Path, int, int]]:
+        """(journal file, bytes that a sync has reached, bytes), oldest first"""
+        found = []
+        for path in sorted(self.journal.glob("*.msgpack")):
+            mark = self.folder / "synced" / path.name
+            found.append((path, int.from_bytes(mark.read_bytes()) if mark.exists() else 0, path.stat().st_size))
+        return found

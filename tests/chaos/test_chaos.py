@@ -7,6 +7,10 @@ import pytest
 from tests.chaos.chaos import Chaos
 from tests.chaos.history import History
 from tests.conftest import PROMPTS
+from tests.run.processes import wait_until
+
+UNSYNCED_BYTES = 20_000
+"""a good many chunks"""
 
 
 @pytest.fixture
@@ -24,7 +28,7 @@ def chaos(tmp_path, policy_folder, data_folder):
 
 @pytest.mark.timeout(900)
 def test_twenty_kills_cost_nothing_that_was_acknowledged(chaos):
-    run = chaos()
+    run = chaos(tokens_between=200)
     run.go_on()
     for victim in random.sample(["broker", "worker", "learner"] * 7, 20):
         run.kill(victim, run.aim(victim))
@@ -46,14 +50,32 @@ def test_sleep_and_dead_connections_cost_nothing_that_was_acknowledged(chaos):
 
 
 @pytest.mark.timeout(600)
+def test_a_full_disk_costs_nothing_that_was_acknowledged(chaos):
+    """The broker falls silent, is killed meanwhile, and goes on by itself when there is room."""
+    run = chaos()
+    run.go_on()
+    run.state.fill_disk(True)
+    run.wait_for_log("broker", "nothing is acknowledged any more")
+    run.kill("worker", "generating")
+    run.kill("broker", "generating")
+    run.state.fill_disk(False)
+    run.go_on()
+    run.state.fill_disk(True)
+    run.wait_for_log("broker", "nothing is acknowledged any more", times=2)
+    run.state.fill_disk(False)
+    run.go_on()
+    run.finish()
+    assert History(run.run_dir, PROMPTS).judge() == []
+
+
+@pytest.mark.timeout(600)
 def test_a_broker_that_does_not_sync_is_caught(chaos):
     """The negative control: the judge sees what a power loss takes from a broker that acknowledges too early."""
     run = chaos(sync=False)
     run.go_on()
-    for _ in range(5):
-        run.kill("broker", "generating")
-        run.go_on(1)
+    wait_until(lambda: sum(size - safe for _, safe, size in run.state.reach()) > UNSYNCED_BYTES, run.job)
     run.end()
+    run.state.lose_power(everything=True)
     history = History(run.run_dir, PROMPTS)
     history.judge_promises()
     assert any("acknowledged tokens are missing" in wrong for wrong in history.wrongs)

@@ -27,8 +27,6 @@ def start_broker(config_file, tmp_path, run_dir):
         jobs[-1].address = (run_dir / "address").read_text()
         return jobs[-1]
 
-    run_dir.mkdir(parents=True)
-    (run_dir / "config.toml").write_text("")
     yield start
     for job in jobs:
         job.end()
