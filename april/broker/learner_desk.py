@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-PART_BYTES = 1 << 20
+PART_BYTES = 1 << 19
 """arrays in one message of a batch, rounded up to whole groups"""
-TURN_BYTES = 4 << 20
+TURN_BYTES = 1 << 20
 """arrays sent to the learner in one turn, so that nobody else waits long"""
 
 

@@ -31,8 +31,8 @@ from april.security.keys import ALLOW_LIST, load_keys
 log = logging.getLogger(__name__)
 
 POLL_MS = 50
-DRAIN_MESSAGES = 64
-"""most messages handled in one turn: what arrives behind them waits, and their answers wait for them"""
+DRAIN_S = 0.004
+"""longest handling of messages in one turn: what arrives meanwhile waits, and the answers do"""
 OUTBOX_MESSAGES = 1024
 """most messages kept for a peer that does not read; more end its session"""
 HTTP_FILE = "http"
@@ -75,6 +75,7 @@ class Server:
         """None where there are no keys"""
         self._open(PromptBook(config))
         self.context = zmq.Context()
+        self.context.set(zmq.ZERO_COPY_RECV, 0)  # otherwise every small message keeps 8 KB of the buffer it came in
         self.socket = self.context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.socket.setsockopt(zmq.LINGER, 1000)
@@ -214,15 +215,17 @@ class Server:
             log.warning("the journal can be written again; going on as epoch %d", self.service.ledger.epoch)
 
     def _drain(self) -> bool:
-        """Handle what has arrived; True if nothing is left."""
-        for _ in range(DRAIN_MESSAGES):
+        """Handle what has arrived, heartbeats answered at once; True if nothing is left."""
+        until = clock.now() + DRAIN_S
+        while (now := clock.now()) < until:
             try:
                 route, *frames = sockets.receive(self.socket)
             except zmq.Again:
-                return True
+                break
             peer = self.door.peer_of(route) if self.door else None
-            self.service.handle(route.bytes, frames, clock.now(), peer)
-        return False
+            self.service.handle(route.bytes, frames, now, peer)
+        self._send(self.service.sessions.take_at_once())
+        return now < until
 
     def _end_revoked(self) -> None:
         """End the sessions of keys that are not on the allow-list any more, or have another role there."""

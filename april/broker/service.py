@@ -162,7 +162,7 @@ class Service:
         elif session.role == "worker":
             getattr(self.workers, f"on_{kind}")(session, received, now)
         elif kind == "Heartbeat":
-            self.sessions.send_control(session, wire.Renewed([]))
+            self.sessions.answer_heartbeat(session, [])
         else:
             desk = self.learner if session.role == "learner" else self.monitors
             getattr(desk, f"on_{kind}")(session, received, now)
@@ -173,7 +173,7 @@ class Service:
         if isinstance(message, wire.Hello) and message.role == "monitor":
             self._hello(route, received, now, peer)
         elif session and isinstance(message, wire.Heartbeat):
-            self.sessions.send_control(session, wire.Renewed([]))
+            self.sessions.answer_heartbeat(session, [])
         elif session and session.role == "monitor":
             self._dispatch(route, received, now, peer)
 

@@ -82,6 +82,7 @@ class Sessions:
         self.refusals: Counter[str] = Counter()
         """messages that were not accepted, by cause: one for each `Refused`"""
         self.outgoing: list[Outgoing] = []
+        self.at_once: list[Outgoing] = []
         self._next = 1
         self._acknowledging: dict[int, Session] = {}
 
@@ -172,6 +173,16 @@ class Sessions:
         self._acknowledging = {}
         outgoing, self.outgoing = acknowledgements + self.outgoing, []
         return outgoing
+
+    def answer_heartbeat(self, session: Session, lost: list[int]) -> None:
+        """At once, since no crash can make it wrong: a lease that is called lost is not taken up again."""
+        route = session.control_route or session.data_route
+        self.at_once.append(Outgoing(route, wire.Renewed(lost), [], session.id))
+
+    def take_at_once(self) -> list[Outgoing]:
+        """What need not wait for a sync."""
+        at_once, self.at_once = self.at_once, []
+        return at_once
 
     def send_control(self, session: Session, message: wire.Message) -> None:
         """To the control connection, past whatever queues on the other one."""

@@ -79,10 +79,9 @@ class WorkerDesk:
             raise wire.WireError("more leases than a worker may hold")
         tally = self.sessions.tallies[session.uid]
         tally.emitted = max(tally.emitted, message.emitted_tokens)
-        mine = [token for token in message.leases if self._holds(session.uid, token)]
-        self.ledger.renew(mine, now + self.config.broker.lease_s)
-        lost = [token for token in message.leases if token not in set(mine)]
-        self.sessions.send_control(session, wire.Renewed(lost))
+        mine = {token for token in message.leases if self._holds(session.uid, token)}
+        self.ledger.renew(list(mine), now + self.config.broker.lease_s)
+        self.sessions.answer_heartbeat(session, [token for token in message.leases if token not in mine])
 
     def on_Holding(self, session: Session, received: wire.Received, now: float) -> None:
         message = received.message

@@ -39,7 +39,7 @@ class Conversation:
 
     def deliver(self):
         self.journal.sync()
-        for message in self.service.sessions.take_outgoing():
+        for message in (*self.service.sessions.take_at_once(), *self.service.sessions.take_outgoing()):
             frames = [bytes(f) for f in wire.encode(message.message, message.arrays, message.session, message.sequence)]
             if peer := self.peers.get(message.route.split(b"/")[0]):
                 peer.inbox.append(wire.decode(frames))
