@@ -37,6 +37,9 @@ OUTBOX_MESSAGES = 1024
 """most messages kept for a peer that does not read; more end its session"""
 HTTP_FILE = "http"
 """in the run folder: the base of the URLs of metrics and health"""
+ZERO_COPY_RECV = 10
+"""libzmq's context option, which pyzmq has no name for; left on, every small message that waits keeps the 8 KB it
+came in"""
 GC_THRESHOLDS = (50_000, 20, 100)
 """the ledger's many small objects live long: looking for garbage among them is worth it less often than usual"""
 RETRY_S = 5.0
@@ -75,7 +78,7 @@ class Server:
         """None where there are no keys"""
         self._open(PromptBook(config))
         self.context = zmq.Context()
-        self.context.set(zmq.ZERO_COPY_RECV, 0)  # otherwise every small message keeps 8 KB of the buffer it came in
+        self.context.set(ZERO_COPY_RECV, 0)
         self.socket = self.context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.socket.setsockopt(zmq.LINGER, 1000)
