@@ -135,6 +135,8 @@ class Waiting:
 
     def take(self, step: int, below: tuple | None = None) -> Sample | None:
         """The first that a worker at `step` may go on with; `below`: only if its key is."""
+        if not self._by_step:
+            return None
         within_reach = [first_step for first_step in self._by_step if first_step <= step]
         heads = [self._by_step[first_step] for first_step in within_reach if self._has_head(first_step)]
         if not heads:

@@ -135,6 +135,31 @@ def test_after_a_failed_write_nothing_is_accepted_but_reading_goes_on(tmp_path, 
     journal.close()
 
 
+def test_a_sync_aside_counts_when_it_is_finished(tmp_path):
+    with closing(Journal(tmp_path)) as journal:
+        journal.append(chunk(0), ARRAYS)
+        journal.begin_sync()
+        assert journal.syncing and journal.unsynced_bytes
+        journal.append(chunk(1), ARRAYS)
+        journal.finish_sync()
+        assert not journal.syncing and 0 < journal.unsynced_bytes < journal.end
+    assert replayed(tmp_path) == [chunk(0), chunk(1)]
+
+
+def test_a_sync_aside_that_fails_says_so_when_it_is_finished(tmp_path, monkeypatch):
+    journal = Journal(tmp_path)
+    journal.append(chunk(0), ARRAYS)
+    monkeypatch.setattr(os, "fdatasync", lambda file: os.fsync(1_000_000))
+    journal.begin_sync()
+    with pytest.raises(JournalError, match="cannot be written"):
+        journal.finish_sync()
+    with pytest.raises(JournalError):
+        journal.begin_sync()
+    monkeypatch.undo()
+    journal.close()
+    assert replayed(tmp_path) == []
+
+
 def test_a_write_that_the_system_cuts_short_is_finished(tmp_path, monkeypatch):
     whole_write = os.pwritev
     monkeypatch.setattr(os, "pwritev", lambda file, data, at: whole_write(file, [b"".join(data)[:30]], at))

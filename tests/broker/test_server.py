@@ -1,0 +1,107 @@
+"""An answer leaves after the sync that covers it, also while the next messages are being handled already."""
+
+import os
+import threading
+import time
+import uuid
+
+import pytest
+
+from april import clock, wire
+from april.broker import sockets
+from april.broker.server import Server
+from april.client import BrokerConnection
+from april.config import load
+from april.version import Version
+from tests.broker.conversation import chunk_arrays
+
+
+class HeldBack:
+    """`fdatasync` that waits for permission."""
+
+    def __init__(self, monkeypatch):
+        self.permitted, self.waiting = threading.Event(), threading.Event()
+        self.permitted.set()
+        self.real = os.fdatasync
+        monkeypatch.setattr(os, "fdatasync", self)
+
+    def __call__(self, file):
+        self.waiting.set()
+        assert self.permitted.wait(30.0)
+        self.real(file)
+
+
+@pytest.fixture
+def server(config_file):
+    server = Server(load(config_file))
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def connect(server):
+    connections = []
+
+    def start(role):
+        connection = BrokerConnection(server.address, role, role, uuid.uuid4().hex)
+        connections.append(connection)
+        connection.send(wire.Hello(role, role, connection.uid))
+        connection.session = exchange(server, connection, wire.Welcome).message.session
+        connection.send_control(wire.Bind())
+        return connection
+
+    yield start
+    for connection in connections:
+        connection.close()
+
+
+def exchange(server, connection, kind):
+    """Let the server work until the peer has a message of the kind."""
+    deadline = time.monotonic() + 30.0
+    while time.monotonic() < deadline:
+        server.turn()
+        for received in connection.receive():
+            if isinstance(received.message, kind):
+                return received
+    raise AssertionError(f"no {kind.__name__}")
+
+
+def handle_one(server):
+    """In the place of a drain: one message, so that more are waiting behind it."""
+    route, *frames = sockets.receive(server.socket)
+    server.service.handle(route.bytes, frames, clock.now())
+    return False
+
+
+def test_what_comes_during_a_sync_is_handled_and_nothing_is_acknowledged_before_its_own(server, connect, monkeypatch):
+    learner, worker = connect("learner"), connect("worker")
+    learner.send(wire.LearnerStart(0, "tcp://127.0.0.1:9"))
+    exchange(server, learner, wire.LearnerStarted)
+    worker.send(wire.Holding(Version(0, 0), 4))
+    grant = exchange(server, worker, wire.Grant).message
+    disk = HeldBack(monkeypatch)
+    for start in range(4):
+        worker.send(wire.Chunk(grant.token, start, Version(0, 0)), chunk_arrays(start, 1))
+    while not server.socket.poll(0):
+        time.sleep(0.01)
+    time.sleep(0.2)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Server, "_drain", handle_one)
+        disk.permitted.clear()
+        server.turn()
+        assert server.journal.syncing and disk.waiting.wait(30.0)
+        turning = threading.Thread(target=server.turn)
+        turning.start()
+        sample = server.service.ledger.leases[grant.token].sample
+        deadline = time.monotonic() + 30.0
+        while sample.length < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert sample.length == 2, "the second chunk is handled while the first is on its way to the disk"
+        assert not any(isinstance(received.message, wire.Acknowledged) for received in worker.receive(200))
+        disk.permitted.set()
+        turning.join()
+    acknowledged = exchange(server, worker, wire.Acknowledged).message.lengths
+    while acknowledged[-1] != (grant.token, 4):
+        acknowledged += exchange(server, worker, wire.Acknowledged).message.lengths
+    assert acknowledged == sorted(set(acknowledged))
