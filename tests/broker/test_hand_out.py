@@ -70,7 +70,7 @@ def test_a_lost_sample_is_granted_before_other_partials_with_its_tokens(talk, wo
         worker.chunk(grant, 0, 5)
     talk.ledger.end_lease(left.token, "leave")
     talk.ledger.end_lease(lost.token, "lost")
-    talk.tick()
+    worker.say(wire.Heartbeat(), connection=b"control")
     first, second = worker.grants()
     assert [(grant.group, grant.index) for grant in (first, second)] == [(g.group, g.index) for g in (lost, left)]
     assert first.max_new_tokens == second.max_new_tokens == 19
