@@ -91,6 +91,8 @@ class Server:
             self.door = Door(self.context, keys, allow_list)
             self.door.guard(self.socket)
             self.service.failed_handshakes = self.door.failures
+        self._poller = zmq.Poller()
+        self._poller.register(self.socket, zmq.POLLIN)
         self.address_file: Path = config.run_dir / "address"
         self._bind(config.broker.bind)
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
@@ -153,7 +155,9 @@ class Server:
         While one turn's records are being synced, the messages that have come meanwhile are handled already; their
         own answers wait for the next sync.
         """
-        waiting = self.socket.poll(0 if self.journal.syncing else POLL_MS)
+        waiting = sockets.has_message(self.socket)
+        if not waiting and not self.journal.syncing:
+            waiting = bool(self._poller.poll(POLL_MS))
         try:
             if waiting or not self.journal.syncing:
                 self._work(waiting)
@@ -177,7 +181,7 @@ class Server:
             return self._send(self.service.sessions.take_outgoing())
         self._finish_sync()
         self._unsent = self.service.sessions.take_outgoing()
-        more = bool(self.socket.poll(0))
+        more = sockets.has_message(self.socket)
         self.journal.begin_sync(aside=more)
         if not more or self.journal.segment_full:
             self._finish_sync()

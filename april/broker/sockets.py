@@ -9,8 +9,14 @@ from collections.abc import Iterable
 import zmq
 from zmq.backend import Socket as Backend
 
+EVENTS, READABLE = int(zmq.EVENTS), int(zmq.POLLIN)
 NOBLOCK = int(zmq.NOBLOCK)
 MORE_FOLLOWS = int(zmq.NOBLOCK | zmq.SNDMORE)
+
+
+def has_message(socket: zmq.Socket) -> bool:
+    """Whether `receive` would find one now."""
+    return bool(Backend.get(socket, EVENTS) & READABLE)
 
 
 def receive(socket: zmq.Socket) -> list[zmq.Frame]:

@@ -40,6 +40,7 @@ PROMPTS = 1024
 POLL_MS = 20
 PING_S = 0.005
 """between two round trips on the control connection"""
+LEAVE_MS = 300
 STOP_S = 90.0
 """longest wait for the broker to leave"""
 
@@ -188,7 +189,10 @@ class Member:
             self.connection.beat(leases)
 
     def leave(self) -> None:
+        """Say goodbye and read on until nothing comes: what is unread at the end would take the goodbye with it."""
         self.connection.send(wire.Goodbye())
+        while any(True for _ in self.connection.receive(LEAVE_MS)):
+            pass
         self.connection.close()
 
 
