@@ -9,7 +9,7 @@ import pytest
 
 from april import clock, wire
 from april.broker import sockets
-from april.broker.server import Server
+from april.broker.server import OUTBOX_MESSAGES, Server
 from april.client import BrokerConnection
 from april.config import load
 from april.version import Version
@@ -105,3 +105,17 @@ def test_what_comes_during_a_sync_is_handled_and_nothing_is_acknowledged_before_
     while acknowledged[-1] != (grant.token, 4):
         acknowledged += exchange(server, worker, wire.Acknowledged).message.lengths
     assert acknowledged == sorted(set(acknowledged))
+
+
+def test_a_worker_that_never_reads_loses_its_session_before_the_broker_its_memory(server, connect):
+    worker = connect("worker")
+    for token in range(20_000):
+        worker.send(wire.Scored(token, 1.0))
+        if token % 100 == 0:
+            server.turn()
+            assert sum(map(len, server._late.values())) <= OUTBOX_MESSAGES
+    deadline = time.monotonic() + 60.0
+    while server.service.sessions.by_id and time.monotonic() < deadline:
+        server.turn()
+    assert not server.service.sessions.by_id
+    assert not server._late or sum(map(len, server._late.values())) <= OUTBOX_MESSAGES
