@@ -28,6 +28,8 @@ class WorkerDesk:
         self.sessions = service.sessions
         self.recorder = service.recorder
         self.largest_id = (service.config.vocabulary or 1 << 31) - 1
+        self.newest_step = 0
+        """of the versions that workers have reported"""
         self.hungry: dict[int, Session] = {}
         """sessions that may have room: all that were heard of since they were last full"""
 
@@ -170,6 +172,9 @@ class WorkerDesk:
         """
         if self.ledger.draining:
             return
+        first = next((session for session in self.hungry.values() if self._is_foremost(session)), None)
+        if first and not self._grant_one(first, now):
+            return
         able = [session for session in self.hungry.values() if self._has_room(session)]
         self.hungry = {session.id: session for session in able}
         emptiest = [(self._load(session) / session.capacity, session.id, session) for session in able]
@@ -184,6 +189,10 @@ class WorkerDesk:
                 heapq.heappop(emptiest)
             else:
                 heapq.heapreplace(emptiest, (self._load(session) / session.capacity, number, session))
+
+    def _is_foremost(self, session: Session) -> bool:
+        """Whether it has room and the newest weights that any worker has held: nothing for it is nothing for all."""
+        return session.version is not None and session.version.step >= self.newest_step and self._has_room(session)
 
     def _has_room(self, session: Session) -> bool:
         if session.id not in self.sessions.by_id:
