@@ -181,7 +181,7 @@ def attend(ready, window: Window, address: str, number: int, crowd: Crowd, front
             while socket.poll(0):
                 received = wire.decode(socket.recv_multipart())
                 worker.received_bytes += sum(array.nbytes for array in received.arrays)
-                take_in(worker, received.message, streams, chance)
+                take_in(worker, received, streams, chance)
         now = time.monotonic()
         for worker in itertools.islice(beats, sessions):
             if now >= worker.next_beat:
@@ -217,10 +217,11 @@ def connect(context: zmq.Context, address: str) -> zmq.Socket:
     return socket
 
 
-def take_in(worker: Worker, message: wire.Message, streams: deque[Stream], chance: random.Random) -> None:
-    match message:
+def take_in(worker: Worker, received: wire.Received, streams: deque[Stream], chance: random.Random) -> None:
+    match received.message:
         case wire.Grant(token=token):
-            stream = worker.live[token] = Stream(worker, token, 0, chance.randint(1, MOST_CHUNKS))
+            sent = sum(map(len, received.arrays[1:]))
+            stream = worker.live[token] = Stream(worker, token, sent, chance.randint(1, MOST_CHUNKS))
             streams.append(stream)
         case wire.Acknowledged(lengths=lengths, done=done):
             worker.unacknowledged.difference_update(token for token, _ in lengths)
