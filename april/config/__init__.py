@@ -1,0 +1,40 @@
+"""The one TOML file that describes a run: its keys, their defaults and units, and what is refused.
+
+`load(path, overrides)` returns a validated `Config` or raises `ConfigError`, whose text is one sentence
+that names the key, the value and the mend.
+"""
+
+from april.config.checks import check_address, is_loopback
+from april.config.loading import load
+from april.config.overrides import OVERRIDES, describe_keys, known_keys
+from april.config.sections import (
+    BrokerSection,
+    Config,
+    ConfigError,
+    DataSection,
+    EngineSection,
+    LearnerSection,
+    ScheduleSection,
+    SourceSection,
+    WeightsSection,
+    WorkerSection,
+)
+
+__all__ = [
+    "OVERRIDES",
+    "BrokerSection",
+    "Config",
+    "ConfigError",
+    "DataSection",
+    "EngineSection",
+    "LearnerSection",
+    "ScheduleSection",
+    "SourceSection",
+    "WeightsSection",
+    "WorkerSection",
+    "check_address",
+    "describe_keys",
+    "is_loopback",
+    "known_keys",
+    "load",
+]

@@ -1,0 +1,73 @@
+"""Configuration files and overrides become a validated `Config`, or one sentence that says what to mend."""
+
+import difflib
+import re
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from april.config.checks import check
+from april.config.overrides import known_keys, parse_overrides, set_key
+from april.config.sections import Config, ConfigError
+
+
+def load(path: str | Path | Sequence[Path], overrides: Sequence[str] = (), inputs: bool = True) -> Config:
+    """Read TOML files, a later one over those before it, apply `--section.key value` overrides, validate, and check
+    that parts fit together. `inputs`: model and data have to be there, too."""
+    paths = [Path(path)] if isinstance(path, str | Path) else [Path(one) for one in path]
+    tree: dict[str, Any] = {}
+    for one in paths:
+        merge(tree, read_tree(one))
+    for key, value in parse_overrides(list(overrides)):
+        set_key(tree, key, value)
+    if len(paths) > 1 and isinstance(tree.setdefault("run", {}), dict):
+        tree["run"].setdefault("name", "-".join(one.stem for one in paths[1:]))
+    config = validate(tree)
+    check(config, inputs)
+    return config
+
+
+def read_tree(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"configuration file {path} does not exist; give the path of a TOML file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"configuration file {path} cannot be read ({error}); give a readable TOML file") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"configuration file {path} is not TOML: {error}; mend that line") from None
+
+
+def merge(tree: dict[str, Any], other: dict[str, Any]) -> None:
+    """Lay `other` over the tree, key by key."""
+    for key, value in other.items():
+        if isinstance(value, dict) and isinstance(tree.get(key), dict):
+            merge(tree[key], value)
+        else:
+            tree[key] = value
+
+
+def validate(tree: dict) -> Config:
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(sentence(error.errors()[0])) from None
+
+
+def sentence(error: dict) -> str:
+    """One sentence from a pydantic error: the key, the value, what was expected."""
+    key = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "extra_forbidden":
+        close = difflib.get_close_matches(key, known_keys(), n=1, cutoff=0.5)
+        mend = f"did you mean {close[0]!r}?" if close else "`april run --help` lists the keys"
+        return f"unknown key {key!r} = {error['input']!r}; {mend}"
+    if error["type"] == "missing":
+        key = {"model": "model.path", "data": "data.path"}.get(key, key)
+        return f"key {key!r} is missing; set it in the file or with --{key} VALUE"
+    if error["type"] == "model_type":
+        return f"key {key!r} = {error['input']!r} is refused: it is a section; write its keys under [{key}]"
+    expected = re.sub(r"^\w+ should ", "should ", error["msg"])
+    return f"key {key!r} = {error['input']!r} is refused: it {expected}; mend it in the file or with --{key} VALUE"

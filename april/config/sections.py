@@ -1,0 +1,400 @@
+"""The keys of a run by section: types, defaults, units, and what follows from them alone."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from april.config.presets import fill_preset
+from april.limits import CHUNK_TOKENS, CONTEXT_TOKENS
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot work; the text says which key, which value and how to mend it."""
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+
+
+class RunSection(Section):
+    name: str = Field(
+        "run", min_length=1, pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$", description="folder name of the run"
+    )
+    dir: Path = Field(Path("runs"), description="where run folders are written")
+
+
+class ModelSection(Section):
+    path: Path = Field(description="Hugging Face folder of the starting policy")
+
+
+Mapping = Literal["plain", "dapo_math", "deepscaler", "deepmath", "aime"]
+
+
+class SourceSection(Section):
+    path: Path = Field(description="JSONL, JSON, Parquet or Arrow file, or a folder of them")
+    weight: float = Field(1.0, gt=0, description="times that each of its rows is drawn in an epoch")
+    mapping: Mapping = Field("plain", description="fields of a published dataset")
+    prompt_key: str | None = Field(None, description="row key of the prompt; none: the mapping's")
+    label_key: str | None = Field(None, description="row key of the reference answer; none: the mapping's")
+    reward: str | None = Field(None, description="verifier of all its rows; none: what rows or mapping name")
+
+
+class DataSection(Section):
+    path: Path | None = Field(None, description="training prompts: JSONL, JSON, Parquet or Arrow file, or folder")
+    sources: list[SourceSection] = Field([], description="several of them, each with a weight, in place of data.path")
+    mapping: Mapping = Field("plain", description="fields of a published dataset")
+    prompt_key: str | None = Field(None, description="row key of the prompt, text or messages; none: the mapping's")
+    label_key: str | None = Field(None, description="row key of the reference answer; none: the mapping's")
+    reward: str | None = Field(None, description="verifier of all rows; none: what rows or mapping name")
+    prompt_as: Literal["given", "chat", "text"] = Field(
+        "given", description="chat: texts go through the chat template, too; text: nothing does"
+    )
+    template_options: dict[str, Any] = Field({}, description="given to the chat template, such as enable_thinking")
+    bad_rows: Literal["stop", "skip"] = Field("stop", description="what a row that cannot be used does to the run")
+    eval_path: Path | None = Field(None, description="held-out prompts for evaluation; none: no evaluation")
+    eval_mapping: Mapping | None = Field(None, description="fields of the held-out prompts; none: as in training")
+    max_prompt_tokens: int = Field(1024, ge=1, le=CONTEXT_TOKENS, description="longer prompts are refused (tokens)")
+    shuffle: bool = Field(True, description="a new seeded order every epoch")
+    epochs: int | None = Field(None, ge=1, description="passes over the prompts; none: no limit")
+
+    @property
+    def train_sources(self) -> list[SourceSection]:
+        own = [self._source(self.path, self.mapping)] if self.path else []
+        return self.sources or own
+
+    @property
+    def eval_sources(self) -> list[SourceSection]:
+        return [self._source(self.eval_path, self.eval_mapping)] if self.eval_path else []
+
+    def _source(self, path: Path, mapping: str | None) -> SourceSection:
+        """A source with the keys of this section; those of the prompts for training hold where no mapping is named."""
+        if mapping is None:
+            return self._source(path, self.mapping)
+        own = mapping == self.mapping
+        return SourceSection(
+            path=path,
+            mapping=mapping,
+            prompt_key=self.prompt_key if own else None,
+            label_key=self.label_key if own else None,
+            reward=self.reward,
+        )
+
+
+class ScheduleSection(Section):
+    kind: Literal["sync", "april", "continuous"] = Field(
+        "april", description="sync waits for all; april stops at N; continuous never stops"
+    )
+    rollout_batch_size: int = Field(32, ge=1, description="N: groups in a batch")
+    over_sampling_batch_size: int | None = Field(
+        None, ge=1, description="N': groups in a round if > N, groups opened at a time if < N; none: N"
+    )
+    n_samples_per_prompt: int = Field(8, ge=1, description="n: samples in a group")
+    partial_rollout: bool = Field(True, description="resume aborted samples instead of discarding them")
+    overlap: bool = Field(False, description="let the next round start while the learner trains")
+    max_staleness: int = Field(5, ge=0, description="S: largest age of a trained token (policy steps)")
+    max_steps: int = Field(100, ge=1, le=10**9, description="batches to train")
+    last_batch: Literal["train", "drop"] = Field("train", description="what to do with a short last batch")
+    min_group_size: int | None = Field(
+        None, ge=1, description="a group may lose dead samples down to this size; none: n"
+    )
+
+    dynamic_sampling: bool = Field(False, description="discard and replace groups whose rewards are all the same")
+    group_filter: str = Field(
+        "", description="package.module:function that gives the reason to discard a complete group; empty: none"
+    )
+    in_flight: int | None = Field(
+        None, ge=1, description="C: samples that `continuous` keeps in generation; none: N' x n"
+    )
+
+    @property
+    def groups_per_round(self) -> int:
+        """N', N when it was not given."""
+        return self.over_sampling_batch_size or self.rollout_batch_size
+
+    @property
+    def most_in_flight(self) -> int:
+        """C: training samples that are generated at a time."""
+        return self.in_flight or self.groups_per_round * self.n_samples_per_prompt
+
+    @property
+    def batches_in_reach(self) -> int:
+        """Batches that may train a group: S + 1, or S where it is opened under the version before the batch's."""
+        return self.max_staleness + (0 if self.overlap else 1)
+
+    @property
+    def filters_groups(self) -> bool:
+        """Whether complete groups can be discarded for what they are."""
+        return self.dynamic_sampling or bool(self.group_filter)
+
+    @property
+    def groups_outlive_a_round(self) -> bool:
+        """Whether a batch is trained while other groups are unfinished."""
+        return self.kind == "continuous" or self.groups_per_round > self.rollout_batch_size
+
+
+class SamplingSection(Section):
+    max_response_tokens: int = Field(
+        512, ge=1, le=CONTEXT_TOKENS, description="budget of a response over all its segments (tokens)"
+    )
+    temperature: float = Field(1.0, ge=0.01, description="softmax temperature of training samples")
+    top_p: float = Field(1.0, gt=0, le=1, description="nucleus mass; training needs 1.0")
+    top_k: int = Field(0, ge=0, description="most likely tokens kept, 0 keeps all; training needs 0")
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(
+        [], description="further stop tokens beside the tokenizer's end of text"
+    )
+
+
+class EvaluationSection(Section):
+    every: int = Field(0, ge=0, description="steps between evaluations; 0: at the start and at the end only")
+    prompts: int = Field(256, ge=1, description="held-out prompts, the first ones of the file")
+    samples: int = Field(1, ge=1, le=1024, description="k: samples of each, for mean@k and pass@k")
+    temperature: float = Field(1.0, ge=0, description="0 is greedy")
+    share: float = Field(0.5, gt=0, le=1, description="largest share of a worker's slots")
+
+
+class WorkerSection(Section):
+    count: int = Field(2, ge=1, description="worker processes that `april run` starts")
+    engine: Literal["torch", "sglang"] = Field("torch", description="generation engine; sglang: see [engine]")
+    slots: int = Field(64, ge=1, description="sequences decoded together")
+    prefetch: int = Field(8, ge=0, description="samples waiting in a worker for a free slot")
+    chunk_tokens: int = Field(512, ge=1, le=CHUNK_TOKENS, description="a chunk is sent after this many tokens")
+    chunk_s: float = Field(2.0, gt=0, description="or after this long (seconds)")
+    max_restarts: int = Field(3, ge=0, description="restarts of each worker that bring nothing before giving up")
+    threads: int = Field(1, ge=1, description="CPU threads of an engine")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: an accelerator where there is one")
+    hung_s: float = Field(600.0, gt=0, description="`april run` restarts a worker absent for this long (seconds)")
+
+
+class EngineSection(Section):
+    """The SGLang server behind a worker."""
+
+    url: str = Field("", description="a server that is kept by others, as http://HOST:PORT; none: start one")
+    python: Path = Field(Path(".venv-sglang/bin/python"), description="interpreter that has SGLang")
+    port: int = Field(0, ge=0, le=65535, description="of the server that is started; 0: any that is free")
+    server: dict[str, Any] = Field({}, description="its own options: --engine.server.OPTION VALUE, true: a bare flag")
+    start_s: float = Field(600.0, gt=0, description="longest start of the server (seconds)")
+    stall_s: float = Field(
+        120.0, gt=0, description="a server silent for this long while it has requests is hung (seconds)"
+    )
+    update_s: float = Field(120.0, gt=0, description="longest change of weights (seconds)")
+    max_restarts: int = Field(
+        3, ge=0, description="restarts of the server in which it finishes nothing before giving up"
+    )
+    stream_tokens: int = Field(32, ge=1, description="tokens in an event of the server's stream")
+    pause: Literal["abort", "retract", "in_place"] = Field(
+        "abort", description="what running requests do while weights change; all but abort need stream_tokens = 1"
+    )
+    weights: Literal["disk", "tensor", "broadcast"] = Field(
+        "disk", description="way into the server: a snapshot file, shared memory, or the learner's broadcast"
+    )
+    snapshot_dir: Path | None = Field(None, description="folder of snapshots; none: shared memory, else the system's")
+
+    @property
+    def tensor_ranks(self) -> int:
+        """Tensor-parallel ranks of the server, as its options say; a server of others has one."""
+        return self.server.get("tp_size", self.server.get("tensor_parallel_size", 1))
+
+
+class RewardSection(Section):
+    name: str = Field("final_answer", description="verifier for rows that name none")
+    timeout_s: float = Field(10.0, gt=0, description="a verifier is killed after this long (seconds)")
+    processes: int = Field(1, ge=1, description="verifier processes of each worker")
+    memory_mb: int = Field(4096, ge=256, description="address space of a verifier process (MiB)")
+    overlong_buffer_tokens: int = Field(0, ge=0, description="end of the budget in which length costs; 0: none")
+    overlong_penalty: float = Field(1.0, ge=0, description="what a response of the whole budget loses by its length")
+    format_pattern: str = Field("", description="regular expression that a response should match; empty: any")
+    format_penalty: float = Field(1.0, ge=0, description="what a response loses that does not match it")
+    url: str = Field("", description="address of the reward model of the verifier `remote`")
+    code_test_s: float = Field(4.0, gt=0, description="longest run of a program in one test of `code` (seconds)")
+    code_memory_mb: int = Field(1024, ge=64, description="address space of such a program (MiB)")
+    over_limit: Literal["failed", "wrong"] = Field(
+        "failed", description="a program beyond a limit has no reward and is tried again, or has failed its test"
+    )
+
+
+class LearnerSection(Section):
+    ranks: int = Field(2, ge=1, description="torchrun processes")
+    lr: float = Field(1e-6, gt=0, description="AdamW learning rate")
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
+        (0.9, 0.95), description="AdamW betas"
+    )
+    weight_decay: float = Field(0.0, ge=0, description="AdamW weight decay")
+    warmup_steps: int = Field(0, ge=0, description="optimizer steps of linear warm-up")
+    grad_clip: float = Field(1.0, gt=0, description="largest gradient norm")
+    microbatch_tokens: int = Field(8192, ge=1, description="tokens packed into one forward pass of a rank")
+    compute: Literal["auto", "fp32", "bf16"] = Field(
+        "auto", description="type of weights and activations in use, kept in fp32; auto: bf16 on accelerators"
+    )
+    activation_checkpointing: bool = Field(False, description="compute activations again to save memory")
+    peak_tflops: float | None = Field(
+        None, gt=0, description="a device's peak, for MFU; none: known accelerators' dense 16-bit peak (TFLOP/s)"
+    )
+    max_nonfinite: int = Field(3, ge=1, description="batches in a row without a finite loss before the run fails")
+    checkpoint_every: int = Field(10, ge=1, description="steps between checkpoints; the last step has one too")
+    keep_checkpoints: int = Field(2, ge=1, description="checkpoints kept")
+    threads: int = Field(1, ge=1, description="CPU threads of a rank")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: an accelerator where there is one")
+    collective_timeout_s: float = Field(600.0, gt=0, description="longest wait in a collective (seconds)")
+    max_restarts: int = Field(5, ge=0, description="restarts without a new step in between before giving up")
+    hung_s: float = Field(3600.0, gt=0, description="longest training step; then `april run` restarts it (seconds)")
+
+
+class AlgorithmSection(Section):
+    preset: Literal["grpo", "dapo", "gspo"] | None = Field(
+        None, description="sets what the paper sets; keys that are given win"
+    )
+    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"] = Field(
+        "grpo", description="advantage estimator"
+    )
+    loss: Literal["ppo", "gspo", "gspo_token", "cispo"] = Field("ppo", description="policy loss")
+    clip_low: float = Field(0.2, gt=0, le=1, description="ratio clipped below 1 - this; 1: no lower bound")
+    clip_high: float = Field(0.28, gt=0, description="ratio clipped above 1 + this")
+    dual_clip: float | None = Field(
+        None, gt=1, description="a negative advantage counts at most this many times (ppo); none: no bound"
+    )
+    normalisation: Literal["token_mean", "sequence_mean", "constant"] = Field(
+        "token_mean", description="what a token weighs in the loss of the global batch"
+    )
+    constant_tokens: int | None = Field(
+        None, ge=1, description="length that normalisation = 'constant' divides by; none: sampling.max_response_tokens"
+    )
+    kl_coef: float = Field(0.0, ge=0, description="weight of KL(policy || starting policy); 0: no reference is loaded")
+    kl_estimator: Literal["k1", "k2", "k3"] = Field("k3", description="how that KL is estimated")
+    entropy_coef: float = Field(0.0, ge=0, description="weight of the entropy bonus")
+    behaviour_coef: float = Field(
+        0.3, ge=0, description="weight of (log pi - log behaviour)^2 / 2, which draws stale tokens back; 0 on-policy"
+    )
+    proximal: Literal["behaviour", "recomputed", "interpolated"] = Field(
+        "recomputed",
+        description="the loss clips its ratio around what sampled the token, the policy before the step, "
+        "or one version before it",
+    )
+    corrections: tuple[Literal["truncated", "truncated_sequence", "icepop", "geometric", "on_policy_only"], ...] = (
+        Field(
+            ("truncated_sequence",),
+            description="weights of stale tokens between behaviour and proximal policy, multiplied",
+        )
+    )
+    truncation: float = Field(2.0, gt=0, description="truncated: largest importance weight of a token")
+    sequence_truncation: float = Field(
+        2.0, gt=0, description="truncated_sequence: largest importance weight of a response"
+    )
+    icepop_low: float = Field(0.5, ge=0, description="icepop: tokens with a smaller ratio are masked")
+    icepop_high: float = Field(5.0, gt=0, description="icepop: tokens with a larger ratio are masked")
+    geometric_low: float = Field(0.99, ge=0, description="geometric: responses with a smaller mean ratio are masked")
+    geometric_high: float = Field(1.01, gt=0, description="geometric: responses with a larger mean ratio are masked")
+
+
+class BrokerSection(Section):
+    bind: str = Field("tcp://127.0.0.1:*", description="ZeroMQ endpoint; * picks a free port")
+    lease_s: float = Field(60.0, gt=0, description="a lease lives this long without renewal (seconds)")
+    renew_s: float = Field(15.0, gt=0, description="workers renew their leases this often (seconds)")
+    session_timeout_s: float = Field(10.0, gt=0, description="a silent worker's leases end (seconds)")
+    attempts: int = Field(5, ge=1, description="lost or failed leases before a sample is dead")
+    abort_deadline_s: float = Field(5.0, gt=0, description="longest wait for an aborted sample (seconds)")
+    readopt_s: float = Field(10.0, gt=0, description="wait for former lease holders after a restart (seconds)")
+    credit_mb: int = Field(64, ge=1, description="sent to a peer ahead of what it says has reached it (MiB)")
+    segment_mb: int = Field(512, ge=1, description="size of a journal file; a snapshot is taken with each (MiB)")
+    segment_records: int = Field(250_000, ge=100, description="most records in a journal file")
+    patience_s: float = Field(600.0, gt=0, description="peers wait this long for a broker that is away (seconds)")
+    max_restarts: int = Field(5, ge=0, description="restarts without a new step in between before giving up")
+    hung_s: float = Field(120.0, gt=0, description="`april run` restarts a broker silent for this long (seconds)")
+    max_run_s: float = Field(3600.0, gt=0, description="a lease ends after this long, renewed or not (seconds)")
+
+
+class WeightsSection(Section):
+    host: str = Field("127.0.0.1", description="address under which workers reach learner rank 0")
+    backend: Literal["auto", "gloo", "nccl"] = Field(
+        "auto", description="auto: nccl (RCCL on AMD) between accelerators, gloo otherwise"
+    )
+    publish_deadline_s: float = Field(10.0, gt=0, description="longest wait for workers at a publish (seconds)")
+    join_deadline_s: float = Field(5.0, gt=0, description="longest wait for a lane to be built (seconds)")
+    transfer_deadline_s: float = Field(30.0, gt=0, description="longest transfer to one worker (seconds)")
+    bucket_mb: int = Field(16, ge=1, description="size of a broadcast (MiB)")
+
+
+class SecuritySection(Section):
+    keys: Path | None = Field(
+        None, description="folder of `april keygen`, or this part's key file; none: no encryption, loopback only"
+    )
+    max_sessions: int = Field(4096, ge=1, description="peers connected to the broker; more are refused")
+    max_leases: int = Field(4096, ge=1, le=16384, description="leases of one worker, whatever capacity it states")
+
+
+class OperationsSection(Section):
+    http: str = Field(
+        "127.0.0.1:0", description="HOST:PORT of the broker's /metrics and /health, port 0 picks a free one; none: off"
+    )
+    stuck_after_s: float = Field(
+        30.0, gt=0, description="/health fails when the broker's loop has not come round for this long (seconds)"
+    )
+    tensorboard: bool = Field(False, description="write metrics to `tensorboard/` of the run folder, too")
+    log_format: Literal["text", "json"] = Field("text", description="log lines; json: one object a line, with ids")
+
+    @property
+    def http_address(self) -> tuple[str, int] | None:
+        """(host, port), None where nothing is to be served."""
+        host, _, port = self.http.rpartition(":")
+        return None if self.http == "none" else (host, int(port))
+
+
+class Config(Section):
+    seed: int = Field(0, ge=0, description="data order and sampling")
+    run: RunSection = RunSection()
+    model: ModelSection
+    data: DataSection
+    schedule: ScheduleSection = ScheduleSection()
+    sampling: SamplingSection = SamplingSection()
+    evaluation: EvaluationSection = EvaluationSection()
+    worker: WorkerSection = WorkerSection()
+    engine: EngineSection = EngineSection()
+    reward: RewardSection = RewardSection()
+    algorithm: AlgorithmSection = AlgorithmSection()
+    learner: LearnerSection = LearnerSection()
+    broker: BrokerSection = BrokerSection()
+    weights: WeightsSection = WeightsSection()
+    security: SecuritySection = SecuritySection()
+    operations: OperationsSection = OperationsSection()
+
+    @model_validator(mode="before")
+    @classmethod
+    def apply_preset(cls, tree: Any) -> Any:
+        return fill_preset(tree, SamplingSection.model_fields["max_response_tokens"].default)
+
+    @property
+    def run_dir(self) -> Path:
+        return self.run.dir / self.run.name
+
+    @property
+    def context_tokens(self) -> int | None:
+        """Longest prompt and response together that the model takes; None if its folder does not say."""
+        return self._model_shape.get("max_position_embeddings")
+
+    @property
+    def vocabulary(self) -> int | None:
+        """Token ids are below it; None if the model's folder does not say."""
+        return self._model_shape.get("vocab_size")
+
+    @property
+    def attention_heads(self) -> tuple[int, int] | None:
+        """(query heads, key-value heads); None if the model's folder does not say."""
+        heads = self._model_shape.get("num_attention_heads")
+        return (heads, self._model_shape.get("num_key_value_heads") or heads) if heads else None
+
+    @property
+    def _model_shape(self) -> dict[str, Any]:
+        return json.loads((self.model.path / "config.json").read_text())
+
+    @property
+    def longest_prompt_tokens(self) -> int:
+        """What `data.max_prompt_tokens` and the model's context leave for a prompt."""
+        context = self.context_tokens
+        room = self.data.max_prompt_tokens if context is None else context - self.sampling.max_response_tokens
+        return min(self.data.max_prompt_tokens, room)
+
+    def to_toml(self) -> str:
+        """The resolved configuration; `load` reads it back unchanged."""
+        return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
