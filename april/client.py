@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import zmq
 
-from april import clock, wire
+from april import clock, sockets, wire
 from april.limits import FROM_BROKER
 from april.security.handshake import Handshake
 from april.security.keys import Keys
@@ -58,6 +58,7 @@ class BrokerConnection:
         self.heard_at = clock.now()
         self._sequence = 0
         self._beats = 0
+        self._next_beat = 0.0
         self._context = zmq.Context()
         self._handshakes: list[Handshake] = []
         self._data = self._connect(keys)
@@ -108,7 +109,7 @@ class BrokerConnection:
 
     def _send(self, socket: zmq.Socket, frames: list) -> None:
         try:
-            socket.send_multipart(frames, copy=False)
+            sockets.send(socket, frames, wait=True)
         except zmq.Again:
             raise BrokerUnreachable(f"the broker at {self.address} takes no messages; is it running?") from None
 
@@ -122,12 +123,12 @@ class BrokerConnection:
         if not self._poller.poll(timeout_ms):
             return
         for socket in (self._control, self._data):
-            while socket.poll(0):
+            while sockets.has_message(socket):
                 self.heard_at = clock.now()
-                received = wire.decode(socket.recv_multipart())
+                received = wire.decode(sockets.receive(socket))
                 if isinstance(received.message, wire.Refused) and received.message.reason.startswith(wire.DENIED):
                     raise self._denied(received.message.reason.removeprefix(wire.DENIED))
-                self.received_bytes += sum(array.nbytes for array in received.arrays)
+                self.received_bytes += received.array_bytes
                 if self.received_bytes - self._reported_bytes >= REPORT_BYTES:
                     self.beat()
                 yield received
@@ -162,17 +163,25 @@ class BrokerConnection:
 
     def _await(self, sequence: int, deadline: float) -> wire.Received | None:
         """The answer to `sequence`, or the news that the session has ended; None at the deadline."""
-        self.heard_at = clock.now()
-        next_beat = clock.now()
+        self.heard_at = self._next_beat = clock.now()
         while clock.now() < deadline:
             for received in self.receive(timeout_ms=200):
                 if received.sequence == sequence or (self.session and self.is_disowned(received)):
                     return received
-            if self.session and clock.now() >= next_beat:
-                next_beat = clock.now() + HEARTBEAT_S
-                self.beat()
+            if self.session:
+                self.beat_if_due()
             self.check_alive()
         return None
+
+    def wake_by(self, descriptor: int) -> None:
+        """Let `receive` return early when the descriptor can be read."""
+        self._poller.register(descriptor, zmq.POLLIN)
+
+    def beat_if_due(self) -> None:
+        """A heartbeat without leases, if the last one is HEARTBEAT_S ago."""
+        if clock.now() >= self._next_beat:
+            self._next_beat = clock.now() + HEARTBEAT_S
+            self.beat()
 
     def beat(self, leases: Sequence[int] = (), emitted_tokens: int = 0) -> None:
         """Say that this peer lives, renew leases, and give the broker credit for what has arrived; due every

@@ -34,6 +34,10 @@ CONTEXT_TOKENS = 1 << 20
 """of a prompt, and of a response"""
 METRICS = 256
 """figures that a learner reports of one step"""
+LABEL_CHARACTERS = 200_000
+"""of a reference answer, which travels with every sample of its prompt"""
+DETAILS = 16
+"""figures that a reward is made of"""
 LANE_RECORDS = 20_000
 """spans of workers' activities kept for one line of metrics.jsonl; further ones are not recorded"""
 TALLIES = 16_384

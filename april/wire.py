@@ -6,12 +6,12 @@ decode raises `WireError` and nothing else.
 """
 
 import struct
-import zlib
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
+from zlib_ng.zlib_ng import crc32
 
 from april.limits import FROM_BROKER, Limits, clip
 from april.version import Number, Version
@@ -162,6 +162,8 @@ class ResendFrom(Message):
 class Scored(Message):
     token: int
     reward: float
+    details: dict[Name, float] = {}
+    """what the reward is made of"""
 
 
 class GiveBack(Message):
@@ -251,8 +253,11 @@ class Finished(Message):
 
 
 class Consumed(Message):
+    """A batch is behind the learner: in the weights, or discarded because its loss or gradient was not finite."""
+
     step: Number
     metrics: dict[Name, float]
+    discarded: Literal["", "nonfinite"] = ""
 
 
 class Durable(Message):
@@ -321,10 +326,12 @@ class LaneJoin(Message):
     device: Name
     held: Version | None
     """what it samples from already, and need not be sent"""
+    ranks: Number = 0
+    """of an inference server that joins in the worker's place; 0: the worker joins itself"""
 
 
 class LaneInvite(Message):
-    """Build a group of two with the learner (rank 0) under the name of the lane; it is never used again."""
+    """Build a group with the learner (rank 0) under the name of the lane, which is never used again."""
 
     lane: str
     backend: str
@@ -358,6 +365,8 @@ class LaneManifest(Message):
     total_bytes: int
     bucket_bytes: int
     checksum: int
+    server_checksums: dict[str, str] = {}
+    """what an inference server will say of each of its tensors; none: do not ask"""
 
 
 class LanePosted(Message):
@@ -406,20 +415,28 @@ class Packed(msgspec.Struct, frozen=True, gc=False):
 
 
 class Received(msgspec.Struct, frozen=True):
-    """A decoded message; `arrays` are read-only views of the frames."""
+    """A decoded message."""
 
     message: Any
-    arrays: list[np.ndarray]
-    session: int
-    sequence: int
     packed: list[Packed]
-    """the arrays again, to be passed on"""
+    """its arrays, checked, as they can be passed on"""
+    session: int = 0
+    sequence: int = 0
+
+    @property
+    def arrays(self) -> list[np.ndarray]:
+        """Read-only views of the frames."""
+        return [np.frombuffer(packed.data, DTYPES[packed.dtype]) for packed in self.packed]
+
+    @property
+    def array_bytes(self) -> int:
+        return sum(len(packed.data) for packed in self.packed)
 
 
 def pack(array: np.ndarray) -> Packed:
     data = np.ascontiguousarray(array)
     view = memoryview(data.reshape(-1).view("u1"))
-    return Packed(_codes[data.dtype], zlib.crc32(view), view)
+    return Packed(_codes[data.dtype], crc32(view), view)
 
 
 def encode(message: Message, arrays: Sequence[np.ndarray | Packed] = (), session: int = 0, sequence: int = 0) -> list:
@@ -435,6 +452,7 @@ def encode(message: Message, arrays: Sequence[np.ndarray | Packed] = (), session
 
 def decode(frames: list, limits: Limits = FROM_BROKER) -> Received:
     """The inverse of `encode`; `frames` are bytes-like. Raises WireError."""
+    frames = [memoryview(frame) for frame in frames]
     if len(frames) > limits.frames or sum(map(len, frames)) > limits.message_bytes:
         raise WireError("too large: more frames or bytes than a message may have")
     if len(frames) < 2 or len(frames[0]) != HEADER.size:
@@ -450,15 +468,14 @@ def decode(frames: list, limits: Limits = FROM_BROKER) -> Received:
         raise WireError(f"body does not decode: {clip(str(error))}") from None
     if len(body.arrays) != count:
         raise WireError("arrays do not agree with the body")
-    arrays = [decode_array(head, frame) for head, frame in zip(body.arrays, frames[2:], strict=True)]
-    packed = [Packed(head.dtype, head.checksum, frame) for head, frame in zip(body.arrays, frames[2:], strict=True)]
-    return Received(body.message, arrays, session, sequence, packed)
+    packed = [unpack(head, frame) for head, frame in zip(body.arrays, frames[2:], strict=True)]
+    return Received(body.message, packed, session, sequence)
 
 
-def decode_array(head: ArrayHead, frame) -> np.ndarray:
+def unpack(head: ArrayHead, frame: memoryview) -> Packed:
     dtype = DTYPES.get(head.dtype)
     if dtype is None or len(head.shape) != 1 or head.shape[0] * dtype.itemsize != len(frame):
         raise WireError("array of an unknown type, not flat, or of another size than its shape")
-    if zlib.crc32(frame) != head.checksum:
+    if crc32(frame) != head.checksum:
         raise WireError("array checksum does not agree")
-    return np.frombuffer(frame, dtype=dtype)
+    return Packed(head.dtype, head.checksum, frame)

@@ -1,7 +1,7 @@
 """The staleness bound: which groups may be opened and which batches delivered so that none is ever too old."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 
 class StalenessBound:
@@ -50,10 +50,10 @@ class StalenessBound:
         deadline = self.deadline(opened_at)
         return self._holds({**self._due, deadline: self._due[deadline] + 1}, next_step)
 
-    def survives_delivery(self, next_step: int, delivered: Iterable[int]) -> bool:
-        """Whether it would hold for the step after, with the groups opened at these steps delivered."""
+    def survives_delivery(self, next_step: int, delivered: Mapping[int, int]) -> bool:
+        """Whether it would hold for the step after, with so many groups opened at each of these steps delivered."""
         due = Counter(self._due)
-        due.subtract(self.deadline(opened_at) for opened_at in delivered)
+        due.subtract({self.deadline(opened_at): count for opened_at, count in delivered.items()})
         return self._holds(due, next_step + 1)
 
     def _holds(self, due: Mapping[int, int], next_step: int) -> bool:

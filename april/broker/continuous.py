@@ -6,6 +6,11 @@ from april.broker.ledger import Ledger
 from april.broker.samples import Group, GroupState, Sample
 from april.broker.schedule import Prompts
 
+BACKLOG_BATCHES = 2
+"""No group is opened while so many batches of complete groups wait. They wait because the learner is busy, or because
+an old group must be in the next batch and is not complete. More of them would not be trained earlier; they would only
+grow old and fill the bound, until every group is trained at its deadline."""
+
 
 @dataclass(frozen=True)
 class ContinuousRules:
@@ -17,7 +22,7 @@ class ContinuousRules:
 
 
 class ContinuousSchedule:
-    """Keeps `in_flight` samples in generation, within the staleness bound and nothing else.
+    """Keeps `in_flight` samples in generation, within the staleness bound.
 
     With N groups in a batch, S the largest staleness, k the next batch, v0(g) the step of the worker's version at
     the first lease of group g, and d(g) = v0(g) + S, it keeps
@@ -25,10 +30,10 @@ class ContinuousSchedule:
         for every D >= k - 1:  #{undelivered g : d(g) <= D}  <=  (D - k + 1) * N
 
     by two tests (`StalenessBound` says why they suffice). Admission: a group is opened at the moment in which a
-    worker with a free slot is to start it, so that v0(g) is that worker's step at once, and only if the invariant
-    survives. Delivery: the oldest N complete groups make batch k only if the invariant holds for k + 1; otherwise
-    the learner waits for what is due. Batch k is not fixed before the learner has trained all batches before it, so
-    that what completes meanwhile can still go first.
+    worker with a free slot is to start it, so that v0(g) is that worker's step at once, only if the invariant
+    survives, and only while complete groups do not pile up (`BACKLOG_BATCHES`). Delivery: the oldest N complete groups
+    make batch k only if the invariant holds for k + 1; otherwise the learner waits for what is due. Batch k is not
+    fixed before the learner has trained all batches before it, so that what completes meanwhile can still go first.
 
     One round lasts from the first group to the last batch; then all unfinished work is handed back, and waits for
     the run to be resumed with more steps.
@@ -80,9 +85,11 @@ class ContinuousSchedule:
         return ledger.round_open and ledger.generating < self.rules.in_flight
 
     def _open_group(self, ledger: Ledger, step: int) -> bool:
-        """Draw the next prompt for a worker at `step`, if some batch needs its group and the bound admits it."""
+        """Draw the next prompt for a worker at `step`, if some batch needs its group soon and the bound admits it."""
         batches_left = self.rules.max_steps - ledger.next_step
         if len(ledger.ready) >= batches_left * ledger.rules.batch_groups:
+            return False
+        if len(ledger.ready) >= BACKLOG_BATCHES * ledger.rules.batch_groups:
             return False
         if not ledger.bound.survives(ledger.next_step, step) or (prompt := ledger.next_prompt(self.prompts)) is None:
             return False

@@ -72,6 +72,7 @@ class ChunkAccepted(Event):
 class SampleScored(Event):
     token: int
     reward: float
+    details: dict[str, float] = {}
 
 
 class LeaseEnded(Event):
@@ -121,6 +122,8 @@ class BatchDelivered(Event):
 
 class BatchConsumed(Event):
     step: int
+    discarded: str = ""
+    """nonfinite: it changed nothing; "" if it was trained"""
 
 
 class CheckpointDurable(Event):

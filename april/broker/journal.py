@@ -65,6 +65,9 @@ class Journal:
         }
         self._starts = sorted(self._files)
         self._pending: list[bytes | memoryview] = []
+        self._unwritten: dict[int, tuple[Event, list[Part]]] = {}
+        self._in_sync: dict[int, tuple[Event, list[Part]]] = {}
+        """by position, what was appended since the last sync began, and what that one writes"""
         self._records = 0
         self._failed: JournalError | None = None
         self._syncer = ThreadPoolExecutor(1, thread_name_prefix="journal-sync")
@@ -76,7 +79,7 @@ class Journal:
         self._decoder = msgspec.msgpack.Decoder(AnyEvent)
         if not self._files:
             self._begin_segment(0)
-        self.end = self._written = self._synced = self._starts[-1] + self._size(self._starts[-1])
+        self.end = self._synced = self._starts[-1] + self._size(self._starts[-1])
         self.bytes_on_disk = sum(map(self._size, self._starts))
 
     def _begin_segment(self, position: int) -> None:
@@ -95,11 +98,12 @@ class Journal:
         """Queue one event and its arrays; nothing is on disk before `sync`."""
         if self._failed:
             raise self._failed
-        pieces = records.encode(self._synced, self._encoder.encode(event), arrays)
-        reference = (self.end, sum(map(len, pieces)))
+        pieces, length = records.encode(self._synced, self._encoder.encode(event), arrays)
+        reference = (self.end, length)
         self._pending += pieces
+        self._unwritten[self.end] = event, list(arrays)
         self._records += 1
-        self.end += reference[1]
+        self.end += length
         return reference
 
     @property
@@ -112,14 +116,15 @@ class Journal:
         self.finish_sync()
 
     def begin_sync(self, aside: bool = True) -> None:
-        """Write what was appended and begin to sync it: in a thread, while the caller goes on, or only in
+        """Begin to write and sync what was appended: in a thread, while the caller goes on, or only in
         `finish_sync`. One sync is under way at a time."""
         self.finish_sync()
         if self._failed:
             raise self._failed
         if self._synced < self.end:
-            self._write()
-            sync = partial(timed_sync, self._files[self._starts[-1]])
+            start = self._starts[-1]
+            sync = partial(write_and_sync, self._files[start], self._pending, self._synced - start)
+            self._pending, self._unwritten, self._in_sync = [], {}, self._unwritten
             self._syncing = (self.end, self._syncer.submit(sync).result if aside else sync)
 
     def finish_sync(self) -> None:
@@ -133,36 +138,25 @@ class Journal:
             raise self.fail(error) from error
         self.bytes_on_disk += end - self._synced
         self._synced = end
+        self._in_sync = {}
 
     @property
     def syncing(self) -> bool:
         return self._syncing is not None
 
-    def _write(self) -> None:
-        start = self._starts[-1]
-        file, buffers = self._files[start], iter(self._pending)
-        try:
-            while some := list(itertools.islice(buffers, BUFFERS_PER_WRITE)):
-                count = os.pwritev(file, some, self._written - start)
-                self._written += count
-                rest = memoryview(b"".join(some))[count:] if count < sum(map(len, some)) else b""
-                while rest:
-                    count = os.pwrite(file, rest, self._written - start)
-                    self._written += count
-                    rest = rest[count:]
-        except OSError as error:
-            raise self.fail(error) from error
-        finally:
-            self._pending = []
-
     def fail(self, error: OSError) -> JournalError:
         """Write no more and forget what no sync has finished: nobody knows what of it is on disk."""
         text = f"journal {self.folder} cannot be written ({error}); nothing is acknowledged any more"
         self._failed, self._pending, self._syncing = JournalError(text, error.errno), [], None
+        self._await_writer()
         start = self._starts[-1]
         with contextlib.suppress(OSError):
             os.ftruncate(self._files[start], self._synced - start)
         return self._failed
+
+    def _await_writer(self) -> None:
+        """Until the thread has written what it was given, lest it goes on behind a cut."""
+        self._syncer.submit(lambda: None).result()
 
     @property
     def segment_full(self) -> bool:
@@ -201,8 +195,8 @@ class Journal:
     def read(self, reference: Reference) -> tuple[Event, list[Part]]:
         """The event behind a reference that `append` or `replay` gave, and its arrays."""
         position, length = reference
-        if position + length > self._written and not self._failed:
-            self._write()
+        if appended := self._unwritten.get(position) or self._in_sync.get(position):
+            return appended
         start = self._starts[bisect.bisect_right(self._starts, position) - 1]
         record = records.decode(os.pread(self._files[start], length, position - start))
         if record is None or record.length != length:
@@ -267,7 +261,7 @@ class Journal:
         os.ftruncate(self._files[start], offset)
         os.fdatasync(self._files[start])
         self.bytes_on_disk -= len(rest)
-        self.end = self._written = self._synced = bad
+        self.end = self._synced = bad
 
     def close(self) -> None:
         """Let go of the files; what is still queued is synced first, unless the disk has refused."""
@@ -286,8 +280,17 @@ def good_records(data: bytes) -> Iterator[tuple[int, int]]:
             yield form.start(), record.synced
 
 
-def timed_sync(file: int) -> float:
-    """`fdatasync`; the time it took (seconds)."""
+def write_and_sync(file: int, pieces: list[bytes | memoryview], offset: int) -> float:
+    """Put pieces on disk, one behind the other from `offset` on; how long the sync took (seconds)."""
+    rest = iter(pieces)
+    while some := list(itertools.islice(rest, BUFFERS_PER_WRITE)):
+        count = os.pwritev(file, some, offset)
+        offset += count
+        left = memoryview(b"".join(some))[count:] if count < sum(map(len, some)) else b""
+        while left:
+            count = os.pwrite(file, left, offset)
+            offset += count
+            left = left[count:]
     began = time.monotonic()
     os.fdatasync(file)
     return time.monotonic() - began

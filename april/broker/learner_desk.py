@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 PART_BYTES = 1 << 19
 """arrays in one message of a batch, rounded up to whole groups"""
-TURN_BYTES = 1 << 20
+TURN_BYTES = 1 << 21
 """arrays sent to the learner in one turn, so that nobody else waits long"""
 
 
@@ -60,7 +60,7 @@ class LearnerDesk:
         step = received.message.step
         if not session.started:
             return self._refuse(session, received, "say first which checkpoint you hold")
-        if step != self.ledger.consumed:
+        if step not in (self.ledger.consumed, min(self.ledger.consumed + 1, self.ledger.next_step)):
             return self._refuse(session, received, f"batch {step} does not follow {self.ledger.consumed} consumed ones")
         self.waiting, self.sent_groups = (session, received), 0
         self.answer_fetch()
@@ -107,7 +107,7 @@ class LearnerDesk:
         step = received.message.step
         if len(received.message.metrics) > limits.METRICS:
             raise wire.WireError("more metrics than are kept of a step")
-        verdict = self.ledger.consume(step)
+        verdict = self.ledger.consume(step, received.message.discarded)
         if verdict is Verdict.INVALID:
             return self._refuse(session, received, f"batch {step} is not the next one, {self.ledger.consumed}")
         if verdict is Verdict.OK:

@@ -16,10 +16,11 @@ generated = trained + delivered + ready + open + sum(discarded), in acknowledged
 """
 
 import heapq
-import zlib
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
+
+from zlib_ng.zlib_ng import crc32
 
 from april.broker import events
 from april.broker.ledger_state import EPOCH_BITS, LedgerState, Rules
@@ -70,7 +71,7 @@ class Ledger(LedgerState):
         group, size = self._next_group, size or self.rules.group_size
         replaces = None if evaluation else self.dead_letters.waiting_at(epoch, row)
         opened = events.GroupOpened(group, evaluation, epoch, row, size, floor, len(prompt) // 4, replaces)
-        self.commit(opened, [(zlib.crc32(prompt), prompt)])
+        self.commit(opened, [(crc32(prompt), prompt)])
         return self.groups[group]
 
     def next_prompt(self, prompts: "Prompts") -> tuple[int, int, bytes] | None:
@@ -97,9 +98,10 @@ class Ledger(LedgerState):
         return lease
 
     def expire_at(self, lease: Lease, instant: float) -> None:
-        """Let a lease end at `instant`, unless it is renewed, or at its end if that is earlier."""
+        """Let a lease end at `instant`, unless it is renewed, or at its end if that is earlier; infinite is never."""
         lease.expires_at = min(instant, lease.ends_at)
-        heapq.heappush(self._expiries, (lease.expires_at, lease.token))
+        if lease.expires_at < float("inf"):
+            heapq.heappush(self._expiries, (lease.expires_at, lease.token))
 
     def add_chunk(
         self,
@@ -132,13 +134,13 @@ class Ledger(LedgerState):
         self.commit(events.ChunkAccepted(token, start, count, version, finish_reason), arrays)
         return Verdict.OK
 
-    def score(self, token: int, reward: float) -> Verdict:
+    def score(self, token: int, reward: float, details: dict[str, float] | None = None) -> Verdict:
         lease = self.leases.get(token)
         if lease is None:
             return Verdict.FENCED
         if lease.generating:
             return Verdict.GAP
-        self.commit(events.SampleScored(token, reward))
+        self.commit(events.SampleScored(token, reward, details or {}))
         return Verdict.OK
 
     def end_lease(self, token: int, cause: str, error: str = "", at: float = 0.0) -> Verdict:
@@ -178,6 +180,15 @@ class Ledger(LedgerState):
         """End an open or ready group for a reason that is counted; its leases are void."""
         self.commit(events.GroupDiscarded(group.id, reason))
 
+    def filter_ready(self, reason_against: Callable[[Group], str]) -> None:
+        """Discard those of the complete groups against which there is a reason; each is asked about once, before a
+        batch can take it, and again after a restart."""
+        while self.unjudged:
+            group = self.unjudged[0]
+            if group.state is GroupState.READY and (reason := reason_against(group)):
+                self.discard(group, reason)
+            del self.unjudged[0]
+
     def requeue(self, group: int) -> Verdict:
         """Draw the prompt of a group that lost a sample for good again, ahead of fresh ones; once for each group."""
         letter = self.dead_letters.of_group(group)
@@ -209,10 +220,9 @@ class Ledger(LedgerState):
         """`groups` complete groups, those that are due first; None if there are too few or the bound forbids it."""
         if len(self.ready) < groups or not groups:
             return None
-        chosen = sorted(self.ready, key=lambda group: group.opened_at)[:groups]
-        if not self.bound.survives_delivery(self.next_step, [group.opened_at for group in chosen]):
+        if not self.bound.survives_delivery(self.next_step, self.ready.ages_of_oldest(groups)):
             return None
-        return sorted(chosen, key=lambda group: group.id)
+        return sorted(self.ready.oldest(groups), key=lambda group: group.id)
 
     def deliver(self, groups: list[Group]) -> int:
         """Fix the next batch for good; returns its step."""
@@ -220,13 +230,13 @@ class Ledger(LedgerState):
         self.commit(events.BatchDelivered(step, [group.id for group in groups]))
         return step
 
-    def consume(self, step: int) -> Verdict:
-        """The learner's weights contain batch `step`."""
+    def consume(self, step: int, discarded: str = "") -> Verdict:
+        """The learner's weights contain batch `step`, or are past it without it, for a reason that is counted."""
         if step < self.consumed:
             return Verdict.DUPLICATE
         if step != self.consumed or step not in self.deliveries:
             return Verdict.INVALID
-        self.commit(events.BatchConsumed(step))
+        self.commit(events.BatchConsumed(step, discarded))
         return Verdict.OK
 
     def checkpoint(self, step: int, oldest: int) -> Verdict:

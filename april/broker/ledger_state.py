@@ -11,7 +11,7 @@ from april.broker import events
 from april.broker.bound import StalenessBound
 from april.broker.dead_letters import DeadLetters
 from april.broker.lengths import LengthCohorts
-from april.broker.samples import Group, GroupState, HandOutQueue, Lease, Sample, SampleState
+from april.broker.samples import Group, GroupState, HandOutQueue, Lease, ReadyGroups, Sample, SampleState
 
 EPOCH_BITS = 32
 """a lease token is (broker epoch << 32) | counter, so that it never repeats"""
@@ -19,6 +19,8 @@ EPOCH_BITS = 32
 NO_ATTEMPT = ("abort", "leave")
 """causes of a lease's end that are nobody's failure"""
 
+NONFINITE = "nonfinite"
+"""why the learner passes a batch without training it"""
 
 HANDLERS = {kind: f"_on_{kind.__name__}" for kind in events.Event.__subclasses__()}
 """the method that applies each kind of event"""
@@ -37,6 +39,8 @@ class Rules:
     max_attempts: int = 5
     min_group_size: int | None = None
     max_response_tokens: int = 1 << 30
+    filtered: bool = False
+    """complete groups are judged before they can be trained"""
 
 
 class LedgerState:
@@ -60,8 +64,10 @@ class LedgerState:
         self.counts: Counter[str] = Counter()
         """training groups by state"""
         self.deliveries: dict[int, list[Group]] = {}
-        self.ready: list[Group] = []
-        """complete groups that wait for a batch, in order of completion"""
+        self.ready = ReadyGroups()
+        """complete groups that wait for a batch"""
+        self.unjudged: list[Group] = []
+        """those that no filter has seen yet, where the rules have filters"""
         self.evaluations: dict[int, list[Group]] = {}
         """evaluation groups by the policy step they were opened for"""
         self.next_step = 0
@@ -196,7 +202,7 @@ class LedgerState:
 
     def _on_SampleScored(self, event: events.SampleScored, reference: Any) -> None:
         sample = self._release(event.token).sample
-        sample.state, sample.reward = SampleState.DONE, event.reward
+        sample.state, sample.reward, sample.details = SampleState.DONE, event.reward, event.details or None
         self._complete(sample.group)
 
     def _on_LeaseEnded(self, event: events.LeaseEnded, reference: Any) -> None:
@@ -235,14 +241,17 @@ class LedgerState:
         if lost:
             self.discarded["dead_sample"] += lost
         self._move(group, GroupState.READY)
-        self.ready.append(group)
+        self.ready.add(group)
+        if self.rules.filtered:
+            self.unjudged.append(group)
         self.dead_in_a_row = 0
 
     def _move(self, group: Group, state: GroupState) -> None:
         """Change a training group's state and the tokens and counts that go with it."""
         self.counts[group.state] -= 1
         self.counts[state] += 1
-        self.tokens[group.state] -= group.tokens
+        if group.state is not GroupState.DISCARDED:
+            self.tokens[group.state] -= group.tokens
         if state is not GroupState.DISCARDED:
             self.tokens[state] += group.tokens
         group.state = state
@@ -265,10 +274,10 @@ class LedgerState:
         if group in self.ready:
             self.ready.remove(group)
         self._move(group, GroupState.DISCARDED)
-        self.discarded[reason] += group.tokens
-        self.counts[reason] += 1
+        self._count_discarded(group, reason, 1)
         self.bound.remove(group.opened_at)
         self.cohorts.finish(group.ordinal, [sample.length for sample in group.samples], [])
+        group.forget()
 
     def _on_GroupRequeued(self, event: events.GroupRequeued, reference: Any) -> None:
         self.dead_letters.requeue(event.group)
@@ -297,9 +306,12 @@ class LedgerState:
 
     def _on_BatchConsumed(self, event: events.BatchConsumed, reference: Any) -> None:
         for group in self.deliveries[event.step]:
-            self._move(group, GroupState.TRAINED)
             created = [sample.length for sample in group.samples]
-            self.cohorts.finish(group.ordinal, created, [sample.length for sample in group.live_samples])
+            trained = [] if event.discarded else [sample.length for sample in group.live_samples]
+            self._move(group, GroupState.DISCARDED if event.discarded else GroupState.TRAINED)
+            if event.discarded:
+                self._count_discarded(group, event.discarded, 1)
+            self.cohorts.finish(group.ordinal, created, trained)
         self.consumed = event.step + 1
         self.frontier = max(self.frontier, self.consumed)
 
@@ -307,11 +319,18 @@ class LedgerState:
         for step in [step for step in self.deliveries if step < event.oldest]:
             for group in self.deliveries.pop(step):
                 del self.groups[group.id]
+                group.forget()
         self.durable = event.step
+
+    def _count_discarded(self, group: Group, reason: str, times: int) -> None:
+        self.discarded[reason] += times * group.tokens
+        self.counts[reason] += times
 
     def _on_LearnerStarted(self, event: events.LearnerStarted, reference: Any) -> None:
         for step in range(event.step, self.consumed):
             for group in self.deliveries[step]:
+                if group.state is GroupState.DISCARDED:
+                    self._count_discarded(group, NONFINITE, -1)
                 self._move(group, GroupState.DELIVERED)
         self.consumed, self.branch = event.step, event.branch
         self.learner_uid = event.uid

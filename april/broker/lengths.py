@@ -4,6 +4,8 @@ from collections import Counter
 
 import numpy as np
 
+from april.broker.length_drift import LengthDrift
+
 BINS_PER_OCTAVE = 4
 
 Lengths = Counter[int]
@@ -49,6 +51,8 @@ class LengthCohorts:
         self.trained: Lengths = Counter()
         self.waiting: dict[int, dict[int, tuple[list[int], list[int]]]] = {}
         """by cohort and ordinal: (created, trained) of the groups that have ended in cohorts that are not settled"""
+        self.drift = LengthDrift(cohort_groups)
+        """of this broker's time; a restart begins anew"""
 
     def finish(self, ordinal: int, created: list[int], trained: list[int]) -> None:
         """The `ordinal`-th group created has come to its end; lengths of all its responses and of those trained
@@ -56,10 +60,14 @@ class LengthCohorts:
         cohort = ordinal // self.cohort_groups
         if cohort < self.settled:
             return
-        self.waiting.setdefault(cohort, {})[ordinal] = (created, trained)
+        ended = self.waiting.setdefault(cohort, {})
+        if trained and ordinal not in ended:
+            self.drift.trained.append(trained)
+        ended[ordinal] = (created, trained)
         while len(self.waiting.get(self.settled, ())) == self.cohort_groups:
             for group_created, group_trained in self.waiting.pop(self.settled).values():
                 self.created.update(group_created)
+                self.drift.created.append(group_created)
                 self.trained.update(group_trained)
             self.settled += 1
 

@@ -44,6 +44,12 @@ METRICS = {
     "april_journal_bytes": Metric("gauge", "Size of the journal on disk"),
     "april_journal_failed": Metric("gauge", "1 when the journal can be written no more and the broker only answers"),
     "april_staleness_steps": Metric("gauge", "Age of the tokens of the newest trained batch, and its bound", ("kind",)),
+    "april_length_drift": Metric(
+        "gauge",
+        "Distance of the lengths trained lately from those created, and the most that chance explains",
+        ("kind",),
+    ),
+    "april_length_alarm": Metric("gauge", "1 when the distance is beyond what chance explains: lengths are biased"),
     "april_reward": Metric("gauge", "Mean reward of the newest trained batch"),
     "april_evaluation_accuracy": Metric("gauge", "Accuracy of the newest evaluation"),
     "april_evaluation_step": Metric("gauge", "Policy step of the newest evaluation"),
@@ -138,6 +144,9 @@ class Photographer:
         if step:
             series["april_reward"] = single(step["reward"])
             series["april_staleness_steps"] |= by_name(mean=step["staleness"]["mean"], max=step["staleness"]["max"])
+            if drift := step["lengths"].get("drift"):
+                series["april_length_drift"] = by_name(distance=drift["distance"], band=drift["band"])
+                series["april_length_alarm"] = single(drift["alarm"])
         if evaluations := service.recorder.evaluations:
             newest = evaluations[max(evaluations)]
             series["april_evaluation_step"] = single(newest["step"])

@@ -20,6 +20,7 @@ def ledger_rules(config: Config) -> Rules:
         max_attempts=config.broker.attempts,
         min_group_size=schedule.min_group_size,
         max_response_tokens=config.sampling.max_response_tokens,
+        filtered=schedule.filters_groups,
     )
 
 

@@ -7,7 +7,8 @@ from functools import lru_cache
 import numpy as np
 
 from april.config import Config, ConfigError
-from april.data.prompts import Row, epoch_order, fingerprint, load_rows
+from april.data.dataset import load_dataset
+from april.data.rows import BadRow, Row
 from april.data.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -21,21 +22,20 @@ class PromptBook:
 
     def __init__(self, config: Config):
         data = config.data
-        self.rows = load_rows(data.path, data.prompt_key, data.label_key)
-        self.evaluation_rows: list[Row] = []
-        if data.eval_path:
-            rows = load_rows(data.eval_path, data.prompt_key, data.label_key)
-            self.evaluation_rows = rows[: config.evaluation.prompts]
+        self.rows = load_dataset(data.train_sources, data)
+        self.evaluation_rows = load_dataset(data.eval_sources, data, limit=config.evaluation.prompts)
         self.tokenizer = Tokenizer(config.model.path)
-        self.fingerprint = fingerprint(data.path)
+        self.fingerprint = self.rows.fingerprint
         self.max_prompt_tokens = config.longest_prompt_tokens
-        self.skipped_prompts = 0
+        self.too_long: set[int] = set()
+        """rows that were to be drawn, but have no token, or more than a prompt may have"""
+        self.refused: set[int] = set()
+        """rows that were to be drawn, but that the chat template refuses"""
         self._config = config
-        self._order = lru_cache(maxsize=2)(self._epoch_order)
-        self._tokens_of_row = lru_cache(maxsize=ROWS_CACHED)(lambda number: self._encode(self.rows[number]))
+        self._tokens_of_row = lru_cache(maxsize=ROWS_CACHED)(self._encode_row)
         self.draw = lru_cache(maxsize=16)(self._draw)
         """`Prompts.draw`; a schedule may look at the same prompt several times before it opens the group"""
-        encoded = [(position, self._encode(row)) for position, row in enumerate(self.evaluation_rows)]
+        encoded = [(place, self._encode_held_out(place)) for place in range(len(self.evaluation_rows))]
         self.evaluation_tokens = [(position, tokens) for position, tokens in encoded if tokens is not None]
         """(position, token ids) of the evaluation prompts that are short enough"""
         self.draw((0, 0))
@@ -43,8 +43,8 @@ class PromptBook:
     def _draw(self, cursor: tuple[int, int]) -> tuple[int, int, bytes] | None:
         """(epoch, position, token ids) of the first prompt at the cursor or behind it that is short enough."""
         epoch, position = cursor
-        for _ in range(len(self.rows)):
-            if position >= len(self.rows):
+        for _ in range(2 * len(self.rows) + len(self._order(epoch))):
+            if position >= len(self._order(epoch)):
                 epoch, position = epoch + 1, 0
             if self._config.data.epochs is not None and epoch >= self._config.data.epochs:
                 return None
@@ -52,9 +52,10 @@ class PromptBook:
             if tokens is not None:
                 return epoch, position, tokens
             position += 1
+        paths = ", ".join(str(source.path) for source in self._config.data.train_sources)
         raise ConfigError(
-            f"no prompt of {self._config.data.path} has between 1 and {self.max_prompt_tokens} tokens with the "
-            f"tokeniser of {self._config.model.path}; mend the prompts, raise data.max_prompt_tokens, or lower "
+            f"no prompt of {paths} has between 1 and {self.max_prompt_tokens} tokens with the tokeniser of "
+            f"{self._config.model.path}; mend the prompts, raise data.max_prompt_tokens, or lower "
             "sampling.max_response_tokens if the model's context is short"
         )
 
@@ -62,23 +63,43 @@ class PromptBook:
         return self.rows[self.row_number(epoch, position)]
 
     def row_number(self, epoch: int, position: int) -> int:
-        """Its place in the dataset, from 0."""
+        """Its place in the dataset, from 0, bad rows left out."""
         return int(self._order(epoch)[position])
 
-    def _epoch_order(self, epoch: int) -> np.ndarray:
-        return epoch_order(len(self.rows), self._config.seed, epoch, self._config.data.shuffle)
+    def counts(self) -> dict[str, int]:
+        """Rows of the training prompts, those left out as bad, and those found too long (or empty) so far."""
+        bad_rows = self.rows.bad_rows + len(self.refused)
+        return {"rows": len(self.rows), "bad_rows": bad_rows, "too_long": len(self.too_long)}
+
+    def _order(self, epoch: int) -> np.ndarray:
+        return self.rows.order(self._config.seed, epoch)
+
+    def _encode_row(self, number: int) -> bytes | None:
+        try:
+            tokens = self._encode(self.rows[number])
+        except BadRow as error:
+            if number not in self.refused:
+                self.refused.add(number)
+                log.warning("row %d skipped: %s", number, error)
+            return None
+        if tokens is None and number not in self.too_long:
+            self.too_long.add(number)
+            if len(self.too_long).bit_count() == 1:
+                log.warning(
+                    "prompt of row %d skipped, between 1 and %d tokens are wanted; %d of %d rows skipped so far",
+                    number, self.max_prompt_tokens, len(self.too_long), len(self.rows),
+                )  # fmt: skip
+        return tokens
+
+    def _encode_held_out(self, place: int) -> bytes | None:
+        try:
+            return self._encode(self.evaluation_rows[place])
+        except BadRow as error:
+            raise ConfigError(f"held-out prompt {place}: {error}; mend it, or data.template_options") from None
 
     def _encode(self, row: Row) -> bytes | None:
-        tokens = self.tokenizer.encode_prompt(row.prompt)
-        if 0 < len(tokens) <= self.max_prompt_tokens:
-            return tokens.astype("<i4").tobytes()
-        self.skipped_prompts += 1
-        if self.skipped_prompts.bit_count() == 1:
-            log.warning(
-                "prompt of %d tokens skipped, between 1 and %d are wanted; %d skipped so far",
-                len(tokens), self.max_prompt_tokens, self.skipped_prompts,
-            )  # fmt: skip
-        return None
+        tokens = self.tokenizer.encode_prompt(row.prompt, self._config.data.template_options)
+        return tokens.astype("<i4").tobytes() if 0 < len(tokens) <= self.max_prompt_tokens else None
 
 
 def sample_seed(run_seed: int, group: int, index: int) -> int:

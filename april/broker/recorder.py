@@ -7,19 +7,34 @@ from typing import Any
 
 import orjson
 
-from april import limits
+from april import clock, limits
+from april.broker.evaluation import summarise
 from april.broker.ledger import Ledger
+from april.broker.length_drift import Drift
 from april.broker.lengths import describe, histogram
-from april.broker.samples import Group, SampleState
+from april.broker.samples import Group, Sample, SampleState
 from april.broker.sessions import Sessions
+from april.broker.tensorboard import TensorBoard
 
+DRIFT_S = 30.0
+"""least time between two looks at the drift of lengths"""
 BYTES_PER_TOKEN = 8
 """an int32 id and a float32 logprob"""
 
 
 class Recorder:
-    def __init__(self, run_dir: Path, run: str, max_steps: int, started_at: float, ledger: Ledger, sessions: Sessions):
+    def __init__(
+        self,
+        run_dir: Path,
+        run: str,
+        max_steps: int,
+        started_at: float,
+        ledger: Ledger,
+        sessions: Sessions,
+        tensorboard: bool = False,
+    ):
         self.run_dir = run_dir
+        self.tensorboard = TensorBoard(run_dir / "tensorboard") if tensorboard else None
         self.run = run
         self.max_steps = max_steps
         self.started_at = started_at
@@ -45,6 +60,8 @@ class Recorder:
         self._summed_steps = 0
         self._settled = ledger.cohorts.created.copy()
         """lengths of the cohorts that were settled at the last step"""
+        self._drift: Drift | None = None
+        self._drift_due = 0.0
 
     # --- what happens meanwhile -----------------------------------------------------------------------------
 
@@ -82,6 +99,8 @@ class Recorder:
             with self.metrics_path.open("ab") as file:
                 file.write(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE))
             self.steps[step] = without_lanes(record)
+            if self.tensorboard:
+                self.tensorboard.step(record)
         return self.steps[step]
 
     def _describe(self, step: int, ledger: Ledger, learner: dict[str, float], now: float) -> dict[str, Any]:
@@ -91,10 +110,12 @@ class Recorder:
         lengths = Counter(sample.length for sample in samples)
         created = ledger.cohorts.created - self._settled
         self._settled = ledger.cohorts.created.copy()
+        drift = self._measure_drift(ledger, now)
         record = {
             "step": step + 1,
             "time": round(now, 3),
             "reward": round(sum(sample.reward for sample in samples) / len(samples), 6),
+            "reward_details": mean_details(samples),
             "groups": len(groups),
             "samples": len(samples),
             "tokens": sum(sample.length for sample in samples),
@@ -106,6 +127,7 @@ class Recorder:
                 "trained": describe(lengths),
                 "trained_histogram": histogram(lengths),
                 "created_histogram": histogram(created),
+                "drift": drift and drift.to_json(),
             },
             "tokens_ledger": self.account(ledger),
             "round": {
@@ -113,24 +135,39 @@ class Recorder:
                 "surplus_groups": len(ledger.ready),
                 "aborted_samples": self._aborted_samples,
             },
+            "discarded_groups": discarded_groups(ledger),
             "lanes": self._lanes,
             "learner": learner,
         }
         self._lanes, self._step_generating_s, self._step_tokens, self._aborted_samples = [], 0.0, 0, 0
         return record
 
-    def evaluated(self, step: int, groups: list[Group]) -> dict[str, Any]:
-        """The accuracy of an evaluation that is complete; failed samples are counted, not scored as zero."""
-        done = [sample for group in groups for sample in group.samples if sample.state is SampleState.DONE]
+    def _measure_drift(self, ledger: Ledger, now: float) -> Drift | None:
+        """At most every DRIFT_S, since it holds the loop up for a while; the last verdict in between."""
+        if now >= self._drift_due:
+            self._drift, self._drift_due = ledger.cohorts.drift.verdict(), now + DRIFT_S
+        return self._drift
+
+    def evaluated(self, step: int, groups: list[Group], samples: int) -> dict[str, Any]:
+        """The accuracy of an evaluation of `samples` a prompt that is complete; failed samples are counted, not scored
+        as zero. `accuracy` is the mean over prompts of that of their samples."""
+        of_prompts = [[sample for sample in group.samples if sample.state is SampleState.DONE] for group in groups]
+        of_prompts = [of_prompt for of_prompt in of_prompts if of_prompt]
+        done = [sample for of_prompt in of_prompts for sample in of_prompt]
+        scores = summarise([[accuracy(sample) for sample in of_prompt] for of_prompt in of_prompts], samples)
         versions = sorted({version for sample in done for _, _, version in sample.segments})
         self.evaluations[step] = {
             "step": step,
             "version": list(versions[-1]) if versions else None,
             "versions": [list(version) for version in versions],
-            "accuracy": round(sum(sample.reward for sample in done) / len(done), 6) if done else None,
-            "prompts": len(done),
-            "failed": len(groups) - len(done),
+            "accuracy": scores["mean_at_k"] and scores["mean_at_k"]["value"],
+            "prompts": len(of_prompts),
+            "failed": len(groups) - len(of_prompts),
+            "failed_samples": len(groups) * samples - len(done),
+            **scores,
         }
+        if self.tensorboard:
+            self.tensorboard.evaluation(self.evaluations[step], clock.now())
         return self.evaluations[step]
 
     def account(self, ledger: Ledger) -> dict[str, Any]:
@@ -139,7 +176,8 @@ class Recorder:
             "refused": self.refused_before + self.sessions.refused_tokens(),
         }
 
-    def write_summary(self, ledger: Ledger, state: str, now: float) -> None:
+    def write_summary(self, ledger: Ledger, state: str, now: float, data: dict[str, int]) -> None:
+        """`data`: counts of the training prompts."""
         last = [
             self.steps[step]["reward"] for step in range(ledger.consumed - 3, ledger.consumed) if step in self.steps
         ]
@@ -160,6 +198,8 @@ class Recorder:
             "staleness": describe_ages(self._ages_until(ledger.consumed)),
             "buffer_peak": {"tokens": self.peak_tokens, "bytes": self.peak_tokens * BYTES_PER_TOKEN},
             "lengths": ledger.cohorts.summary(),
+            "data": data,
+            "discarded_groups": discarded_groups(ledger),
             "starts": {"broker": ledger.epoch, "learner": ledger.branch + 1},
         }
         replace_file(self.run_dir / "summary.json", orjson.dumps(summary, option=orjson.OPT_INDENT_2))
@@ -174,6 +214,26 @@ class Recorder:
                 self._ages.update({int(age): tokens for age, tokens in by_age.items()})
         self._summed_steps = consumed
         return self._ages
+
+
+def accuracy(sample: Sample) -> float:
+    """What a verifier calls `correct`, or else its reward before penalties."""
+    details = sample.details or {}
+    return details.get("correct", details.get("base", sample.reward))
+
+
+def discarded_groups(ledger: Ledger) -> dict[str, int]:
+    """Since the beginning, by reason."""
+    return {reason: ledger.counts[reason] for reason in sorted(ledger.discarded)}
+
+
+def mean_details(samples: list[Sample]) -> dict[str, float]:
+    """What the rewards are made of: the mean of each figure over the samples that have it."""
+    found: dict[str, list[float]] = {}
+    for sample in samples:
+        for name, value in (sample.details or {}).items():
+            found.setdefault(name, []).append(value)
+    return {name: round(sum(values) / len(values), 6) for name, values in sorted(found.items())}
 
 
 def tokens_by_age(groups: list[Group], step: int) -> Counter[int]:

@@ -8,11 +8,11 @@ what a crash left half written.
 
 import re
 import struct
-import zlib
 from collections.abc import Sequence
 from functools import lru_cache
 
 import msgspec
+from zlib_ng.zlib_ng import crc32
 
 Part = tuple[int, bytes | memoryview]
 """(crc32, data) of an array"""
@@ -35,14 +35,16 @@ class Record(msgspec.Struct, frozen=True, gc=False):
     """bytes of the whole record"""
 
 
-def encode(synced: int, event: bytes, arrays: Sequence[Part] = ()) -> list[bytes | memoryview]:
-    """The pieces of a record, in order; the arrays are not copied."""
+def encode(synced: int, event: bytes, arrays: Sequence[Part] = ()) -> tuple[list[bytes | memoryview], int]:
+    """The pieces of a record, in order, and its length; the arrays are not copied."""
     elements = ARRAY | (3 + 2 * len(arrays))
     head = HEAD.pack(elements, UINT64, synced, UINT32, event_checksum(synced, event), BIN32, len(event))
-    pieces = [head + event]
+    pieces, length = [head + event], HEAD.size + len(event)
     for checksum, data in arrays:
-        pieces += [PART.pack(UINT32, checksum, BIN32, len(data)), data]
-    return pieces
+        size = len(data)
+        pieces += (PART.pack(UINT32, checksum, BIN32, size), data)
+        length += PART.size + size
+    return pieces, length
 
 
 def decode(data: bytes | memoryview, offset: int = 0) -> Record | None:
@@ -65,16 +67,16 @@ def decode(data: bytes | memoryview, offset: int = 0) -> Record | None:
         uint32, checksum, bin32, length = PART.unpack_from(view, at)
         array = view[at + PART.size : at + PART.size + length]
         at += PART.size + length
-        if (uint32, bin32, len(array)) != (UINT32, BIN32, length) or zlib.crc32(array) != checksum:
+        if (uint32, bin32, len(array)) != (UINT32, BIN32, length) or crc32(array) != checksum:
             return None
         arrays.append((checksum, array))
     return Record(synced, event, arrays, at - offset)
 
 
 def event_checksum(synced: int, event: bytes | memoryview) -> int:
-    return zlib.crc32(event, _checksum_of_position(synced))
+    return crc32(event, _checksum_of_position(synced))
 
 
 @lru_cache(maxsize=64)
 def _checksum_of_position(synced: int) -> int:
-    return zlib.crc32(synced.to_bytes(8))
+    return crc32(synced.to_bytes(8))

@@ -3,7 +3,7 @@
 import heapq
 import itertools
 from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -52,6 +52,8 @@ class Sample:
     reward: float | None = None
     finish_reason: str = ""
     last_error: str = ""
+    details: dict[str, float] | None = None
+    """what its reward is made of"""
 
     @property
     def references(self) -> Iterator[tuple[int, int]]:
@@ -65,7 +67,7 @@ class Sample:
         return max(self.group.opened_at, last)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Group:
     """The samples of one prompt draw."""
 
@@ -87,6 +89,10 @@ class Group:
     """acknowledged response tokens of all samples"""
     step: int = -1
     """of its delivery"""
+
+    def forget(self) -> None:
+        """Part from its samples, which refer to it: the memory is free at once, without a garbage collection."""
+        self.samples.clear()
 
     @property
     def live_samples(self) -> list[Sample]:
@@ -203,6 +209,48 @@ class HandOutQueue:
     def take_fresh(self, step: int) -> Sample | None:
         """Of a group that nobody has started; its siblings must be pushed again once it is leased."""
         return self._fresh.take(step)
+
+
+class ReadyGroups:
+    """Complete groups that wait for a batch, in order of completion, and how many of them have which age."""
+
+    def __init__(self):
+        self._groups: dict[int, Group] = {}
+        self._by_age: Counter[int] = Counter()
+        """by the step they were opened at"""
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def __iter__(self) -> Iterator[Group]:
+        return iter(self._groups.values())
+
+    def __contains__(self, group: Group) -> bool:
+        return group.id in self._groups
+
+    def add(self, group: Group) -> None:
+        self._groups[group.id] = group
+        self._by_age[group.opened_at] += 1
+
+    def remove(self, group: Group) -> None:
+        del self._groups[group.id]
+        self._by_age[group.opened_at] -= 1
+        if not self._by_age[group.opened_at]:
+            del self._by_age[group.opened_at]
+
+    def ages_of_oldest(self, count: int) -> Counter[int]:
+        """How many of the `count` oldest were opened at which step; a look at each step, not at each group."""
+        ages: Counter[int] = Counter()
+        for opened_at in sorted(self._by_age):
+            ages[opened_at] = min(self._by_age[opened_at], count)
+            count -= ages[opened_at]
+            if not count:
+                break
+        return ages
+
+    def oldest(self, count: int) -> list[Group]:
+        """Of the same age those that completed first."""
+        return heapq.nsmallest(count, self._groups.values(), key=lambda group: group.opened_at)
 
 
 def _waits_to_generate(sample: Sample) -> bool:

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import zmq
 
-from april import clock, limits, wire
-from april.broker import sockets
+from april import clock, limits, sockets, wire
 from april.broker.exporter import Exporter, Picture
 from april.broker.health import condition
 from april.broker.journal import Journal, JournalError

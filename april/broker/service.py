@@ -4,15 +4,17 @@
 """
 
 import logging
-import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import Any
 
+from zlib_ng.zlib_ng import crc32
+
 from april import limits, wire
 from april.broker import events
 from april.broker.census import Census
+from april.broker.filters import FilterFailed, GroupFilters
 from april.broker.journal import Journal, JournalError, Reference
 from april.broker.learner_desk import LearnerDesk
 from april.broker.ledger import Ledger
@@ -25,13 +27,15 @@ from april.broker.sessions import Session, Sessions
 from april.broker.snapshot import SnapshotStore, freeze, live_positions, thaw
 from april.broker.worker_desk import WorkerDesk
 from april.config import Config
-from april.data.prompts import Row
+from april.data.rows import Row
 from april.security.allow_list import Peer
 from april.security.audit import Audit
 
 log = logging.getLogger(__name__)
 
 PROMPTS_CACHED = 64
+FILTERED_ROUNDS = 20
+"""rounds of which every group is filtered out before the run is given up"""
 DEAD_ROUNDS = 2
 """rounds in which every group dies before the run is given up"""
 SWEEP_S = 0.25
@@ -66,13 +70,16 @@ class Service:
         self.credit_bytes = config.broker.credit_mb << 20
         self.ledger = Ledger(ledger_rules(config), record=journal.append)
         self.schedule = make_schedule(config.schedule, prompts)
+        self.filters = GroupFilters(config.schedule)
         self.snapshots = SnapshotStore(journal.folder)
         self.read_prompt = lru_cache(maxsize=PROMPTS_CACHED)(self._read_prompt)
         """prompt ids by their place in the journal; the samples of a group are mostly handed out one after the other"""
         self._recover(now)
         self.sessions.number_from(self.ledger.epoch)
-        max_steps = config.schedule.max_steps
-        self.recorder = Recorder(config.run_dir, config.run.name, max_steps, now, self.ledger, self.sessions)
+        max_steps, tensorboard = config.schedule.max_steps, config.operations.tensorboard
+        self.recorder = Recorder(
+            config.run_dir, config.run.name, max_steps, now, self.ledger, self.sessions, tensorboard
+        )
         self.workers = WorkerDesk(self)
         self.learner = LearnerDesk(self)
         self.monitors = MonitorDesk(self)
@@ -273,13 +280,13 @@ class Service:
         if not self.over:
             self.workers.hand_out(now)
         self.workers.cancel_voided()
+        self.monitors.log_deaths()
         self.recorder.buffered(self.ledger)
         self.census.advance(now)
 
     def _sweep(self, now: float) -> None:
         self._next_sweep = now + SWEEP_S
         self.workers.drop_silent(now)
-        self.monitors.log_deaths()
         for session in list(self.sessions.by_id.values()):
             if session.role == "monitor" and now - session.last_seen > self.config.broker.session_timeout_s:
                 self.sessions.close(session)
@@ -288,6 +295,13 @@ class Service:
         step = self.ledger.consumed
         if self._evaluation_due(step):
             self._open_evaluation(step)
+        try:
+            self.ledger.filter_ready(self.filters.reason_against)
+        except FilterFailed as error:
+            return self.stop(str(error), "failed", now)
+        if self.filters.in_a_row >= FILTERED_ROUNDS * self.config.schedule.groups_per_round:
+            count, reason = self.filters.in_a_row, self.filters.last_reason
+            return self.stop(f"{count} groups in a row were filtered out, the last for {reason}", "failed", now)
         while self.schedule.advance(self.ledger):
             self.workers.abort(now)
         for opened in self.ledger.evaluations:
@@ -310,12 +324,13 @@ class Service:
 
     def _open_evaluation(self, step: int) -> None:
         for position, tokens in self.prompts.evaluation_tokens:
-            self.ledger.open_group(step, position, floor=step, evaluation=True, size=1, prompt=tokens)
+            samples = self.config.evaluation.samples
+            self.ledger.open_group(step, position, floor=step, evaluation=True, size=samples, prompt=tokens)
 
     def _record_evaluation(self, step: int) -> None:
         groups = self.ledger.evaluations[step]
         if all(group.state is not GroupState.OPEN for group in groups):
-            result = self.recorder.evaluated(step, groups)
+            result = self.recorder.evaluated(step, groups, self.config.evaluation.samples)
             accuracy, prompts = result["accuracy"], result["prompts"]
             log.info("evaluation at step %d: accuracy %s on %d prompts", step, accuracy, prompts, extra={"step": step})
 
@@ -345,7 +360,7 @@ class Service:
             self._write_summary(now)
             self.sessions.broadcast(wire.Stop(reason))
             if not self.read_only:
-                self.recorder.write_summary(self.ledger, state, now)
+                self.recorder.write_summary(self.ledger, state, now, self.prompts.counts())
 
     def everyone_left(self) -> bool:
         """The run is over and no worker or learner is connected any more."""
@@ -357,7 +372,7 @@ class Service:
 
     def _write_summary(self, now: float) -> None:
         if not self.read_only:
-            self.recorder.write_summary(self.ledger, self.state, now)
+            self.recorder.write_summary(self.ledger, self.state, now, self.prompts.counts())
             self.monitors.write_dead_letters()
 
     # --- payloads -------------------------------------------------------------------------------------------
@@ -391,4 +406,4 @@ class Service:
 def join(pieces: Iterable[wire.Packed]) -> wire.Packed:
     pieces = list(pieces)
     data = b"".join(piece.data for piece in pieces)
-    return wire.Packed(pieces[0].dtype, zlib.crc32(data), data)
+    return wire.Packed(pieces[0].dtype, crc32(data), data)

@@ -8,7 +8,6 @@ import logging
 import os
 import struct
 import threading
-import zlib
 from array import array
 from collections import Counter
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from zlib_ng.zlib_ng import crc32
 
 from april.broker.dead_letters import DeadLetters
 from april.broker.events import RunStarted
@@ -50,6 +50,7 @@ class SampleImage(msgspec.Struct, array_like=True):
     last_error: str
     lease: tuple[int, str, int, bool] | None
     """(token, worker, step, scoring)"""
+    details: dict[str, float] | None = None
 
 
 class GroupImage(msgspec.Struct, array_like=True):
@@ -114,7 +115,7 @@ def _freeze_sample(sample: Sample, lease: Lease | None) -> SampleImage:
     return SampleImage(
         sample.state, sample.length, list(sample.segments), sample.chunks.tobytes(), sample.attempts, sample.reward,
         sample.finish_reason, sample.last_error,
-        (lease.token, lease.worker, lease.step, lease.scoring) if lease else None,
+        (lease.token, lease.worker, lease.step, lease.scoring) if lease else None, sample.details,
     )  # fmt: skip
 
 
@@ -136,7 +137,9 @@ def thaw(image: LedgerImage, ledger: LedgerState) -> None:
         for sample, sample_image in zip(groups[frozen.id].samples, frozen.samples, strict=True):
             if sample_image.lease:
                 leases[sample_image.lease[0]] = (sample, *sample_image.lease)
-    ledger.ready = [groups[number] for number in image.ready]
+    for number in image.ready:
+        ledger.ready.add(groups[number])
+    ledger.unjudged = list(ledger.ready) if ledger.rules.filtered else []
     ledger.deliveries = {step: [groups[number] for number in numbers] for step, numbers in image.deliveries.items()}
     ledger.evaluations = {step: [groups[number] for number in numbers] for step, numbers in image.evaluations.items()}
     for token in sorted(leases):
@@ -161,7 +164,7 @@ def _thaw_group(image: GroupImage) -> Group:
     group.samples = [
         Sample(
             group, index, one.state, one.length, one.segments, array("Q", one.chunks), one.lease[0] if one.lease else 0,
-            one.attempts, one.reward, one.finish_reason, one.last_error,
+            one.attempts, one.reward, one.finish_reason, one.last_error, one.details,
         )
         for index, one in enumerate(image.samples)
     ]  # fmt: skip
@@ -200,7 +203,7 @@ class SnapshotStore:
         """(position, image) of those that are whole."""
         for position in reversed(self.positions()):
             data = self._path(position).read_bytes()
-            if len(data) > CHECKSUM.size and CHECKSUM.unpack_from(data)[0] == zlib.crc32(data[CHECKSUM.size :]):
+            if len(data) > CHECKSUM.size and CHECKSUM.unpack_from(data)[0] == crc32(data[CHECKSUM.size :]):
                 yield position, self._decoder.decode(data[CHECKSUM.size :])
             else:
                 log.warning("snapshot %s is damaged and passed over", self._path(position))
@@ -221,7 +224,7 @@ class SnapshotStore:
         temporary = self._path(position).with_suffix(".partial")
         try:
             with temporary.open("wb") as file:
-                file.write(CHECKSUM.pack(zlib.crc32(data)) + data)
+                file.write(CHECKSUM.pack(crc32(data)) + data)
                 file.flush()
                 os.fdatasync(file.fileno())
             temporary.rename(self._path(position))

@@ -60,6 +60,7 @@ def status(service: "Service", now: float) -> dict[str, Any]:
             "to_requeue": len(ledger.dead_letters.discarded_groups()),
             "waiting": len(ledger.dead_letters.waiting),
         },
+        "data": service.prompts.counts(),
         "starts": {"broker": ledger.epoch, "learner": ledger.branch + 1},
         "learner_silent_s": learner_silent_s(service, now),
     }

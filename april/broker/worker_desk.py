@@ -138,9 +138,11 @@ class WorkerDesk:
         message = received.message
         if not math.isfinite(message.reward):
             raise wire.WireError("a reward is a finite number")
+        if len(message.details) > limits.DETAILS or not all(map(math.isfinite, message.details.values())):
+            raise wire.WireError(f"a reward has at most {limits.DETAILS} details, finite numbers")
         if not self._holds(session.uid, message.token):
             return self._refuse(session, received, "the lease is not current")
-        if self.ledger.score(message.token, message.reward) is Verdict.GAP:
+        if self.ledger.score(message.token, message.reward, message.details) is Verdict.GAP:
             sample = self.ledger.leases[message.token].sample
             return self.sessions.send(session, wire.ResendFrom(message.token, sample.length))
         self.sessions.acknowledge(session, message.token)

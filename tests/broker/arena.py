@@ -79,7 +79,7 @@ class Worker(Remembered, FakeWorker):
     def work(self):
         arena, chance = self.conversation, self.conversation.chance
         for received in self.take(wire.Grant):
-            self.received_bytes += sum(array.nbytes for array in received.arrays)
+            self.received_bytes += received.array_bytes
             self.held[received.message.token] = (received.message, sum(len(piece) for piece in received.arrays[1:]))
         for token in [token for token in self.held if token not in arena.ledger.leases]:
             arena.ended.append(token)
@@ -112,7 +112,7 @@ class Learner(Remembered, FakeLearner):
         self.say(wire.Heartbeat([], 0, self.received_bytes), connection=b"control")
         self.say(wire.Fetch(step))
         for batch in self.take(wire.Batch):
-            self.received_bytes += sum(array.nbytes for array in batch.arrays)
+            self.received_bytes += batch.array_bytes
             self.say(wire.Consumed(step, {"loss": 0.5}))
             self.say(wire.Durable(step + 1, step))
 

@@ -125,16 +125,39 @@ class FakeLearner(Peer):
         parts = []
         for _ in range(100):
             for received in self.take(wire.Batch):
-                self.received_bytes += sum(array.nbytes for array in received.arrays)
+                self.received_bytes += received.array_bytes
                 parts.append(received)
             self.say(wire.Heartbeat([], 0, self.received_bytes), connection=b"control")
         return parts
 
-    def consume(self, step):
-        self.say(wire.Consumed(step, {"loss": 0.5}))
+    def consume(self, step, discarded=""):
+        self.say(wire.Consumed(step, {"loss": 0.5}, discarded))
         assert self.take(wire.Accepted)
 
 
 def chunk_arrays(start, count):
     """(ids, logprobs) of tokens `start` to `start + count` of some response."""
     return np.arange(start, start + count, dtype="i4") % 40 + 2, np.full(count, -0.5, "f4")
+
+
+def training(grants):
+    return [grant for grant in grants if not grant.evaluation]
+
+
+def finish_evaluation(worker):
+    grants = worker.grants()
+    for grant in grants:
+        if grant.evaluation:
+            worker.complete(grant)
+    return training(grants) + training(worker.grants())
+
+
+def make_batch(worker):
+    """Complete groups until a batch is delivered; returns the grants that were aborted."""
+    grants, ledger = finish_evaluation(worker), worker.conversation.ledger
+    before = ledger.next_step
+    while ledger.next_step == before:
+        grant = grants.pop(0)
+        worker.complete(grant)
+        grants += training(worker.grants())
+    return grants

@@ -17,20 +17,6 @@ def talk(config_file):
     return Conversation(configuration.load(config_file, CONTINUOUS))
 
 
-@pytest.fixture
-def worker(talk):
-    worker = FakeWorker(talk)
-    worker.join()
-    return worker
-
-
-@pytest.fixture
-def learner(talk):
-    learner = FakeLearner(talk)
-    learner.join()
-    return learner
-
-
 def counts(grants):
     """(evaluation, training)"""
     return sum(grant.evaluation for grant in grants), sum(not grant.evaluation for grant in grants)

@@ -3,6 +3,8 @@
 import errno
 import os
 import random
+import threading
+import time
 import zlib
 from contextlib import closing
 
@@ -233,3 +235,23 @@ def test_segments_are_reclaimed_unless_something_in_them_lives(tmp_path):
         for path in dead:
             path.unlink()
     assert replayed(tmp_path, starts[3]) == [chunk(number) for number in range(30, 45)]
+
+
+def test_a_failure_beside_a_write_under_way_leaves_nothing_unsynced_on_disk(tmp_path, monkeypatch):
+    journal = Journal(tmp_path)
+    journal.append(chunk(0), ARRAYS)
+    journal.sync()
+    synced, whole_write, writing = journal.end, os.pwritev, threading.Event()
+
+    def slow_write(file, data, at):
+        writing.set()
+        time.sleep(0.2)
+        return whole_write(file, data, at)
+
+    monkeypatch.setattr(os, "pwritev", slow_write)
+    journal.append(chunk(0), ARRAYS)
+    journal.begin_sync()
+    assert writing.wait(10.0)
+    journal.fail(OSError(errno.ENOSPC, "No space left on device"))
+    journal.close()
+    assert sum(path.stat().st_size for path in tmp_path.glob("*.msgpack")) == synced

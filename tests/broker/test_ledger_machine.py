@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from april.broker.continuous import ContinuousSchedule
 from april.broker.events import BatchDelivered, GroupDiscarded, GroupOpened, Leased
+from april.broker.filters import GroupFilters
 from april.broker.ledger import Ledger, Rules, Verdict
 from april.broker.plan import make_schedule
 from april.broker.samples import TO_GENERATE, GroupState, SampleState
@@ -26,6 +27,11 @@ PATIENCE_TURNS = 3000
 """in which everything that waits must have had its turn, far more than it takes"""
 BEYOND_ITS_SHARE = (5,)
 """rank of evaluation that has no share of a worker left"""
+
+
+def has_spread(group):
+    rewards = {sample.reward for sample in group.samples if sample.state is SampleState.DONE}
+    return len(rewards) > 1
 
 
 def trains(lease):
@@ -68,8 +74,9 @@ class Pipeline(RuleBasedStateMachine):
         rows=st.integers(1, 12) | st.integers(1, 60),
         epochs=st.sampled_from([1, 2, 50]),
         min_group_size=st.sampled_from([None, 1]),
+        dynamic_sampling=st.booleans(),
     )
-    def start(self, data, batch_groups, group_size, max_staleness, rows, epochs, min_group_size):
+    def start(self, data, batch_groups, group_size, max_staleness, rows, epochs, min_group_size, dynamic_sampling):
         self.rules = Rules(
             batch_groups,
             group_size,
@@ -77,11 +84,13 @@ class Pipeline(RuleBasedStateMachine):
             max_attempts=3,
             min_group_size=min_group_size,
             max_response_tokens=RESPONSE_BUDGET,
+            filtered=dynamic_sampling,
         )
         self.log = []
         self.snapshot = None
         self.ledger = Ledger(self.rules, record=self.journal)
         self.prompts = NumberedPrompts(rows, epochs)
+        self.filters = GroupFilters(ScheduleSection(dynamic_sampling=dynamic_sampling))
         self.choose_schedule(data, self.kind)
         self.ledger.start_learner(0)
         self.versions = {"w0": Version(0, 0), "w1": Version(0, 0)}
@@ -102,11 +111,19 @@ class Pipeline(RuleBasedStateMachine):
             assert self.ledger.consumed == event.step, "the learner still has a batch"
         if isinstance(event, GroupDiscarded):
             permitted = {"filtered"} if self.section.partial_rollout else {"filtered", "aborted"}
+            permitted |= {"zero_spread"} if self.rules.filtered else set()
             assert event.reason in permitted, "nothing is thrown away for its age"
+            if event.reason == "zero_spread":
+                assert self.ledger.groups[event.group].state is GroupState.READY
+                assert not has_spread(self.ledger.groups[event.group])
+        if isinstance(event, BatchDelivered) and self.rules.filtered:
+            assert all(has_spread(self.ledger.groups[group]) for group in event.groups)
         self.log.append(event)
         return len(self.log), 1
 
     def advance(self):
+        """As the service does it: complete groups are judged before a batch can take them."""
+        self.ledger.filter_ready(self.filters.reason_against)
         while self.schedule.advance(self.ledger):
             pass
 
@@ -252,7 +269,7 @@ class Pipeline(RuleBasedStateMachine):
     def filter_out(self, data):
         """A complete group that cannot teach anything is discarded."""
         if self.ledger.ready:
-            self.ledger.discard(data.draw(st.sampled_from(self.ledger.ready)), "filtered")
+            self.ledger.discard(data.draw(st.sampled_from(list(self.ledger.ready))), "filtered")
             self.advance()
 
     @rule(every=st.integers(1, 9))
@@ -300,7 +317,9 @@ class Pipeline(RuleBasedStateMachine):
     def go_on(self, lease, count, ends):
         """Generate so many tokens more, or score what is complete."""
         if not lease.generating:
-            assert self.ledger.score(lease.token, 1.0) is Verdict.OK
+            group = lease.sample.group.id
+            reward = 1.0 if group % 4 == 3 else float(lease.sample.index % 2)
+            assert self.ledger.score(lease.token, reward) is Verdict.OK
             return
         sample, version = lease.sample, self.versions[lease.worker]
         count = min(count, RESPONSE_BUDGET - sample.length)
@@ -345,10 +364,10 @@ class Pipeline(RuleBasedStateMachine):
     # --- learner ---
 
     @precondition(lambda self: self.ledger.consumed < self.ledger.next_step)
-    @rule()
-    def consume(self):
+    @rule(discarded=st.sampled_from(["", "", "nonfinite"]))
+    def consume(self, discarded=""):
         step = self.ledger.consumed
-        assert self.ledger.consume(step) is Verdict.OK
+        assert self.ledger.consume(step, discarded) is Verdict.OK
         assert self.ledger.consume(step) is Verdict.DUPLICATE
         for group in self.ledger.deliveries[step]:
             for sample in group.samples:
@@ -488,7 +507,19 @@ TestRounds.settings = TestContinuous.settings = settings(
 def test_a_snapshot_leaves_nothing_of_the_ledger_out():
     """Whoever gives the ledger a new attribute decides here whether a snapshot holds it or it follows from the rest."""
     held = {*PLAIN, *COUNTERS, "header", "groups", "ready", "deliveries", "evaluations", "cohorts", "dead_letters"}
-    follows = {"rules", "record", "_expiries", "leases", "held", "load", "generating", "queue", "bound", "voided"}
+    follows = {
+        "rules",
+        "record",
+        "_expiries",
+        "unjudged",
+        "leases",
+        "held",
+        "load",
+        "generating",
+        "queue",
+        "bound",
+        "voided",
+    }
     assert set(vars(Ledger(Rules(1, 1, 0)))) == held | follows
 
 

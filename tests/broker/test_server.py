@@ -7,8 +7,7 @@ import uuid
 
 import pytest
 
-from april import clock, wire
-from april.broker import sockets
+from april import clock, sockets, wire
 from april.broker.server import OUTBOX_MESSAGES, Server
 from april.client import BrokerConnection
 from april.config import load

@@ -11,7 +11,7 @@ from zmq.backend import Socket as Backend
 
 EVENTS, READABLE = int(zmq.EVENTS), int(zmq.POLLIN)
 NOBLOCK = int(zmq.NOBLOCK)
-MORE_FOLLOWS = int(zmq.NOBLOCK | zmq.SNDMORE)
+SNDMORE = int(zmq.SNDMORE)
 
 
 def has_message(socket: zmq.Socket) -> bool:
@@ -29,9 +29,10 @@ def receive(socket: zmq.Socket) -> list[zmq.Frame]:
     return frames
 
 
-def send(socket: zmq.Socket, frames: Iterable[bytes | memoryview]) -> None:
-    """Raises zmq.Again, with nothing sent, if the peer does not read."""
+def send(socket: zmq.Socket, frames: Iterable[bytes | memoryview], wait: bool = False) -> None:
+    """Raises zmq.Again, with nothing sent, if the peer does not read: at once, or after the socket's SNDTIMEO."""
     *first, last = frames
+    flags = 0 if wait else NOBLOCK
     for frame in first:
-        Backend.send(socket, frame, MORE_FOLLOWS, True, False)
-    Backend.send(socket, last, NOBLOCK, True, False)
+        Backend.send(socket, frame, flags | SNDMORE, True, False)
+    Backend.send(socket, last, flags, True, False)

@@ -1,0 +1,51 @@
+"""The figures of metrics.jsonl and of evaluations as TensorBoard scalars, for who wants them there, too."""
+
+from pathlib import Path
+from typing import Any
+
+from april.config import ConfigError
+
+LEFT_OUT = ("step", "time", "lanes", "lengths")
+"""of a step's record: its place, and what is no scalar"""
+
+
+class TensorBoard:
+    """Writes event files into a folder, with `tensorboard` alone."""
+
+    def __init__(self, folder: Path):
+        """ConfigError without the package."""
+        try:
+            from tensorboard.compat.proto.event_pb2 import Event
+            from tensorboard.compat.proto.summary_pb2 import Summary
+            from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        except ImportError:
+            raise ConfigError(
+                "key 'operations.tensorboard' = true needs the package tensorboard, which is not installed; "
+                "pip install 'april-rl[tensorboard]', or leave the key out"
+            ) from None
+        self._event, self._summary = Event, Summary
+        self._writer = EventFileWriter(str(folder))
+
+    def step(self, record: dict[str, Any]) -> None:
+        """A line of metrics.jsonl."""
+        self._write(record["step"], record["time"], {k: v for k, v in record.items() if k not in LEFT_OUT})
+
+    def evaluation(self, result: dict[str, Any], now: float) -> None:
+        figures = {name: result[name] for name in ("accuracy", "mean_at_k", "pass_at_k")}
+        self._write(result["step"], now, {"evaluation": figures})
+
+    def _write(self, step: int, time: float, figures: dict[str, Any]) -> None:
+        values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in scalars(figures)]
+        self._writer.add_event(self._event(step=step, wall_time=time, summary=self._summary(value=values)))
+        self._writer.flush()
+
+
+def scalars(figures: dict[str, Any], prefix: str = "") -> list[tuple[str, float]]:
+    """(tag, value) of every number in nested mappings, the keys joined by slashes."""
+    found = []
+    for name, value in figures.items():
+        if isinstance(value, dict):
+            found += scalars(value, f"{prefix}{name}/")
+        elif isinstance(value, int | float):
+            found.append((f"{prefix}{name}", float(value)))
+    return found

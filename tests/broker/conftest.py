@@ -1,0 +1,25 @@
+"""A broker without sockets, and a worker and a learner that have joined it."""
+
+import pytest
+
+from april import config as configuration
+from tests.broker.conversation import Conversation, FakeLearner, FakeWorker
+
+
+@pytest.fixture
+def talk(config_file):
+    return Conversation(configuration.load(config_file, ["--evaluation.prompts", "1"]))
+
+
+@pytest.fixture
+def worker(talk):
+    worker = FakeWorker(talk)
+    worker.join()
+    return worker
+
+
+@pytest.fixture
+def learner(talk):
+    learner = FakeLearner(talk)
+    learner.join()
+    return learner

@@ -1,0 +1,70 @@
+"""pass@k and mean@k: estimators against brute force, intervals against published values and against coverage."""
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+
+from april import config as configuration
+from april.broker.evaluation import describe, pass_at, sizes, summarise, wilson
+from tests.broker.conversation import Conversation, FakeWorker
+
+
+@pytest.mark.parametrize("samples", [1, 4, 6])
+def test_pass_at_k_is_the_share_of_subsets_with_a_pass(samples):
+    for passed in range(samples + 1):
+        outcomes = [True] * passed + [False] * (samples - passed)
+        for k in range(1, samples + 1):
+            subsets = list(combinations(outcomes, k))
+            assert pass_at(k, samples, passed) == pytest.approx(sum(map(any, subsets)) / len(subsets))
+
+
+def test_wilson_s_interval_has_its_textbook_values():
+    assert wilson(0.8, 10) == pytest.approx((0.4902, 0.9433), abs=1e-4)
+    assert wilson(0.0, 20) == pytest.approx((0.0, 0.1611), abs=1e-4)
+
+
+def test_intervals_hold_the_truth_about_as_often_as_they_say():
+    rng = np.random.default_rng(0)
+    solved = rng.beta(1, 1, (2000, 100))  # a prompt's own chance of success; their mean is 0.5
+    rewards = rng.binomial(4, solved) / 4
+    found = [describe(list(row)) for row in rewards]
+    assert np.mean([one["low"] <= 0.5 <= one["high"] for one in found]) >= 0.95
+
+
+def test_rewards_outside_0_and_1_have_a_normal_interval():
+    found = describe([-1.0, 2.0, 5.0])
+    assert found["value"] == 2.0 and found["low"] < -1 and found["high"] > 5
+
+
+def test_prompts_that_lack_samples_count_where_they_have_enough():
+    found = summarise([[1.0, 0.0, 0.0, 0.0], [1.0]], samples=4)
+    assert found["mean_at_k"]["k"] == 4 and found["mean_at_k"]["value"] == (0.25 + 1) / 2
+    assert {k: (v["value"], v["prompts"]) for k, v in found["pass_at_k"].items()} == {
+        "1": ((0.25 + 1) / 2, 2), "2": (0.5, 1), "4": (1.0, 1)
+    }  # fmt: skip
+    assert summarise([], samples=1) == {"mean_at_k": None, "pass_at_k": {"1": None}}
+    assert (sizes(1), sizes(6), sizes(8)) == ([1], [1, 2, 4, 6], [1, 2, 4, 8])
+
+
+def test_several_samples_of_a_held_out_prompt_are_evaluated_beside_training(config_file):
+    overrides = ["--evaluation.prompts", "2", "--evaluation.samples", "3"]
+    talk = Conversation(configuration.load(config_file, overrides))
+    worker = FakeWorker(talk)
+    worker.join(capacity=16)
+    grants = [grant for grant in worker.grants() if grant.evaluation]
+    assert len(grants) == 6 and len({grant.seed for grant in grants}) == 6
+    for turn, grant in enumerate(sorted(grants, key=lambda grant: (grant.group, grant.index))):
+        worker.complete(grant, reward=float(turn == 0))
+    result = talk.service.recorder.evaluations[0]
+    assert (result["accuracy"], result["prompts"], result["failed"]) == (pytest.approx(1 / 6, abs=1e-6), 2, 0)
+    assert {k: v["value"] for k, v in result["pass_at_k"].items()} == {
+        "1": pytest.approx(1 / 6, abs=1e-6),
+        "2": pytest.approx(1 / 3, abs=1e-6),
+        "3": 0.5,
+    }
+
+
+def test_several_greedy_samples_are_refused(config_file):
+    with pytest.raises(configuration.ConfigError, match=r"evaluation.samples.* = 4 .*temperature"):
+        configuration.load(config_file, ["--evaluation.samples", "4", "--evaluation.temperature", "0"])

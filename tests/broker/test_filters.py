@@ -1,0 +1,134 @@
+"""Groups that teach nothing are discarded with their reason, counted, and replaced while the round runs."""
+
+import orjson
+import pytest
+
+from april import config as configuration
+from april import wire
+from april.broker.filters import CompleteGroup, FilterFailed, GroupFilters, ask, zero_spread
+from april.broker.journal import Journal
+from april.broker.samples import GroupState
+from april.config import ConfigError, ScheduleSection
+from tests.broker.conversation import Conversation, FakeLearner, FakeWorker
+
+
+def group(*rewards, lengths=None):
+    n = len(rewards)
+    return CompleteGroup(list(rewards), lengths or [10] * n, ["stop"] * n, [{}] * n)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "reason"),
+    [((1.0, 1.0), "zero_spread"), ((0.0, 0.0, 0.0), "zero_spread"), ((0.0, 1.0), None), ((0.5,), "zero_spread")],
+)
+def test_equal_rewards_are_a_reason(rewards, reason):
+    assert zero_spread(group(*rewards)) == reason
+
+
+@pytest.fixture
+def own_filters(tmp_path, monkeypatch):
+    (tmp_path / "own_filters.py").write_text(
+        "def too_long(group): return 'too_long' if max(group.lengths) > 5 else None\n"
+        "def broken(group): return group.no_such_field\n"
+        "def unclear(group): return True\n"
+        "def misleading(group): return 'ready'\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def talk_to(config_file, *overrides):
+    config = configuration.load(config_file, ["--no-data.shuffle", *overrides])
+    talk = Conversation(config.model_copy(update={"data": config.data.model_copy(update={"eval_path": None})}))
+    worker, learner = FakeWorker(talk), FakeLearner(talk)
+    learner.join()
+    worker.join(capacity=100)
+    return talk, worker, learner
+
+
+def complete_groups(worker, rewards):
+    """Complete every group that was handed out; `rewards`: of each group in the order of their creation."""
+    for grant in sorted(worker.grants(), key=lambda grant: (grant.group, grant.index)):
+        worker.complete(grant, count=4, reward=rewards(grant.group, grant.index))
+
+
+def test_groups_without_spread_are_replaced_while_the_round_runs(config_file):
+    talk, worker, learner = talk_to(config_file, "--schedule.dynamic_sampling", "--over-sampling-batch-size", "4")
+    worker_rewards = lambda group, index: float(index) if group % 2 else 1.0  # noqa: E731
+    rounds = 0
+    while learner.fetch(0) is None:
+        complete_groups(worker, worker_rewards)
+        rounds += 1
+        assert rounds < 20
+    batch = [group.id for group in talk.ledger.deliveries[0]]
+    assert batch == [1, 3, 5, 7]
+    assert talk.ledger.next_step == 1, "all of it was one round"
+    assert talk.ledger.counts["zero_spread"] == 4 and talk.ledger.discarded["zero_spread"] == 4 * 8
+    assert talk.ledger.closed
+    learner.consume(0)
+    step = orjson.loads((talk.config.run_dir / "metrics.jsonl").read_bytes().splitlines()[0])
+    assert step["discarded_groups"] == {"zero_spread": 4} and step["tokens_ledger"]["discarded"] == {"zero_spread": 32}
+    summary = orjson.loads((talk.config.run_dir / "summary.json").read_bytes())
+    assert summary["discarded_groups"] == {"zero_spread": 4} and summary["ledger_closed"] is True
+
+
+def test_without_dynamic_sampling_they_are_trained(config_file):
+    talk, worker, learner = talk_to(config_file)
+    complete_groups(worker, lambda group, index: 1.0)
+    assert learner.fetch(0) is not None and not talk.ledger.discarded
+
+
+def test_a_filter_of_ones_own_is_counted_under_its_reason(config_file, own_filters):
+    talk, worker, _ = talk_to(config_file, "--schedule.group_filter", "own_filters:too_long")
+    first, second, *_ = sorted(worker.grants(), key=lambda grant: (grant.group, grant.index))
+    worker.complete(first, count=4)
+    worker.complete(second, count=6)
+    assert talk.ledger.counts["too_long"] == 1 and talk.ledger.discarded["too_long"] == 10
+
+
+def test_what_was_complete_when_the_broker_died_is_judged_by_its_successor(config_file):
+    """The group became ready and was not yet discarded: the fact that would say so was never written."""
+    talk, worker, _ = talk_to(config_file, "--schedule.dynamic_sampling")
+    grants = sorted(worker.grants(), key=lambda grant: (grant.group, grant.index))
+    worker.complete(grants[0], reward=1.0)
+    worker.chunk(grants[1], 0, 4, "stop")
+    talk.ledger.score(grants[1].token, 1.0)
+    assert talk.ledger.groups[grants[0].group].state is GroupState.READY
+    talk.restart_broker()
+    talk.tick()
+    assert talk.ledger.counts["zero_spread"] == 1 and grants[0].group not in talk.ledger.groups
+
+
+def test_a_run_in_which_everything_is_filtered_fails_instead_of_going_on_for_ever(config_file):
+    talk, worker, _ = talk_to(config_file, "--schedule.dynamic_sampling")
+    for _ in range(100):
+        complete_groups(worker, lambda group, index: 0.0)
+        if talk.service.over:
+            break
+    assert talk.service.state == "failed"
+    assert "120 groups in a row were filtered out, the last for zero_spread" in talk.service.over
+
+
+@pytest.mark.parametrize("name", ["broken", "unclear", "misleading"])
+def test_a_filter_that_fails_ends_the_run_and_discards_nothing(config_file, own_filters, name):
+    talk, worker, _ = talk_to(config_file, "--schedule.group_filter", f"own_filters:{name}")
+    complete_groups(worker, lambda group, index: float(index))
+    assert talk.service.state == "failed" and name in talk.service.over
+    assert not talk.ledger.discarded and worker.take(wire.Stop)
+
+
+def test_a_filter_that_is_not_there_is_refused():
+    with pytest.raises(ConfigError, match=r"schedule\.group_filter' = 'no_such:filter'"):
+        GroupFilters(ScheduleSection(group_filter="no_such:filter"))
+    with pytest.raises(FilterFailed, match="gone"):
+        ask(lambda group: (_ for _ in ()).throw(RuntimeError("gone")), group(1.0))
+
+
+def test_discarded_groups_are_in_the_journal(config_file):
+    talk, worker, _ = talk_to(config_file, "--schedule.dynamic_sampling")
+    complete_groups(worker, lambda group, index: 1.0)
+    before = dict(talk.ledger.counts)
+    talk.journal.close()
+    journal = Journal(talk.config.run_dir / "journal")
+    reasons = [event.reason for event, _ in journal.replay() if type(event).__name__ == "GroupDiscarded"]
+    journal.close()
+    assert reasons == ["zero_spread"] * before["zero_spread"] and len(reasons) == 6

@@ -1,0 +1,52 @@
+"""What rewards are made of: on the wire, in the ledger, in the figures of a step, and in an evaluation's accuracy."""
+
+import orjson
+
+from april import wire
+from april.broker.recorder import accuracy
+from april.broker.samples import Sample
+from tests.broker.conversation import finish_evaluation, training
+
+
+def score(worker, grant, reward, **details):
+    worker.chunk(grant, 0, 4, "stop")
+    worker.say(wire.Scored(grant.token, reward, details))
+
+
+def test_what_rewards_are_made_of_is_recorded_with_the_step_and_outlasts_a_restart(talk, worker, learner):
+    grants = finish_evaluation(worker)
+    score(worker, grants[0], 0.75, base=1.0, overlong=-0.25)
+    talk.restart_broker()
+    assert talk.ledger.groups[grants[0].group].samples[grants[0].index].details == {"base": 1.0, "overlong": -0.25}
+
+
+def test_means_of_details_are_in_the_line_of_their_step(talk, worker, learner):
+    grants, ledger = finish_evaluation(worker), talk.ledger
+    while ledger.next_step == 0:
+        grant = grants.pop(0)
+        score(worker, grant, 1.0, base=float(grant.index))
+        grants += training(worker.grants())
+    learner.fetch(0)
+    learner.consume(0)
+    line = orjson.loads((talk.config.run_dir / "metrics.jsonl").read_bytes().splitlines()[0])
+    assert line["reward"] == 1.0 and line["reward_details"] == {"base": 0.5}
+
+
+def test_accuracy_is_what_was_correct_and_not_what_penalties_leave(talk, worker):
+    [grant] = [grant for grant in worker.grants() if grant.evaluation]
+    score(worker, grant, -0.5, base=1.0, overlong=-1.5)
+    assert talk.service.recorder.evaluations[0]["accuracy"] == 1.0
+    assert [accuracy_of(-1.0, correct=0.0), accuracy_of(0.25)] == [0.0, 0.25]
+
+
+def accuracy_of(reward, **details):
+    return accuracy(Sample(None, 0, reward=reward, details=details or None))
+
+
+def test_details_that_are_too_many_or_no_numbers_are_refused(talk, worker):
+    grant = training(worker.grants())[0]
+    worker.chunk(grant, 0, 4, "stop")
+    for details in ({f"d{n}": 0.0 for n in range(17)}, {"d": float("nan")}):
+        worker.say(wire.Scored(grant.token, 1.0, details))
+        assert "details" in worker.take(wire.Refused)[-1].message.reason
+    assert talk.ledger.leases[grant.token].sample.reward is None

@@ -1,0 +1,30 @@
+"""TensorBoard shows what metrics.jsonl says."""
+
+import orjson
+import pytest
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+from april import config as configuration
+from tests.broker.conversation import Conversation, FakeLearner, FakeWorker, make_batch
+
+
+def test_steps_and_evaluations_become_scalars(config_file):
+    options = ["--evaluation.prompts", "1", "--operations.tensorboard", "true"]
+    talk = Conversation(configuration.load(config_file, options))
+    worker, learner = FakeWorker(talk), FakeLearner(talk)
+    worker.join()
+    learner.join()
+    make_batch(worker)
+    learner.fetch(0)
+    learner.consume(0)
+    line = orjson.loads((talk.config.run_dir / "metrics.jsonl").read_bytes())
+    (file,) = (talk.config.run_dir / "tensorboard").iterdir()
+    found = {
+        (event.step, value.tag): value.tensor.float_val[0]
+        for event in EventFileLoader(str(file)).Load()
+        for value in event.summary.value
+    }
+    assert found[1, "reward"] == pytest.approx(line["reward"])
+    assert found[1, "learner/loss"] == line["learner"]["loss"] == 0.5
+    assert found[1, "tokens_ledger/generated"] == line["tokens_ledger"]["generated"]
+    assert found[0, "evaluation/pass_at_k/1/value"] == 1.0

@@ -1,0 +1,257 @@
+"""What the broker answers to workers: leases, chunks, scores, losses; without sockets."""
+
+import numpy as np
+
+from april import config as configuration
+from april import wire
+from april.version import Version
+from tests.broker.conversation import (
+    Conversation,
+    FakeLearner,
+    FakeWorker,
+    finish_evaluation,
+    make_batch,
+    training,
+)
+
+
+def test_a_worker_gets_as_many_leases_as_it_has_room_for(worker):
+    grants = worker.grants()
+    assert len(grants) == 10
+    assert len({grant.token for grant in grants}) == len({grant.seed for grant in grants}) == 10
+
+
+def test_a_worker_without_weights_or_control_connection_gets_nothing(talk):
+    worker = FakeWorker(talk)
+    worker.hello()
+    assert worker.grants() == []
+
+
+def test_a_grant_carries_prompt_label_and_budget(talk, worker):
+    received = worker.take(wire.Grant)[-1]
+    grant, [tokens] = received.message, received.arrays
+    text = talk.service.prompts.tokenizer.decode(tokens)
+    assert len(tokens) == len(text) and text.endswith("=")
+    assert grant.max_new_tokens == 24 and grant.label.isdigit() and grant.reward == "final_answer"
+
+
+def test_a_chunk_is_acknowledged_only_after_it_is_on_disk(talk, worker):
+    grant = worker.grants()[0]
+    size = talk.journal.bytes_on_disk
+    worker.chunk(grant, 0, 3)
+    assert worker.take(wire.Acknowledged)[-1].message == wire.Acknowledged([(grant.token, 3)], [])
+    assert sum(path.stat().st_size for path in talk.journal.folder.glob("*.msgpack")) > size
+
+
+def test_an_id_beyond_the_vocabulary_is_refused(talk, worker):
+    grant = worker.grants()[0]
+    for largest, answer in ((talk.config.vocabulary, wire.Refused), (talk.config.vocabulary - 1, wire.Acknowledged)):
+        worker.say(wire.Chunk(grant.token, 0, worker.version), [np.array([largest], "i4"), np.zeros(1, "f4")])
+        assert worker.take(answer)
+
+
+def test_a_chunk_again_is_a_duplicate_a_gap_is_asked_for(worker):
+    grant = worker.grants()[0]
+    worker.chunk(grant, 0, 3)
+    worker.chunk(grant, 0, 3)
+    assert [ack.message.lengths for ack in worker.take(wire.Acknowledged)] == [[(grant.token, 3)]] * 2
+    worker.chunk(grant, 5, 2)
+    assert worker.take(wire.ResendFrom)[-1].message == wire.ResendFrom(grant.token, 3)
+    worker.say(wire.GiveBack(grant.token, 5, "abort"))
+    assert worker.take(wire.ResendFrom)[-1].message.start == 3
+
+
+def test_a_score_ahead_of_its_tokens_asks_for_them(worker):
+    grant = worker.grants()[0]
+    worker.chunk(grant, 0, 3)
+    worker.say(wire.Scored(grant.token, 1.0))
+    assert worker.take(wire.ResendFrom)[-1].message.start == 3
+
+
+def test_an_older_holder_is_refused_for_ever_and_its_tokens_counted(talk, worker):
+    grant = worker.grants()[0]
+    worker.chunk(grant, 0, 3)
+    worker.say(wire.GiveBack(grant.token, 3, "generation_failed", "engine fell over"))
+    worker.chunk(grant, 3, 4)
+    refusal = worker.take(wire.Refused)[-1].message
+    assert refusal.token == grant.token and "not current" in refusal.reason
+    assert talk.service.sessions.refused_tokens() == 4
+    assert talk.ledger.closed
+
+
+def test_a_budget_that_is_exceeded_is_a_failed_lease_not_more_tokens(talk, worker):
+    grant = worker.grants()[0]
+    generated = talk.ledger.tokens["generated"] + talk.ledger.tokens["evaluation"]
+    worker.chunk(grant, 0, 25)
+    assert "invalid" in worker.take(wire.Refused)[-1].message.reason
+    assert talk.ledger.tokens["generated"] + talk.ledger.tokens["evaluation"] == generated
+    assert grant.token not in talk.ledger.leases
+
+
+def test_a_full_budget_without_a_finish_reason_is_refused(worker):
+    grant = worker.grants()[0]
+    worker.chunk(grant, 0, 24)
+    assert "invalid" in worker.take(wire.Refused)[-1].message.reason
+
+
+def test_a_version_that_was_never_published_is_refused(talk, worker):
+    grant = worker.grants()[0]
+    worker.chunk(grant, 0, 3, version=Version(0, 1))
+    assert "invalid" in worker.take(wire.Refused)[-1].message.reason
+    worker.say(wire.Holding(Version(0, 1), 5))
+    assert "never published" in worker.take(wire.Refused)[-1].message.reason
+    assert next(iter(talk.service.sessions.workers())).version == Version(0, 0)
+
+
+def test_a_worker_without_room_gets_nothing(talk):
+    worker = FakeWorker(talk)
+    worker.join(capacity=0)
+    assert worker.grants() == []
+
+
+def test_a_lost_worker_s_sample_goes_on_elsewhere_with_every_acknowledged_token(talk, worker):
+    grant = finish_evaluation(worker)[0]
+    worker.chunk(grant, 0, 5)
+    other = FakeWorker(talk, "w1")
+    talk.now += 9.0
+    other.join()
+    talk.tick(2.0)
+    resumed = {(g.message.group, g.message.index): g for g in other.take(wire.Grant)}[grant.group, grant.index]
+    assert np.concatenate(resumed.arrays[1:]).tolist() == [2, 3, 4, 5, 6]
+    assert resumed.message.max_new_tokens == 19 and resumed.message.seed == grant.seed
+    worker.chunk(grant, 5, 1)
+    assert "unknown session" in worker.take(wire.Refused)[-1].message.reason
+
+
+def test_a_restarted_worker_frees_its_predecessor_s_samples_at_once(talk, worker):
+    held = {(grant.group, grant.index) for grant in worker.grants()}
+    successor = FakeWorker(talk, "w0", uid="another-process")
+    successor.join()
+    assert {(grant.group, grant.index) for grant in successor.grants()} == held
+
+
+def test_a_worker_that_fell_silent_may_come_back_with_what_is_still_its_own(talk, worker):
+    tokens = [grant.token for grant in worker.grants()]
+    welcome = worker.join(leases=[*tokens, 12345])
+    assert welcome.lost == [12345]
+    assert set(tokens) <= set(talk.ledger.leases)
+
+
+def test_a_predecessor_that_still_lives_is_told_to_stop(talk, worker):
+    successor = FakeWorker(talk, "w0-again")
+    successor.say(wire.Hello("worker", "w0", "another-process"))
+    assert "taken the name" in worker.take(wire.Stop)[-1].message.reason
+    assert [session.uid for session in talk.service.sessions.workers()] == ["another-process"]
+
+
+def test_what_was_generated_but_not_scored_is_only_scored_again(talk, worker):
+    grant = finish_evaluation(worker)[0]
+    worker.chunk(grant, 0, 5, "stop")
+    successor = FakeWorker(talk, "w0", uid="another-process")
+    successor.join()
+    again = next(
+        g for g in successor.take(wire.Grant) if (g.message.group, g.message.index) == (grant.group, grant.index)
+    )
+    assert again.message.scoring and again.message.finish_reason == "stop"
+    assert [len(array) for array in again.arrays[1:]] == [5]
+    successor.say(wire.Scored(again.message.token, 0.0))
+    assert successor.take(wire.Acknowledged)[-1].message.done == [again.message.token]
+
+
+def test_a_sample_that_keeps_failing_is_dead_and_its_group_discarded_with_the_reason(talk, worker):
+    group = finish_evaluation(worker)[0].group
+    for _ in range(200):
+        if group not in talk.ledger.groups:
+            break
+        for grant in worker.grants():
+            if grant.group == group:
+                worker.say(wire.GiveBack(grant.token, 0, "generation_failed", "no"))
+            else:
+                worker.complete(grant)
+        for token, lease in list(talk.ledger.leases.items()):
+            if lease.sample.group.id == group:
+                worker.say(wire.GiveBack(token, lease.sample.length, "generation_failed", "no"))
+    assert talk.ledger.counts["dead_sample"] == 1
+    assert talk.ledger.closed
+
+
+def test_a_discarded_group_s_other_samples_are_cancelled(talk, worker):
+    grants = finish_evaluation(worker)
+    group = grants[0].group
+    siblings = [grant.token for grant in grants if grant.group == group][1:]
+    token = grants[0].token
+    while token in talk.ledger.leases:
+        sample = talk.ledger.leases[token].sample
+        worker.say(wire.GiveBack(token, 0, "generation_failed", "no"))
+        token = sample.token
+    assert {token for cancel in worker.take(wire.Cancel) for token in cancel.message.tokens} >= set(siblings)
+
+
+def test_a_worker_that_does_not_read_is_sent_no_more_than_its_credit(talk, worker):
+    sent = len(worker.grants())
+    talk.service.credit_bytes = 1
+    worker.hold(0, capacity=50)
+    talk.tick()
+    assert worker.grants() == []
+    received = talk.service.sessions.workers()[0].sent_bytes
+    worker.say(wire.Heartbeat([], 0, received), connection=b"control")
+    assert 1 <= len(worker.grants()) < 50 - sent
+
+
+def test_an_abort_that_is_not_answered_ends_with_its_deadline(talk, worker, learner):
+    make_batch(worker)
+    learner.fetch(0)
+    learner.consume(0)
+    worker.hold(1)
+    held = list(talk.ledger.leases)
+    assert held
+    for _ in range(8):
+        worker.say(wire.Heartbeat(held))
+        talk.tick(1.0)
+    assert not set(held) & set(talk.ledger.leases)
+    resumed = training(worker.grants())
+    assert resumed
+    assert all(talk.ledger.leases[grant.token].sample.attempts == 0 for grant in resumed)
+
+
+def test_an_older_version_than_the_lease_s_is_refused(talk, worker, learner):
+    make_batch(worker)
+    learner.fetch(0)
+    learner.consume(0)
+    worker.say(wire.Goodbye())
+    fresh = FakeWorker(talk, "w9")
+    fresh.join(step=1)
+    grant = training(fresh.grants())[0]
+    fresh.chunk(grant, 24 - grant.max_new_tokens, 1, version=Version(0, 0))
+    assert fresh.take(wire.Refused)
+
+
+def test_leases_of_workers_that_do_not_come_back_end_after_a_restart(talk, worker):
+    assert talk.ledger.leases
+    talk.restart_broker()
+    talk.tick(5.0)
+    assert talk.ledger.leases
+    talk.tick(6.0)
+    assert not talk.ledger.leases
+
+
+def test_with_a_smaller_least_group_the_dead_sample_s_tokens_are_counted_apart(config_file):
+    talk = Conversation(configuration.load(config_file, ["--schedule.min_group_size", "1", "--broker.attempts", "1"]))
+    worker, learner = FakeWorker(talk), FakeLearner(talk)
+    worker.join()
+    learner.join()
+    victim = finish_evaluation(worker)[0]
+    worker.chunk(victim, 0, 5)
+    worker.say(wire.GiveBack(victim.token, 5, "generation_failed", "no"))
+    held = [lease for lease in talk.ledger.leases.values() if not lease.sample.group.evaluation]
+    for lease in held:
+        worker.complete(lease)
+    batch = None
+    for _ in range(20):
+        batch = batch or learner.fetch(0)
+        for grant in training(worker.grants()):
+            worker.complete(grant)
+    sizes = {group.group: len(group.samples) for group in batch[0].groups}
+    assert sizes[victim.group] == 1 and sum(sizes.values()) == 7
+    assert talk.ledger.discarded["dead_sample"] == 5 and talk.ledger.closed
+    assert talk.ledger.tokens["delivered"] == 7 * 4
