@@ -1,9 +1,11 @@
-"""A lane: a process group of two, learner rank 0 and one worker, outside the learner's own group.
+"""A lane: a process group of learner rank 0 and one worker, or the ranks of its inference server, outside the learner's
+own group.
 
 A dead or hung peer costs its own lane and nobody else. Groups are built from objects, since the public
 constructors only make subgroups of the default one.
 """
 
+from collections.abc import Iterable
 from datetime import timedelta
 
 import torch
@@ -11,22 +13,30 @@ import torch.distributed as dist
 from torch import Tensor
 
 LEARNER, WORKER = 0, 1
-"""ranks in a lane"""
+"""ranks in a lane; those of an inference server begin at the worker's"""
 
 
-def join(name: str, store: dist.Store, rank: int, backend: str, timeout_s: float) -> "dist.Backend":
+def join(
+    name: str, store: dist.Store, rank: int, backend: str, timeout_s: float, server_ranks: int = 0
+) -> "dist.Backend":
     """Meet the other side of the lane under `name`. Raises RuntimeError if it does not come in time.
 
-    The worst case on gloo is five times `timeout_s`: call it from a thread that nobody waits for.
+    `server_ranks`: the other side is a server, which scopes its keys as torch's own groups do. The worst case on gloo
+    is five times `timeout_s`: call it from a thread that nobody waits for.
     """
     timeout = timedelta(seconds=timeout_s)
     device = "cuda" if backend == "nccl" else "cpu"
-    scoped = dist.PrefixStore(f"{name}/{device}/", store)
+    if server_ranks:
+        store = dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store))
+        scoped = dist.PrefixStore(f"{device}/", store)
+    else:
+        scoped = dist.PrefixStore(f"{name}/{device}/", store)
+    size = 1 + (server_ranks or 1)
     if backend == "nccl":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
-        return dist.ProcessGroupNCCL(scoped, rank, 2, options)
-    return dist.ProcessGroupGloo(scoped, rank, 2, timeout)
+        return dist.ProcessGroupNCCL(scoped, rank, size, options)
+    return dist.ProcessGroupGloo(scoped, rank, size, timeout)
 
 
 def connect_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
@@ -35,7 +45,7 @@ def connect_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
     return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
-def transfer(group: "dist.Backend", buckets: list[Tensor], backend: str, timeout_s: float) -> None:
+def transfer(group: "dist.Backend", buckets: Iterable[Tensor], backend: str, timeout_s: float) -> None:
     """Broadcast the buckets from the learner to the worker; each has `timeout_s`. In place on the worker's side."""
     options = dist.BroadcastOptions()
     options.rootRank = LEARNER

@@ -11,7 +11,10 @@ The worker's own loop takes staged weights between two decode steps, so an updat
 import logging
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,7 +23,7 @@ from torch import Tensor
 
 from april import clock, wire
 from april.config import WeightsSection
-from april.limits import FROM_BROKER
+from april.limits import FROM_BROKER, TEXT_CHARACTERS
 from april.security.handshake import Handshake
 from april.security.keys import Keys
 from april.version import Version
@@ -38,9 +41,26 @@ INVITATION_S = 5.0
 @dataclass(frozen=True)
 class Staged:
     version: Version
-    tensors: dict[str, Tensor]
+    tensors: dict[str, Tensor] | None
+    """None where the learner will broadcast them to the server as soon as `post` is called"""
     started_at: float
     """when its manifest arrived, unix seconds"""
+    manifest: wire.LaneManifest | None = None
+    post: Callable[[], None] | None = None
+
+
+class InferenceServer(Protocol):
+    """What takes a worker's place in its lanes. Both methods are called from the weights thread."""
+
+    ranks: int
+    ready: bool
+    """whether it is up"""
+
+    def join(self, invite: wire.LaneInvite) -> None:
+        """Build the group. Raises RuntimeError."""
+
+    def leave(self, lane: str) -> None:
+        """Drop the group, if it can be dropped."""
 
 
 class LearnerRefuses(RuntimeError):
@@ -48,7 +68,16 @@ class LearnerRefuses(RuntimeError):
 
 
 class WeightReceiver:
-    def __init__(self, config: WeightsSection, uid: str, name: str, device: str, keys: Keys | None = None):
+    def __init__(
+        self,
+        config: WeightsSection,
+        uid: str,
+        name: str,
+        device: str,
+        keys: Keys | None = None,
+        server: InferenceServer | None = None,
+    ):
+        self.server = server
         self.config = config
         self.keys = keys
         self.uid, self.name, self.device = uid, name, device
@@ -59,7 +88,9 @@ class WeightReceiver:
         """what the engine samples from"""
         self._learner = ("", "")
         """address and public key"""
-        self._closed = False
+        self._closed = self._forgotten = False
+        self._refusal = ""
+        self._posted: wire.LaneManifest | None = None
         self._wake_reader, self._wake_writer = os.pipe()
         self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
         self._thread.start()
@@ -80,6 +111,19 @@ class WeightReceiver:
         """The engine samples from `version` now."""
         with self._lock:
             self._loaded = self.held = version
+        self._wake()
+
+    def refuse(self, why: str) -> None:
+        """The engine does not take what has arrived: the lane ends, and another is asked for after a while."""
+        with self._lock:
+            self._refusal = why
+        self._wake()
+
+    def forget(self) -> None:
+        """The engine has lost what it held: ask the learner for weights as one who joins."""
+        with self._lock:
+            self._staged = self._loaded = self.held = None
+            self._forgotten = True
         self._wake()
 
     def close(self, timeout_s: float = 2.0) -> None:
@@ -126,6 +170,27 @@ class WeightReceiver:
         if poller.poll(seconds * 1000):
             os.read(self._wake_reader, 4096)
 
+    def post(self, manifest: wire.LaneManifest) -> None:
+        """The server is ready for these weights."""
+        with self._lock:
+            self._posted = manifest
+        self._wake()
+
+    def take_posted(self) -> wire.LaneManifest | None:
+        with self._lock:
+            posted, self._posted = self._posted, None
+        return posted
+
+    def take_forgotten(self) -> bool:
+        with self._lock:
+            forgotten, self._forgotten = self._forgotten, False
+        return forgotten
+
+    def take_refusal(self) -> str:
+        with self._lock:
+            refusal, self._refusal = self._refusal, ""
+        return refusal
+
     def take_loaded(self) -> Version | None:
         with self._lock:
             version, self._loaded = self._loaded, None
@@ -160,6 +225,14 @@ class LearnerConnection:
             ready = dict(poller.poll(SPEAK_S * 1000))
             if self.receiver._wake_reader in ready:
                 os.read(self.receiver._wake_reader, 4096)
+            if posted := self.receiver.take_posted():
+                self._send(wire.LanePosted(posted.lane, posted.version))
+            if refusal := self.receiver.take_refusal():
+                self._fail(refusal)
+                self._ask_again_at = clock.now() + INVITATION_S
+            if self.receiver.take_forgotten():
+                self.leave()
+                self._ask_again_at = 0.0
             if version := self.receiver.take_loaded():
                 self._send(wire.LaneLoaded(self.lane.lane if self.lane else "", version))
             while self.socket.poll(0):
@@ -167,14 +240,20 @@ class LearnerConnection:
 
     def leave(self) -> None:
         """Drop the lane, which tells a learner that waits on it at once."""
+        if self.lane and self.receiver.server:
+            self.receiver.server.leave(self.lane.lane)
         self.lane = self.group = None
 
     def _speak(self) -> None:
+        if self.lane and self.receiver.server and not self.receiver.server.ready:
+            self._fail("its server is down")
         if self.lane:
             self._send(wire.LaneAlive(self.lane.lane))
-        elif clock.now() >= self._ask_again_at:
+        elif clock.now() >= self._ask_again_at and (self.receiver.server is None or self.receiver.server.ready):
             self._ask_again_at = clock.now() + INVITATION_S
-            self._send(wire.LaneJoin(self.receiver.uid, self.receiver.name, self.receiver.device, self.receiver.held))
+            receiver = self.receiver
+            ranks = receiver.server.ranks if receiver.server else 0
+            self._send(wire.LaneJoin(receiver.uid, receiver.name, receiver.device, receiver.held, ranks))
 
     def _send(self, message: wire.Message) -> None:
         self.socket.send_multipart(wire.encode(message))
@@ -192,19 +271,31 @@ class LearnerConnection:
                 self._ask_again_at = 0.0
         except (wire.WireError, SnapshotError, RuntimeError, OSError) as error:
             log.warning("lane to the learner failed: %s", error)
-            if self.lane:
-                self._send(wire.LaneFailed(self.lane.lane, str(error)[:500]))
-            self.leave()
-            self._ask_again_at = 0.0
+            self._fail(str(error))
+            self._ask_again_at = clock.now() + SPEAK_S if self.receiver.server else 0.0
+
+    def _fail(self, why: str) -> None:
+        """Tell the learner why the lane has ended."""
+        if self.lane:
+            self._send(wire.LaneFailed(self.lane.lane, why[:TEXT_CHARACTERS]))
+        self.leave()
 
     def _join(self, invite: wire.LaneInvite) -> None:
         self.lane, self.group = invite, None
+        if self.receiver.server:
+            self.receiver.server.join(invite)
+            self._send(wire.LaneReady(invite.lane))
+            return
         store = lanes.connect_store(invite.host, invite.port, invite.timeout_s)
         self.group = lanes.join(invite.lane, store, lanes.WORKER, invite.backend, invite.timeout_s)
         self._send(wire.LaneReady(invite.lane))
 
     def _receive_weights(self, manifest: wire.LaneManifest) -> None:
         started_at = clock.now()
+        if self.receiver.server:
+            post = partial(self.receiver.post, manifest)
+            self.receiver.stage(Staged(manifest.version, None, started_at, manifest, post))
+            return
         data = torch.empty(manifest.total_bytes, dtype=torch.uint8)
         self._send(wire.LanePosted(manifest.lane, manifest.version))
         timeout_s = self.receiver.config.transfer_deadline_s

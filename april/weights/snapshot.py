@@ -1,11 +1,11 @@
 """One version of the weights as a flat buffer with a table of contents: what travels over a lane."""
 
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from zlib_ng.zlib_ng import crc32
 
 from april.version import Version
 from april.wire import TensorHead
@@ -66,7 +66,27 @@ def byte_size(head: TensorHead) -> int:
 
 
 def checksum(data: Tensor) -> int:
-    return zlib.crc32(data.cpu().numpy())
+    return crc32(data.cpu().numpy())
+
+
+def server_buckets(heads: list[TensorHead], bucket_bytes: int) -> list[list[TensorHead]]:
+    """Tensors that share a broadcast to an inference server: in order, of one dtype, at most `bucket_bytes` or one."""
+    found: list[list[TensorHead]] = []
+    room = 0
+    for head in heads:
+        size = byte_size(head)
+        if not found or size > room or head.dtype != found[-1][-1].dtype:
+            found.append([])
+            room = bucket_bytes
+        found[-1].append(head)
+        room -= size
+    return found
+
+
+def joined(snapshot: Snapshot, heads: list[TensorHead]) -> Tensor:
+    """uint8 [bytes]: these tensors one behind the other, without padding."""
+    starts = dict(zip((head.name for head in snapshot.heads), layout(snapshot.heads)[0], strict=True))
+    return torch.cat([snapshot.data[starts[head.name] :][: byte_size(head)] for head in heads])
 
 
 def buckets(data: Tensor, bucket_bytes: int) -> list[Tensor]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from april.version import Version
-from april.weights.snapshot import SnapshotError, buckets, pack, unpack
+from april.weights.snapshot import SnapshotError, buckets, joined, pack, server_buckets, unpack
 from april.wire import TensorHead
 
 TENSORS = {
@@ -48,3 +48,19 @@ def test_buckets_cover_the_data_in_order():
     data = torch.arange(100, dtype=torch.uint8)
     pieces = buckets(data, 32)
     assert max(len(piece) for piece in pieces) <= 32 and torch.equal(torch.cat(pieces), data)
+
+
+def test_a_server_s_broadcasts_hold_whole_tensors_of_one_dtype_without_padding():
+    tensors = {
+        "a": torch.arange(3, dtype=torch.float32),
+        "b": torch.arange(2, dtype=torch.float32),
+        "c": torch.arange(5, dtype=torch.bfloat16),
+        "larger than a bucket": torch.arange(40, dtype=torch.bfloat16),
+        "d": torch.arange(7, dtype=torch.bfloat16),
+    }
+    snapshot = pack(Version(0, 0), tensors)
+    parts = server_buckets(snapshot.heads, bucket_bytes=24)
+    assert [[head.name for head in part] for part in parts] == [["a", "b"], ["c"], ["larger than a bucket"], ["d"]]
+    for part in parts:
+        expected = torch.cat([tensors[head.name].view(torch.uint8) for head in part])
+        assert torch.equal(joined(snapshot, part), expected)

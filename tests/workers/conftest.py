@@ -1,5 +1,6 @@
 """Tiny random models whose distributions are peaky, so that a wrong mask, position or norm shows in the logits."""
 
+import asyncio
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,12 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from april.workers.engines.sglang_client import SGLangClient
+from april.workers.engines.sglang_server import ServerSettings, SGLangServer
+from april.workers.rewards.messages import RewardRules
+from april.workers.rewards.pool import RewardPool
+
+SGLANG_PYTHON = Path(__file__).parents[2] / ".venv-sglang/bin/python"
 VOCABULARY = 61
 COMMON = {
     "vocab_size": VOCABULARY, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2,
@@ -83,3 +90,34 @@ def tiny_model(tmp_path_factory):
         return made[architecture, seed]
 
     return make
+
+
+@pytest.fixture
+def make_pool():
+    """Pools of verifier processes that are closed again."""
+    pools = []
+
+    def make(processes=1, timeout_s=30.0, **rules):
+        pools.append(RewardPool(processes, RewardRules(timeout_s, **rules)))
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        pool.close()
+
+
+@pytest.fixture(scope="session")
+def sglang_server(tiny_model, tmp_path_factory):
+    """One real SGLang server for all tests that only attach to it; it holds what the last of them has loaded."""
+    log = tmp_path_factory.mktemp("sglang") / "server.log"
+    server = SGLangServer(ServerSettings(SGLANG_PYTHON, tiny_model().folder, log, slots=64, context_tokens=640))
+    server.spawn()
+    asyncio.run(wait_for(server))
+    yield server
+    server.kill()
+
+
+async def wait_for(server: SGLangServer) -> None:
+    client = SGLangClient(server.url)
+    await server.wait(client)
+    await client.close()

@@ -1,4 +1,4 @@
-"""Verifiers and the pool of processes that runs them."""
+"""The pool of processes that runs verifiers: whatever one of them does costs its own item, and nothing else."""
 
 import os
 import subprocess
@@ -8,11 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from april.config import ConfigError
-from april.workers.rewards.pool import RewardPool
-from april.workers.rewards.verifiers import check_verifier, exact, final_answer
-
-PATIENCE_S = 60.0
+from april.workers.rewards.verifiers import check_verifier
+from tests.workers.rewards_setup import PATIENCE_S, collect
 
 
 @pytest.fixture
@@ -40,68 +37,14 @@ def bad_verifiers(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
 
 
-@pytest.fixture
-def make_pool(bad_verifiers):
-    pools = []
-
-    def make(processes=1, timeout_s=30.0):
-        pools.append(RewardPool(processes, timeout_s))
-        return pools[-1]
-
-    yield make
-    for pool in pools:
-        pool.close()
-
-
-def collect(pool, count):
-    """The scores of `count` items, by key; an item that comes back twice fails."""
-    scores, deadline_s = {}, time.monotonic() + PATIENCE_S
-    while len(scores) < count:
-        for score in pool.poll():
-            assert score.key not in scores
-            scores[score.key] = score
-        assert time.monotonic() < deadline_s, f"{count - len(scores)} items never came back"
-        time.sleep(0.001)
-    assert pool.pending == 0
-    assert pool.poll() == []
-    return scores
-
-
-@pytest.mark.parametrize(
-    ("response", "label", "finish_reason", "reward"),
-    [
-        ("04*3+90=#12", "12", "stop", 1.0),
-        ("#12", "12", "stop", 1.0),
-        ("#12", "12", "length", 0.0),
-        ("#13", "12", "stop", 0.0),
-        ("#12 ", "12", "stop", 0.0),
-        ("#13#12", "12", "stop", 0.0),
-        ("12", "12", "stop", 0.0),
-        ("", "", "stop", 0.0),
-        ("#", "", "stop", 1.0),
-    ],
-)
-def test_final_answer_is_the_text_after_the_first_mark_of_a_response_that_ended(response, label, finish_reason, reward):
-    assert final_answer(response, label, finish_reason) == reward
-
-
-def test_exact_compares_the_whole_response():
-    assert exact("yes", "yes", "stop") == 1.0
-    assert exact("yes", "yes", "length") == exact("yes.", "yes", "stop") == 0.0
-
-
-def test_an_unknown_verifier_is_refused_with_the_known_ones():
-    with pytest.raises(ConfigError, match=r"'reward.name' = 'final_anser'.*'final_answer', 'exact'"):
-        check_verifier("final_anser")
-    with pytest.raises(ConfigError, match="'os:no_such_function'"):
-        check_verifier("os:no_such_function")
-    with pytest.raises(ConfigError, match="'no_such_module:f'"):
-        check_verifier("no_such_module:f")
-
-
 def test_known_verifiers_pass_the_check(bad_verifiers):
     check_verifier("final_answer")
     check_verifier("bad_verifiers:loop")
+
+
+@pytest.fixture(autouse=True)
+def user_module(bad_verifiers):
+    pass
 
 
 def test_every_item_comes_back_once_with_its_own_reward(make_pool):
@@ -223,8 +166,9 @@ def test_verifier_processes_do_not_outlive_a_killed_parent(bad_verifiers, verifi
             sys.executable,
             "-c",
             "import april.workers.rewards.pool as p, time\n"
+            "from april.workers.rewards.messages import RewardRules\n"
             "p.ORPHAN_MARGIN_S = 0.5\n"
-            "pool = p.RewardPool(1, 0.5)\n"
+            "pool = p.RewardPool(1, RewardRules(0.5))\n"
             f"pool.submit(0, {verifier!r}, 'a', 'a', 'stop')\n"
             "while not pool.processes[0].ready: pool.processes[0].receive()\n"
             "print(pool.processes[0].inner.pid, flush=True)\n"

@@ -11,7 +11,7 @@ until `cancel`. Every generated token leaves the engine exactly once, in order:
     rest = engine.cancel(request.id)      # empty when the request has ended already
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -64,9 +64,12 @@ class Chunk:
 
 class Engine(Protocol):
     version: Version | None
-    """of the weights that the next token is sampled from; None before the first `load_weights`"""
-    slots: int
-    """sequences decoded together"""
+    """of the weights that the next token is sampled from; None before the first `load_weights`, and after the engine
+    has lost what it had"""
+    ready: bool
+    """whether weights can be loaded: an engine behind a server that is down is not"""
+    beat: Callable[[], None]
+    """set by the worker: called now and then while weights are loaded, which may take long"""
     generated_tokens: int
     """tokens sampled since the engine was made, whether handed over or not"""
 
@@ -74,19 +77,40 @@ class Engine(Protocol):
         """Queue a request. Raises EngineError for one that can never run."""
 
     def step(self) -> list[Chunk]:
-        """Advance every running sequence by one token; return the chunks that are due."""
+        """Go on with every running sequence, by a token or for a few milliseconds; return the chunks that are due.
+
+        None without weights. Called all the time, also when nothing is live. Raises EngineError if the engine can
+        never go on.
+        """
+
+    def failures(self) -> list[tuple[int, str]]:
+        """(id, why) of requests that have ended before they were finished, since this was last asked.
+
+        Ask after `step`, which has handed over all that there is of their tokens.
+        """
 
     def cancel(self, request_id: int) -> list[Chunk]:
-        """End a request and return its tokens not handed over yet, oldest first; none if it is not live."""
+        """End a request and return its tokens not handed over yet, oldest first; none if it is not live.
+
+        Where it finished before it could be ended, the last chunk says so.
+        """
+
+    def cancel_all(self, request_ids: Iterable[int]) -> list[Chunk]:
+        """The same for many at once, each one's chunks in order."""
 
     def load_weights(self, version: Version, tensors: "Mapping[str, torch.Tensor]") -> None:
         """Swap all weights between two decode steps; running sequences go on under `version`.
 
-        Their context is computed anew, so that every later log-probability is that of `version` alone.
+        Their context is computed anew, so that every later log-probability is that of `version` alone. Raises
+        EngineError: then the old weights stay, or the engine has none.
         """
 
     @property
     def live(self) -> int:
         """Requests that are running or queued."""
+
+    @property
+    def capacity(self) -> int:
+        """Requests that it makes sense to have live, as far as the engine knows now."""
 
     def close(self) -> None: ...

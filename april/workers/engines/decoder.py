@@ -16,6 +16,7 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from april.workers.engines.base import EngineError
+from april.workers.engines.checks import check_tensors
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -171,7 +172,7 @@ class Decoder:
         self.shape = shape
         self.rotations = rotations
         self.device, self.dtype = rotations.device, shape.dtype
-        check_tensors(shape, tensors)
+        check_tensors(shape.tensors(), shape.tied, tensors)
         # Rotary pairs (i, i + head_dim / 2) become neighbours, so that a pair is one complex number.
         self._pairs = torch.arange(shape.head_dim).view(2, -1).t().reshape(-1)
         self.embedding = self._own(tensors["model.embed_tokens.weight"])
@@ -273,28 +274,6 @@ class Decoder:
         gate, up = F.linear(layer.mlp_norm(x), layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
         x = torch.addmm(x, F.silu(gate).mul_(up), layer.down.t())
         return x if layer.down_bias is None else x + layer.down_bias
-
-
-def check_tensors(shape: DecoderShape, tensors: Mapping[str, Tensor]) -> None:
-    """EngineError unless these are exactly the weights of such a model, all finite."""
-    expected = shape.tensors()
-    missing = sorted(expected.keys() - tensors.keys())
-    allowed = expected | ({"lm_head.weight": (shape.vocabulary, shape.hidden)} if shape.tied else {})
-    extra = sorted(tensors.keys() - allowed.keys())
-    if missing or extra:
-        kind, names = ("lack", missing) if missing else ("have an unknown", extra)
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        raise EngineError(
-            f"the weights {kind} tensor {names[0]!r}{more}; send exactly the tensors that config.json describes"
-        )
-    for name, tensor in tensors.items():
-        if tuple(tensor.shape) != allowed[name]:
-            raise EngineError(
-                f"tensor {name!r} has shape {tuple(tensor.shape)} but config.json describes {allowed[name]}; "
-                "send the weights of the same model"
-            )
-        if not torch.isfinite(tensor).all():
-            raise EngineError(f"tensor {name!r} has values that are not finite; the learner must not publish it")
 
 
 def make_rotations(shape: DecoderShape, positions: int, device: torch.device) -> Tensor:

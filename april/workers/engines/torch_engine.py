@@ -5,7 +5,7 @@ has sampled but not handed over is always of the current version.
 """
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from april.version import Version
 from april.workers.engines.base import Chunk, EngineError, Request
+from april.workers.engines.checks import check_request
 from april.workers.engines.decoder import Decoder, make_rotations, read_shape
 from april.workers.engines.kv_cache import KVCache
 from april.workers.engines.sampling import sample, uniforms
@@ -23,6 +24,8 @@ from april.workers.engines.slot_table import DecodeBatch, SlotTable
 
 class TorchEngine:
     """Implements `Engine`. Structure from the folder's config.json, weights only from `load_weights`."""
+
+    ready = True
 
     def __init__(
         self,
@@ -64,33 +67,14 @@ class TorchEngine:
     def live(self) -> int:
         return len(self._queue) + len(self._slot_of)
 
-    def submit(self, request: Request) -> None:
-        self._check(request)
-        self._queue[request.id] = request
+    @property
+    def capacity(self) -> int:
+        return self.slots
 
-    def _check(self, request: Request) -> None:
-        name, tokens = f"request {request.id}", np.asarray(request.tokens)
-        if request.id in self._queue or request.id in self._slot_of:
-            raise EngineError(f"{name} is live already; cancel it or use another id")
-        if tokens.ndim != 1 or len(tokens) == 0 or tokens.dtype.kind not in "iu":
-            raise EngineError(f"{name} has no tokens; give a one-dimensional integer array with at least one")
-        if tokens.min() < 0 or tokens.max() >= self.shape.vocabulary:
-            raise EngineError(
-                f"{name} has token ids from {tokens.min()} to {tokens.max()}; "
-                f"the model's vocabulary is 0 to {self.shape.vocabulary - 1}"
-            )
-        if request.max_new_tokens < 1:
-            raise EngineError(f"{name} has max_new_tokens = {request.max_new_tokens}; at least 1 is needed")
-        if len(tokens) + request.max_new_tokens > self.max_context:
-            raise EngineError(
-                f"{name} needs {len(tokens)} + {request.max_new_tokens} tokens but max_context = {self.max_context}; "
-                "shorten it or raise max_context"
-            )
-        if not (0 <= request.temperature < float("inf") and 0 < request.top_p <= 1 and request.top_k >= 0):
-            raise EngineError(
-                f"{name} has temperature = {request.temperature}, top_p = {request.top_p}, top_k = {request.top_k}; "
-                "temperature and top_k are at least 0, top_p above 0 and at most 1"
-            )
+    def submit(self, request: Request) -> None:
+        live = self._queue.keys() | self._slot_of.keys()
+        check_request(request, self.shape.vocabulary, self.max_context, live)
+        self._queue[request.id] = request
 
     def load_weights(self, version: Version, tensors: Mapping[str, Tensor]) -> None:
         with torch.inference_mode():
@@ -105,8 +89,8 @@ class TorchEngine:
 
     @torch.inference_mode()
     def step(self) -> list[Chunk]:
-        if self._decoder is None and self.live:
-            raise EngineError("there are no weights yet; call load_weights before step")
+        if self._decoder is None:
+            return []
         chunks, self._cut_off = self._cut_off, []
         self._admit()
         if self._unfilled:
@@ -126,6 +110,12 @@ class TorchEngine:
         chunks += self._hand_over(slot, time.monotonic())
         self._free_slot(slot)
         return chunks
+
+    def cancel_all(self, request_ids: Iterable[int]) -> list[Chunk]:
+        return [chunk for request_id in request_ids for chunk in self.cancel(request_id)]
+
+    def failures(self) -> list[tuple[int, str]]:
+        return []
 
     def close(self) -> None:
         self._queue.clear()

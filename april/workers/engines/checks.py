@@ -1,0 +1,88 @@
+"""What every engine refuses, with the same sentences."""
+
+import json
+from collections.abc import Container, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from april.workers.engines.base import EngineError, Request
+
+if TYPE_CHECKING:
+    import torch
+
+OUTPUT, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+def check_request(request: Request, vocabulary: int, max_context: int, live: Container[int]) -> None:
+    """Raise EngineError for a request that can never run."""
+    name, tokens = f"request {request.id}", np.asarray(request.tokens)
+    if request.id in live:
+        raise EngineError(f"{name} is live already; cancel it or use another id")
+    if tokens.ndim != 1 or len(tokens) == 0 or tokens.dtype.kind not in "iu":
+        raise EngineError(f"{name} has no tokens; give a one-dimensional integer array with at least one")
+    if tokens.min() < 0 or tokens.max() >= vocabulary:
+        raise EngineError(
+            f"{name} has token ids from {tokens.min()} to {tokens.max()}; "
+            f"the model's vocabulary is 0 to {vocabulary - 1}"
+        )
+    if request.max_new_tokens < 1:
+        raise EngineError(f"{name} has max_new_tokens = {request.max_new_tokens}; at least 1 is needed")
+    if len(tokens) + request.max_new_tokens > max_context:
+        raise EngineError(
+            f"{name} needs {len(tokens)} + {request.max_new_tokens} tokens but max_context = {max_context}; "
+            "shorten it or raise max_context"
+        )
+    if not (0 <= request.temperature < float("inf") and 0 < request.top_p <= 1 and request.top_k >= 0):
+        raise EngineError(
+            f"{name} has temperature = {request.temperature}, top_p = {request.top_p}, top_k = {request.top_k}; "
+            "temperature and top_k are at least 0, top_p above 0 and at most 1"
+        )
+
+
+def folder_tensors(folder: Path) -> tuple[dict[str, tuple[int, ...]], bool]:
+    """Names and shapes of a Hugging Face folder's tensors, and whether its output projection is the embedding."""
+    from safetensors import safe_open
+
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise EngineError(f"{folder} holds no .safetensors file; save the model with save_pretrained")
+    shapes = {}
+    for file in files:
+        with safe_open(file, "pt") as tensors:
+            shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+    tied = OUTPUT not in shapes or json.loads((folder / "config.json").read_text()).get("tie_word_embeddings", False)
+    if tied:
+        shapes.pop(OUTPUT, None)
+    return shapes, tied
+
+
+def check_heads(expected: Mapping[str, tuple[int, ...]], tied: bool, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """EngineError unless `shapes` are exactly the `expected` ones by name.
+
+    `tied`: the output projection is the embedding, and may come along.
+    """
+    missing = sorted(expected.keys() - shapes.keys())
+    allowed = dict(expected) | ({OUTPUT: expected[EMBEDDING]} if tied and EMBEDDING in expected else {})
+    extra = sorted(shapes.keys() - allowed.keys())
+    if missing or extra:
+        kind, names = ("lack", missing) if missing else ("have an unknown", extra)
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        raise EngineError(
+            f"the weights {kind} tensor {names[0]!r}{more}; send exactly the tensors that config.json describes"
+        )
+    for name, shape in shapes.items():
+        if tuple(shape) != allowed[name]:
+            raise EngineError(
+                f"tensor {name!r} has shape {tuple(shape)} but config.json describes {allowed[name]}; "
+                "send the weights of the same model"
+            )
+
+
+def check_tensors(expected: Mapping[str, tuple[int, ...]], tied: bool, tensors: "Mapping[str, torch.Tensor]") -> None:
+    """The same of tensors, which must be finite, too."""
+    check_heads(expected, tied, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    for name, tensor in tensors.items():
+        if not tensor.isfinite().all():
+            raise EngineError(f"tensor {name!r} has values that are not finite; the learner must not publish it")

@@ -1,0 +1,91 @@
+"""An SGLang server in a lane of the learner's: its ranks join the group, and receive what rank 0 broadcasts.
+
+Joining goes on beside generation, from the weights thread; receiving is part of a change of weights, which pauses the
+server first, so that nothing is broadcast to a server that would not take it.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from april import wire
+from april.weights.lane import WORKER
+from april.weights.snapshot import server_buckets
+from april.workers.engines.sglang_client import ServerGone, ServerRefuses, ServerSilent, SGLangClient
+from april.workers.engines.sglang_weights import UPDATE_S, within_session
+
+if TYPE_CHECKING:
+    from april.workers.engines.sglang import SGLangEngine
+
+LATEST = 5
+"""times its timeout a group over gloo may take to be built, or to fail"""
+
+
+class ServerLane:
+    """Implements `InferenceServer` for the server that an engine has at the moment.
+
+    A server that stays in a group which the learner has given up is stuck: its engine is told to bring it back.
+    """
+
+    def __init__(self, engine: "SGLangEngine", ranks: int):
+        self.ranks = ranks
+        self._engine = engine
+
+    @property
+    def ready(self) -> bool:
+        return self._engine.ready
+
+    def join(self, invite: wire.LaneInvite) -> None:
+        body = {
+            "master_address": invite.host,
+            "master_port": invite.port,
+            "rank_offset": WORKER,
+            "world_size": 1 + self.ranks,
+            "group_name": invite.lane,
+            "backend": invite.backend,
+        }
+        try:
+            self._call("/init_weights_update_group", body, LATEST * invite.timeout_s)
+        except ServerSilent as error:
+            self._engine.suspect(str(error))
+            raise
+
+    def leave(self, lane: str) -> None:
+        with contextlib.suppress(ServerRefuses, ServerGone):
+            self._call("/destroy_weights_update_group", {"group_name": lane}, 1.0)
+
+    def _call(self, path: str, body: dict, deadline_s: float) -> None:
+        async def call() -> None:
+            client = self._engine.make_client()
+            try:
+                await client.call(path, body, deadline_s)
+            finally:
+                await client.close()
+
+        asyncio.run(call())
+
+
+async def receive(client: SGLangClient, manifest: wire.LaneManifest, post: Callable[[], None], change: dict) -> None:
+    """Take the broadcasts of a manifest into the paused server; `post` tells the learner to begin.
+
+    `change` as of `WeightPush.load`, and raises the same.
+    """
+    await within_session(client, take_buckets(client, manifest, post, change))
+
+
+async def take_buckets(
+    client: SGLangClient, manifest: wire.LaneManifest, post: Callable[[], None], change: dict
+) -> None:
+    post()
+    parts = server_buckets(manifest.tensors, manifest.bucket_bytes)
+    for heads in parts:
+        body = {
+            "names": [head.name for head in heads],
+            "dtypes": [head.dtype for head in heads],
+            "shapes": [head.shape for head in heads],
+            "group_name": manifest.lane,
+            "load_format": "flattened_bucket",
+            "flush_cache": False,
+        }
+        await client.call("/update_weights_from_distributed", body | (change if heads is parts[-1] else {}), UPDATE_S)

@@ -1,0 +1,99 @@
+"""One request on SGLang: what is asked of the server, and what is kept of the events it answers with."""
+
+import asyncio
+import uuid
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from april.version import Version
+from april.workers.engines.base import Chunk, Request
+from april.workers.engines.sglang_client import ServerRefuses
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """A live request, over all the answers of the server that it takes."""
+
+    request: Request
+    rid: str = ""
+    """of the answer under way; all are of one length, because SGLang aborts every id that starts with a given one"""
+    generated: list[int] = field(default_factory=list)
+    received: int = 0
+    """tokens of the answer under way"""
+    version: Version | None = None
+    """of the pending tokens"""
+    pending: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    """of the pending tokens, which are not handed over yet"""
+    due_at: float = 0.0
+    task: asyncio.Task | None = None
+    finish_reason: str | None = None
+    """stop | length once the server has said so; the pending tokens are then the last"""
+    interrupted: bool = False
+    """aborted so that it can go on under other weights"""
+    ended: bool = False
+
+    def begin(self) -> None:
+        """Another answer is asked for, behind everything that earlier ones have brought."""
+        self.rid, self.received, self.interrupted = uuid.uuid4().hex, 0, False
+
+    def body(self, version: Version, stream_tokens: int) -> dict[str, Any]:
+        """Of POST /generate. Every default is stated; the prefix cache is that of the version."""
+        request = self.request
+        sampling = {
+            "max_new_tokens": request.max_new_tokens - len(self.generated),
+            "temperature": request.temperature,
+            "top_p": request.top_p,
+            "top_k": request.top_k or -1,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "sampling_seed": request.seed & 0x7FFFFFFF,
+            "stream_interval": stream_tokens,
+            "stop_token_ids": sorted(request.stop_token_ids),
+            "ignore_eos": not request.stop_token_ids,
+        }
+        return {
+            "rid": self.rid,
+            "input_ids": [*request.tokens.tolist(), *self.generated],
+            "sampling_params": sampling,
+            "return_logprob": True,
+            "stream": True,
+            "extra_key": str(version),
+        }
+
+    def take(self, event: dict, version: Version | None) -> int:
+        """Keep the new tokens of an event, sampled under `version`; how many they are. Raises ServerRefuses.
+
+        Events are increments, or cumulative where the server streams so, and the last one of an aborted request
+        repeats its last token; the count of tokens so far tells what is new in each of them.
+        """
+        meta = event["meta_info"]
+        total = meta.get("completion_tokens", self.received)
+        new = total - self.received
+        if not new:
+            return 0
+        entries, ids = meta["output_token_logprobs"][-new:], event["output_ids"][-new:]
+        if [entry[1] for entry in entries] != ids or len(ids) != new:
+            raise ServerRefuses("the SGLang server sent tokens whose log-probabilities are those of others")
+        if version is None:
+            raise ServerRefuses(
+                f"the SGLang server samples from weights {meta['weight_version']!r}, which are somebody else's"
+            )
+        self.received, self.version = total, version
+        self.pending += ids
+        self.generated += ids
+        self.logprobs += [entry[0] for entry in entries]
+        return new
+
+    def hand_over(self, chunk_tokens: int) -> list[Chunk]:
+        """The pending tokens in chunks of at most `chunk_tokens`, the last with the finish reason if there is one."""
+        chunks = []
+        for start in range(0, len(self.pending), chunk_tokens):
+            part = slice(start, start + chunk_tokens)
+            ended = self.finish_reason if part.stop >= len(self.pending) else None
+            tokens, logprobs = np.array(self.pending[part], np.int32), np.array(self.logprobs[part], np.float32)
+            chunks.append(Chunk(self.request.id, tokens, logprobs, self.version, ended))
+        self.pending, self.logprobs = [], []
+        return chunks

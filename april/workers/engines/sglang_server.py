@@ -1,0 +1,164 @@
+"""An SGLang server as a child process: its command line, its start within a deadline, its end.
+
+The server never outlives its worker: it is killed with its whole process group, and by the kernel should the worker
+be killed first.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from april import clock
+from april.process import PR_SET_PDEATHSIG
+from april.workers.engines.base import EngineError
+from april.workers.engines.sglang_client import ServerGone, ServerRefuses, SGLangClient
+
+POLL_S = 0.1
+TAIL_LINES = 15
+HOST = "127.0.0.1"
+
+
+class ServerFailed(EngineError):
+    """The server cannot be started; the text says why and holds its last lines."""
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """What a server is started with. `options` are SGLang's own, by their names with underscores, and win."""
+
+    python: Path
+    model: Path
+    log: Path
+    device: str = "cpu"
+    slots: int = 64
+    context_tokens: int | None = None
+    port: int = 0
+    """0: a free one"""
+    threads: int = 1
+    start_s: float = 600.0
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def arguments(self, port: int) -> list[str]:
+        """Tokens in, tokens out, in increments, and every default stated by each request instead of by the model."""
+        given: dict[str, Any] = {
+            "model_path": str(self.model.absolute()), "host": HOST, "port": port, "skip_tokenizer_init": True,
+            "incremental_streaming_output": True, "max_running_requests": self.slots, "sampling_defaults": "openai",
+            "skip_server_warmup": True, "sleep_on_idle": True, "log_level_http": "warning",
+        }  # fmt: skip
+        if self.device == "cpu":
+            given |= {"device": "cpu", "attention_backend": "torch_native", "dtype": "float32"}
+            if self.context_tokens:
+                given["max_total_tokens"] = self.slots * self.context_tokens
+        return [word for name, value in (given | dict(self.options)).items() for word in option(name, value)]
+
+    def environment(self) -> dict[str, str]:
+        own = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(self.threads)}
+        if self.device == "cpu":
+            own["SGLANG_USE_CPU_ENGINE"] = "1"
+        return {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")} | own
+
+
+def option(name: str, value: Any) -> list[str]:
+    """`--name value` as SGLang's command line takes it; true is the bare flag, false leaves it out."""
+    flag = "--" + name.replace("_", "-")
+    if isinstance(value, bool):
+        return [flag] if value else []
+    if isinstance(value, (list, tuple)):
+        return [flag, *map(str, value)]
+    return [flag, str(value)]
+
+
+class SGLangServer:
+    def __init__(self, settings: ServerSettings):
+        self.settings = settings
+        self.port = 0
+        self._process: subprocess.Popen | None = None
+        self._log_start = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self.port}"
+
+    @property
+    def alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def spawn(self) -> None:
+        """Start the process; `wait` tells when it serves. Raises ServerFailed."""
+        settings = self.settings
+        if not settings.python.exists():
+            raise ServerFailed(
+                f"key 'engine.python' = {str(settings.python)!r} does not exist; "
+                "make it with launch/install-sglang.sh, or give the interpreter that has SGLang"
+            )
+        self.port = int(settings.options.get("port", settings.port)) or free_port()
+        if not is_free(self.port):
+            raise ServerFailed(f"key 'engine.port' = {self.port} is taken; give another one, or 0 for any that is free")
+        settings.log.parent.mkdir(parents=True, exist_ok=True)
+        with settings.log.open("ab") as log:
+            self._log_start = log.tell()
+            self._process = subprocess.Popen(
+                [str(settings.python), "-m", "sglang.launch_server", *settings.arguments(self.port)],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=settings.environment(),
+                cwd=settings.log.parent, start_new_session=True, preexec_fn=die_with_parent,
+            )  # fmt: skip
+
+    async def wait(self, client: SGLangClient) -> dict:
+        """Until it answers; its /server_info. Raises ServerFailed after `start_s` or when the process has ended."""
+        deadline = clock.now() + self.settings.start_s
+        while True:
+            if not self.alive:
+                status = self._process.wait() if self._process else None
+                raise ServerFailed(f"the SGLang server ended at its start with status {status}; {self.last_words()}")
+            with contextlib.suppress(ServerGone, ServerRefuses):
+                return await client.call("/server_info", deadline_s=2.0)
+            if clock.now() > deadline:
+                self.kill()
+                raise ServerFailed(
+                    f"the SGLang server does not serve after {self.settings.start_s:g} s; raise engine.start_s if it "
+                    f"only needs longer; {self.last_words()}"
+                )
+            await asyncio.sleep(POLL_S)
+
+    def kill(self) -> None:
+        """End the whole process group and wait for it."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+    def last_words(self) -> str:
+        """The end of what it has written since it was started last."""
+        log = self.settings.log
+        with log.open("rb") as file:
+            file.seek(self._log_start)
+            lines = file.read()[-16_384:].decode(errors="replace").splitlines()[-TAIL_LINES:]
+        return f"the end of {log}:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+def die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return probe.getsockname()[1]
+
+
+def is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except OSError:
+            return False
+    return True

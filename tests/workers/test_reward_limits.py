@@ -1,0 +1,266 @@
+"""What a verifier meets in the wild: endless, huge, forking and pathological answers, and servers that fail.
+
+Each is an error with its reason, never a reward, and costs no other item anything.
+"""
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from tests.workers.rewards_setup import collect
+
+SUMS = json.dumps({"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7"]})
+ADD = json.dumps({"fn_name": "add", "inputs": [[1, 2], [3, 4]], "outputs": [3, 7]})
+ASSERTIONS = "assert add(1, 2) == 3\nassert add(0, 0) == 0"
+
+
+def program(text):
+    return f"<think>\n```python\nbroken(\n```\n</think>Here it is:\n```python\n{text}\n```\nDone."
+
+
+def verified(pool, *items):
+    """The scores of (verifier, response, label) in order."""
+    for key, (verifier, response, label) in enumerate(items):
+        pool.submit(key, verifier, response, label, "stop")
+    scores = collect(pool, len(items))
+    return [scores[key] for key in range(len(items))]
+
+
+def test_programs_are_judged_by_what_they_do(make_pool):
+    right, wrong = "print(sum(map(int, input().split())))", "print(3)"
+    function = "def add(a, b):\n    print('noise')\n    return a + b"
+    method = "class Solution:\n    def add(self, a, b):\n        return a + b"
+    scores = verified(
+        make_pool(),
+        ("code", program(right), SUMS),
+        ("code", program(wrong), SUMS),
+        ("code", program("raise ValueError"), SUMS),
+        ("code", program("def"), SUMS),
+        ("code", "no program", SUMS),
+        ("code", program(function), ADD),
+        ("code", program(method), ADD),
+        ("code", program("def add(a, b): return a"), ADD),
+        ("code", program(function), ASSERTIONS),
+        ("code", program("def add(a, b): return 3"), ASSERTIONS),
+        ("code", program("import sys; sys.exit(0)"), ASSERTIONS),
+    )
+    assert [score.reward for score in scores] == [1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 1.0, 0.0, 0.0]
+    assert [score.details["passed"] for score in scores[:3]] == [1.0, 0.5, 0.0]
+    assert scores[4].details["program"] == 0.0
+
+
+ENDLESS = {
+    "loop": ("while True: pass", "wall clock"),
+    "sleep": ("import time; time.sleep(1000)", "wall clock"),
+    "memory": ("x = [0] * (1 << 30)", "memory"),
+    "output": ("while True: print('x' * 1000)", "output"),
+    "file": ("open('f', 'w').write('x' * (64 << 20)); print(1)", "output"),
+    "fork": ("import os\nwhile True: os.fork()", "processes"),
+    "threads": (
+        "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(1000,)).start()", "wall clock"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_a_program_beyond_its_limits_has_no_reward_but_a_reason(make_pool, name):
+    text, limit = ENDLESS[name]
+    pool = make_pool(code_test_s=1.5)
+    endless, after = verified(pool, ("code", program(text), SUMS), ("exact", "a", "a"))
+    assert endless.reward is None and "exceeded its limit of" in endless.error
+    assert limit in endless.error or name == "fork", endless.error
+    assert after.reward == 1.0
+    assert not left_over(), "some process of the program is still there"
+
+
+def test_a_program_beyond_its_limits_has_failed_where_configured(make_pool):
+    [score] = verified(make_pool(code_test_s=0.5, over_limit="wrong"), ("code", program("while True: pass"), SUMS))
+    assert (score.reward, score.error) == (0.0, None)
+
+
+def left_over():
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (folder / "cmdline").read_bytes()
+            state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if b"sandbox_runner.py" in command and state != "Z":
+            found.append(command)
+    return found
+
+
+def test_a_program_reaches_no_network_and_leaves_nothing_behind(make_pool):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
+    try:
+        port = server.server_port
+        daemon = (
+            "import os, time\n"
+            "if os.fork() == 0:\n"
+            "    os.setsid()\n"
+            "    os.close(0); os.close(1); os.close(2)\n"
+            "    time.sleep(1000)\n"
+            "print('started')\n"
+        )
+        connect = (
+            "import socket\n"
+            "try:\n"
+            f"    socket.create_connection(('127.0.0.1', {port}), 2)\n"
+            "    print('connected')\n"
+            "except OSError:\n"
+            "    print('refused')\n"
+        )
+        wanted = [json.dumps({"inputs": [""], "outputs": [word]}) for word in ("started", "refused")]
+        scores = verified(make_pool(), ("code", program(daemon), wanted[0]), ("code", program(connect), wanted[1]))
+        assert [score.reward for score in scores] == [1.0, 1.0]
+        assert not left_over()
+    finally:
+        server.server_close()
+
+
+WITHOUT_NAMESPACES = """
+import json, os, sys
+from april.workers.rewards import sandbox
+sandbox.NAMESPACES = ["false"]
+limits = sandbox.Limits(wall_s=1.5)
+outcomes = [sandbox.run(program, b"", limits) for program in json.loads(sys.argv[1])]
+assert sandbox.isolation() == [] and sandbox.children(os.getpid()) == []
+print(json.dumps([[outcome.status, outcome.output.decode(), outcome.exceeded] for outcome in outcomes]))
+"""
+
+
+def test_without_namespaces_sockets_are_refused_and_what_a_program_started_is_killed():
+    detached = "os.setsid(); os.close(1); os.close(2); time.sleep(1000)"
+    daemon = f"import os, time\nif os.fork() == 0:\n    {detached}\nprint('started')"
+    programs = [daemon, "import socket; socket.socket()", "while True: pass", "import ctypes; print(1)"]
+    command = [sys.executable, "-c", WITHOUT_NAMESPACES, json.dumps(programs)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    started, socket, endless, foreign = json.loads(done.stdout)
+    assert started == [0, "started\n", ""]
+    assert socket[0] == 1
+    assert endless[2] == "wall clock"
+    assert foreign == [0, "1\n", ""]
+    assert not left_over()
+
+
+def test_programs_of_a_killed_verifier_process_end_with_it(make_pool):
+    pool = make_pool(timeout_s=1.5, code_test_s=1000.0)
+    endless, after = verified(pool, ("code", program("while True: pass"), SUMS), ("exact", "a", "a"))
+    assert "no answer within 1.5 s" in endless.error and after.reward == 1.0
+    deadline_s = time.monotonic() + 30
+    while left_over():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("expression", ["9^{9^{9^{9^9}}}", "(10^{10^{10}})!", "\\left(" * 3000])
+def test_a_pathological_expression_is_an_error_or_wrong_and_stalls_nobody(make_pool, expression):
+    pool = make_pool(timeout_s=4.0, memory_mb=1024, verifiers=("math",))
+    pathological, after = verified(pool, ("math", f"\\boxed{{{expression}}}", "12"), ("math", "\\boxed{12}", "12"))
+    assert pathological.error or pathological.reward == 0.0
+    assert after.reward == 1.0
+
+
+# --- a reward model behind HTTP -----------------------------------------------------------------------------
+
+
+class RewardModel(ThreadingHTTPServer):
+    """Answers with the length of each response; fails as it is told to."""
+
+    def __init__(self):
+        self.batches, self.faults = [], []
+        """sizes of what was asked for; statuses to answer with first"""
+        super().__init__(("127.0.0.1", 0), Answer)
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.server_port}/score"
+
+
+class Answer(BaseHTTPRequestHandler):
+    def do_POST(self):
+        items = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.batches.append(len(items))
+        fault = self.server.faults.pop(0) if self.server.faults else None
+        if isinstance(fault, int):
+            return self.send_error(fault)
+        if fault == "hang":
+            time.sleep(30)
+        scores = [self.score(item) for item in items]
+        body = b"nonsense" if fault == "nonsense" else json.dumps(scores[1:] if fault == "short" else scores).encode()
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(body)
+
+    @staticmethod
+    def score(item):
+        if item["response"] == "bad":
+            return {"error": "cannot judge this"}
+        if item["response"] == "nan":
+            return None
+        return {"score": len(item["prompt"] + item["response"]), "helpful": 0.5}
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def reward_model():
+    server = RewardModel()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_reward_model_scores_in_batches_with_details(make_pool, reward_model):
+    pool = make_pool(url=reward_model.url)
+    reward_model.faults = [503]
+    for key in range(64):
+        pool.submit(key, "remote", "x" * key, "", "stop", prompt="pp")
+    scores = collect(pool, 64)
+    assert all(scores[key].reward == key + 2 and scores[key].details == {"helpful": 0.5} for key in range(64))
+    assert max(reward_model.batches) > 8 and len(reward_model.batches) < 40
+
+
+@pytest.mark.parametrize("fault", [503, 429])
+def test_what_may_work_later_is_tried_again(make_pool, reward_model, fault):
+    reward_model.faults = [fault, fault]
+    [score] = verified(make_pool(url=reward_model.url), ("remote", "abc", ""))
+    assert score.reward == 3 and len(reward_model.batches) == 3
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"), [(400, "status 400"), (404, "404"), ("nonsense", "JSON"), ("short", "list of 1 scores")]
+)
+def test_what_would_be_refused_again_is_an_error_at_once(make_pool, reward_model, fault, reason):
+    reward_model.faults = [fault]
+    [score] = verified(make_pool(url=reward_model.url), ("remote", "abc", ""))
+    assert score.reward is None and reason in score.error
+    assert len(reward_model.batches) == 1
+
+
+def test_a_reward_model_that_hangs_or_is_away_is_an_error(make_pool, reward_model):
+    reward_model.faults = ["hang"]
+    hanging = make_pool(url=reward_model.url, timeout_s=1.0)
+    hung, judged = verified(hanging, ("remote", "abc", ""), ("exact", "a", "a"))
+    assert hung.reward is None and judged.reward == 1.0
+    [away] = verified(make_pool(url="http://127.0.0.1:9/", timeout_s=2.0), ("remote", "abc", ""))
+    assert away.reward is None and "gave no answer" in away.error
+
+
+def test_an_item_that_the_model_cannot_judge_costs_no_other(make_pool, reward_model):
+    bad, nan, good = verified(
+        make_pool(url=reward_model.url), *[("remote", text, "") for text in ("bad", "nan", "abc")]
+    )
+    assert "cannot judge this" in bad.error and bad.reward is None
+    assert "no finite score" in nan.error and nan.reward is None
+    assert good.reward == 3

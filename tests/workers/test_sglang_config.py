@@ -1,0 +1,69 @@
+"""What is refused before a server is started, and what is told of its capacity."""
+
+import pytest
+
+from april.cli import main
+from april.config import ConfigError, load
+from april.workers.engines.capacity import CapacityRule
+from april.workers.engines.sglang_server import ServerSettings
+
+SGLANG = ["--worker.engine", "sglang"]
+REFUSED = {
+    "versions unknown": (["--engine.pause", "retract"], "engine.stream_tokens = 1"),
+    "pipeline parallel": (["--engine.server.pp_size", "2"], "tensor-parallel"),
+    "replicas": (["--engine.server.data_parallel_size", "2"], "one worker for each replica"),
+    "no address": (["--engine.url", "somewhere"], "http://HOST:PORT"),
+    "options for a server of others": (
+        ["--engine.url", "http://127.0.0.1:1", "--engine.server.tp_size", "2"],
+        "not started here",
+    ),
+    "heads that cannot be split": (["--engine.server.tp_size", "3"], "2 heads and 1 key-value heads"),
+    "unknown way": (["--engine.weights", "post"], "'disk', 'tensor' or 'broadcast'"),
+    "cut distribution": (["--sampling.top_p", "0.9"], "top_p = 1.0"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_work_is_refused_with_a_sentence(config_file, case):
+    overrides, mend = REFUSED[case]
+    with pytest.raises(ConfigError, match=mend):
+        load(config_file, [*SGLANG, *overrides])
+
+
+def test_options_become_the_server_s_command_line_and_win_over_april_s(config_file, tmp_path):
+    words = ["--engine.server.tp-size", "2", "--engine.server.dtype", "bfloat16", "--engine.server.enable_metrics"]
+    config = load(config_file, [*SGLANG, *words, "--engine.server.sleep_on_idle", "false"])
+    settings = ServerSettings(tmp_path, tmp_path, tmp_path / "log", slots=7, options=config.engine.server)
+    line = " ".join(settings.arguments(1234))
+    for part in ("--tp-size 2", "--dtype bfloat16", "--enable-metrics", "--port 1234", "--max-running-requests 7"):
+        assert part in line
+    assert "float32" not in line and "--sleep-on-idle" not in line and "--skip-tokenizer-init" in line
+
+
+def test_a_dry_run_says_who_is_in_which_group(config_file, capsys):
+    words = ["--engine.weights", "broadcast", "--engine.server.tp_size", "2", "--worker.count", "2"]
+    assert main(["run", str(config_file), "--dry-run", *SGLANG, *words]) == 0
+    said = capsys.readouterr().out
+    assert "worker-1: 3 ranks: 0 the learner, 1-2 its server's tensor-parallel ranks 0-1" in said
+    assert not (config_file.parent / "runs").exists()
+
+
+def test_the_configuration_with_server_options_reads_back_unchanged(config_file, tmp_path):
+    config = load(config_file, [*SGLANG, "--engine.server.tp_size", "2", "--engine.server.list", "[1, 2]"])
+    (tmp_path / "again.toml").write_text(config.to_toml())
+    assert load(tmp_path / "again.toml") == config
+
+
+def test_capacity_shrinks_to_what_runs_when_memory_is_full_and_grows_back():
+    rule = CapacityRule(64)
+    rule.observe(num_running_reqs=64, num_waiting_reqs=20, token_usage=0.95)
+    assert rule.requests == 64, "slots, not memory, hold the waiting ones back"
+    rule.observe(num_running_reqs=40, num_waiting_reqs=3, token_usage=0.97)
+    assert rule.requests == 40
+    rule.observe(num_running_reqs=41, num_waiting_reqs=0, token_usage=0.95)
+    assert rule.requests == 40
+    rule.observe(num_running_reqs=30, num_waiting_reqs=0, token_usage=0.5)
+    assert rule.requests == 50
+    for _ in range(3):
+        rule.observe(num_running_reqs=30, num_waiting_reqs=0, token_usage=0.5)
+    assert rule.requests == 64

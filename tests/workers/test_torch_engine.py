@@ -1,0 +1,234 @@
+"""The embedded engine alone: what it does at which step, and that a sample depends on nothing but its seed."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from april.version import Version
+from april.workers.engines.base import EngineError, Request
+from april.workers.engines.torch_engine import TorchEngine, load_folder_weights
+from tests.workers.engine_driving import (
+    V0,
+    V1,
+    V2,
+    VOCABULARY,
+    Stream,
+    assert_agree,
+    assert_true_logprobs,
+    drive,
+    join,
+    prompt,
+    requests_of_many_shapes,
+)
+
+
+@pytest.fixture
+def make_engine(tiny_model):
+    """make_engine(model=qwen3, version=V0, **options) -> an engine that holds the model's weights."""
+    made = []
+
+    def make(model=None, version: Version | None = V0, **options):
+        model = model or tiny_model()
+        engine = TorchEngine(model.folder, **{"slots": 8, "chunk_tokens": 7, "chunk_s": 1e9} | options)
+        made.append(engine)
+        if version is not None:
+            engine.load_weights(version, model.weights())
+        return engine
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+def test_a_chunk_is_due_after_its_time(make_engine):
+    engine = make_engine(chunk_tokens=1000, chunk_s=0.0)
+    streams = drive(engine, [Request(1, prompt(), 9)])
+    assert [len(chunk.tokens) for chunk in streams[1].chunks] == [1] * 9
+
+
+def test_a_sample_draws_afresh_at_every_position(make_engine):
+    """At a temperature that flattens everything, tokens are uniform and so are steps from one to the next."""
+    requests = [Request(i, prompt(), 600, seed=i, temperature=1e5) for i in range(8)]
+    streams = drive(make_engine(), requests)
+    tokens = np.array([streams[request.id].tokens for request in requests])
+    flat = np.full(VOCABULARY, 1 / VOCABULARY)
+    assert_agree(np.bincount(tokens.ravel(), minlength=VOCABULARY), flat)
+    for differences in (np.diff(tokens, axis=1), np.diff(tokens, axis=0)):
+        assert_agree(np.bincount((differences % VOCABULARY).ravel(), minlength=VOCABULARY), flat)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 6, 7, 8, 20])
+def test_cancel_hands_over_what_is_left_at_any_step(make_engine, steps):
+    request = Request(1, prompt(), 40, seed=2)
+    whole = drive(make_engine(), [request])[1]
+    engine = make_engine()
+    before = drive(engine, [request, replace(request, id=2)], steps)
+    stream = join(before[1], Stream(engine.cancel(1)))
+    assert stream.tokens == whole.tokens[:steps] and stream.finish_reason is None
+    assert engine.cancel(1) == [] and engine.live == 1
+    assert join(before[2], drive(engine)[2]).tokens == whole.tokens
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("cuts", [[1], [13], [5, 6, 150]])
+def test_a_resumed_run_equals_the_uninterrupted_one(make_engine, tiny_model, temperature, cuts):
+    request = Request(1, prompt(), 160, seed=11, temperature=temperature)
+    whole = drive(make_engine(), [request])[1]
+    segments, rest = [], request
+    for steps in [*np.diff([0, *cuts]).tolist(), None]:
+        engine = make_engine()
+        before = drive(engine, [rest], steps)[1]
+        segments.append(join(before, Stream(engine.cancel(1))))
+        tokens = np.concatenate([rest.tokens, np.array(segments[-1].tokens, np.int32)])
+        rest = replace(rest, tokens=tokens, max_new_tokens=rest.max_new_tokens - len(segments[-1].tokens))
+    stream = join(*segments)
+    assert stream.tokens == whole.tokens and rest.max_new_tokens == 0
+    assert [segment.finish_reason for segment in segments] == [None] * len(cuts) + ["length"]
+    assert_true_logprobs(tiny_model(), request, stream)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen2", "llama"])
+def test_after_a_swap_every_logprob_is_that_of_the_new_weights(make_engine, tiny_model, architecture):
+    old, new = tiny_model(architecture, 0), tiny_model(architecture, 1)
+    engine = make_engine(old, slots=6)
+    requests = [replace(r, max_new_tokens=r.max_new_tokens + 20) for r in requests_of_many_shapes(14, temperature=0.8)]
+    before = drive(engine, requests, steps=10)
+    engine.load_weights(V1, new.weights())
+    assert engine.version == V1
+    streams = {key: join(before[key], rest) for key, rest in drive(engine).items()}
+    assert {V0, V1} == {version for stream in streams.values() for version in stream.versions}
+    for request in requests:
+        stream, context = streams[request.id], [*request.tokens.tolist(), *streams[request.id].tokens]
+        old_tokens = stream.versions.count(V0)
+        assert old_tokens == (10 if request.id < 6 else 0)
+        assert stream.versions == sorted(stream.versions)
+        start = len(request.tokens)
+        expected = old.logprobs(context, start, 0.8)
+        expected[old_tokens:] = new.logprobs(context, start, 0.8)[old_tokens:]
+        torch.testing.assert_close(torch.tensor(stream.logprobs), expected, atol=1e-4, rtol=0)
+        assert len(stream.tokens) == request.max_new_tokens
+
+
+def test_swaps_without_a_step_between_them_leave_the_last(make_engine, tiny_model):
+    engine = make_engine()
+    before = drive(engine, [Request(1, prompt(), 20, seed=4)], steps=3)
+    engine.load_weights(V1, tiny_model(seed=1).weights())
+    engine.load_weights(V2, tiny_model(seed=2).weights())
+    stream = join(before[1], drive(engine)[1])
+    assert stream.versions == [V0] * 3 + [V2] * 17
+
+
+def test_cancel_after_a_swap_returns_one_chunk_a_version(make_engine, tiny_model):
+    engine = make_engine(chunk_tokens=1000)
+    drive(engine, [Request(1, prompt(), 50), Request(2, prompt(), 50)], steps=4)
+    engine.load_weights(V1, tiny_model(seed=1).weights())
+    assert [(chunk.version, len(chunk.tokens)) for chunk in engine.cancel(1)] == [(V0, 4)]
+    (chunk,) = engine.step()
+    assert (chunk.id, chunk.version, len(chunk.tokens)) == (2, V0, 4)
+    assert [(chunk.version, len(chunk.tokens)) for chunk in engine.cancel(2)] == [(V1, 1)]
+
+
+@pytest.mark.parametrize("shard_size", ["10KB", "1GB"])
+def test_weights_from_a_folder_one_file_or_many(make_engine, tiny_model, tmp_path, shard_size):
+    tiny_model().reference.save_pretrained(tmp_path, max_shard_size=shard_size)
+    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (shard_size == "10KB")
+    engine = make_engine(version=None)
+    engine.load_weights(V0, load_folder_weights(tmp_path))
+    request = Request(1, prompt(), 20, seed=6)
+    assert drive(engine, [request])[1].tokens == drive(make_engine(), [request])[1].tokens
+
+
+def test_seeds_give_distinct_samples_and_the_same_seed_the_same(make_engine):
+    requests = [Request(i, prompt(), 30, seed=seed) for i, seed in enumerate([*range(8), 0, -1, 2**63, 2**64 - 2])]
+    streams = drive(make_engine(), requests)
+    assert streams[8].tokens == streams[0].tokens
+    others = {tuple(streams[request.id].tokens) for request in requests}
+    assert len(others) == len(requests) - 1
+
+
+def test_a_sample_does_not_depend_on_what_runs_beside_it(make_engine):
+    requests = requests_of_many_shapes(16, temperature=0.9)
+    requests[3] = replace(requests[3], top_k=5)
+    requests[5] = replace(requests[5], temperature=0.0)
+    requests[6] = replace(requests[6], top_p=0.5)
+    together = drive(make_engine(slots=8), requests)
+    reversed_order = drive(make_engine(slots=3), requests[::-1])
+    for request in requests:
+        alone = drive(make_engine(slots=1), [request])[request.id]
+        assert alone.tokens == together[request.id].tokens == reversed_order[request.id].tokens
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"model_type": "gpt2"}, "llama, qwen2, qwen3"), ({"hidden_act": "gelu"}, "gelu"),
+     ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding"),
+     ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "dynamic")],
+)  # fmt: skip
+def test_a_model_that_it_cannot_run_is_refused_with_a_sentence(tiny_model, tmp_path, change, message):
+    config = json.loads((tiny_model().folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(EngineError, match=message):
+        TorchEngine(tmp_path)
+
+
+def test_more_context_than_the_model_has_positions_is_refused(tiny_model, tmp_path):
+    with pytest.raises(EngineError, match="640"):
+        TorchEngine(tiny_model().folder, max_context=641)
+    with pytest.raises(EngineError, match="does not exist"):
+        TorchEngine(tmp_path / "nowhere")
+    with pytest.raises(EngineError, match="safetensors"):
+        load_folder_weights(tmp_path)
+
+
+def test_contexts_larger_than_one_prefill_are_admitted_one_after_another(tiny_model):
+    engine = TorchEngine(tiny_model().folder, slots=8, prefill_tokens=50)
+    engine.load_weights(V0, tiny_model().weights())
+    requests = [Request(i, prompt(length, seed=i), 20, seed=i) for i, length in enumerate([200, 30, 30, 10, 49, 51, 3])]
+    streams = drive(engine, requests)
+    engine.load_weights(V1, tiny_model().weights())
+    for request in requests:
+        assert_true_logprobs(tiny_model(), request, streams[request.id])
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "llama"])
+@pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0, 1.7])
+def test_logprobs_of_other_architectures_are_true(make_engine, tiny_model, architecture, temperature):
+    model = tiny_model(architecture)
+    requests = requests_of_many_shapes(12, temperature=temperature)
+    streams = drive(make_engine(model), requests)
+    for request in requests:
+        assert_true_logprobs(model, request, streams[request.id])
+
+
+def test_a_queued_request_is_cancelled_without_tokens(make_engine):
+    engine = make_engine(slots=1)
+    drive(engine, [Request(1, prompt(), 40), Request(2, prompt(), 40)], steps=3)
+    assert engine.cancel(2) == [] and engine.cancel(99) == [] and engine.live == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"temperature": 0.7}, {"temperature": 1.5, "top_k": 6}, {"temperature": 1.5, "top_p": 0.8},
+     {"temperature": 2.0, "top_k": 12, "top_p": 0.7}, {"top_k": 1}, {"top_p": 1e-9}],
+    ids=str,
+)  # fmt: skip
+def test_frequencies_agree_with_the_distribution_asked_for(make_engine, tiny_model, options):
+    """2,000 seeds of one prompt; top-k, then top-p: the fewest likeliest tokens whose mass reaches it."""
+    logits = tiny_model().logits(prompt().tolist())[-1].double().numpy() / options.get("temperature", 1.0)
+    full = np.exp(logits - logits.max())
+    full /= full.sum()
+    order = np.argsort(-full)[: options.get("top_k") or None]
+    mass = full[order].cumsum() / full[order].sum()
+    support = order[: np.searchsorted(mass, options.get("top_p", 1.0)) + 1]
+    target = np.zeros(VOCABULARY)
+    target[support] = full[support] / full[support].sum()
+    requests = [Request(i, prompt(), 1, seed=i, **options) for i in range(2000)]
+    streams = drive(make_engine(slots=64), requests)
+    tokens = [streams[request.id].tokens[0] for request in requests]
+    assert set(tokens) <= set(support.tolist())
+    assert_agree(np.bincount(tokens, minlength=VOCABULARY), target)
+    for request, token in zip(requests, tokens, strict=True):
+        assert abs(streams[request.id].logprobs[0] - np.log(full[token])) < 1e-4

@@ -1,0 +1,244 @@
+"""What each verifier makes of a response, and how penalties add up."""
+
+import pytest
+
+from april.config import ConfigError
+from april.workers.rewards.answers import after_thinking, last_boxed
+from april.workers.rewards.mathematics import dapo, deepscaler, math, normalise
+from april.workers.rewards.messages import Item, RewardRules
+from april.workers.rewards.process import verify
+from april.workers.rewards.text import choice, exact, f1, final_answer, regex
+from april.workers.rewards.verifiers import VERIFIERS, check_verifier
+
+
+@pytest.mark.parametrize(
+    ("response", "label", "finish_reason", "reward"),
+    [
+        ("04*3+90=#12", "12", "stop", 1.0),
+        ("#12", "12", "stop", 1.0),
+        ("#12", "12", "length", 0.0),
+        ("#13", "12", "stop", 0.0),
+        ("#12 ", "12", "stop", 0.0),
+        ("#13#12", "12", "stop", 0.0),
+        ("12", "12", "stop", 0.0),
+        ("", "", "stop", 0.0),
+        ("#", "", "stop", 1.0),
+    ],
+)
+def test_final_answer_is_the_text_after_the_first_mark_of_a_response_that_ended(response, label, finish_reason, reward):
+    assert final_answer(response, label, finish_reason) == reward
+
+
+def test_exact_compares_the_whole_response():
+    assert exact("yes", "yes", "stop") == 1.0
+    assert exact("yes", "yes", "length") == exact("yes.", "yes", "stop") == 0.0
+
+
+def test_regex_searches_what_follows_the_reasoning():
+    assert regex("so x </think> It is 42.", r"\b4\d\b", "stop") == 1.0
+    assert regex("maybe 42 </think> It is 7.", r"\b4\d\b", "stop") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("response", "boxed"),
+    [
+        (r"\boxed{3}", "3"),
+        (r"\boxed{1} and \boxed{2}", "2"),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{1} and \boxed{2", "1"),
+        (r"\fbox{4}", "4"),
+        (r"\boxed {5}", "5"),
+        ("no box", None),
+        (r"\boxed{", None),
+    ],
+)
+def test_the_last_box_that_is_closed_counts(response, boxed):
+    assert last_boxed(response) == boxed
+
+
+def test_the_answer_is_behind_the_reasoning():
+    assert after_thinking("a</think>b</think>c") == "c"
+    assert after_thinking("all of it") == "all of it"
+
+
+@pytest.mark.parametrize(
+    ("answer", "label"),
+    [
+        ("12", "12"),
+        ("12.0", "12"),
+        (r"\frac{1}{2}", "0.5"),
+        (r"\dfrac{1}{2}", r"\frac{1}{2}"),
+        ("1/2", r"\frac{1}{2}"),
+        (r"\frac12", "1/2"),
+        (r"3\sqrt{2}", r"\sqrt{18}"),
+        (r"12\text{ cm}", "12"),
+        (r"90^\circ", "90"),
+        (r"50\%", r"50\%"),
+        (r"\{2, 1\}", r"\{1, 2\}"),
+        (r"[0, 1) \cup (2, 3]", r"(2,3]\cup[0,1)"),
+        (r"(1, \infty)", r"(1,\infty)"),
+        ("x^2+2x+1", "(x+1)^2"),
+        ("1,000", "1000"),
+        ("(3, 4)", "(3,4)"),
+        (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"),
+        ("x = 5", "5"),
+    ],
+)
+def test_math_compares_meanings(answer, label):
+    reward, details = math(f"<think>maybe 7</think> so it is \\boxed{{{answer}}}.", label, "stop")
+    assert reward == 1.0 and details == {"boxed": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("answer", "label"),
+    [
+        ("13", "12"),
+        (r"\frac{1}{3}", "0.5"),
+        ("(1, 2)", "[1, 2]"),
+        (r"\{1, 2, 3\}", r"\{1, 2\}"),
+        ("x^2", "x^3"),
+        ("", "1"),
+    ],
+)
+def test_math_tells_different_meanings_apart(answer, label):
+    assert math(f"\\boxed{{{answer}}}", label, "stop")[0] == 0.0
+
+
+def test_math_takes_what_the_reasoning_ends_in_and_not_what_is_in_it():
+    assert math(r"\boxed{12}</think>\boxed{13}", "12", "stop")[0] == 0.0
+    assert math("The answer is $12$.", "12", "stop") == (1.0, {"boxed": 0.0})
+    assert math("I do not know.", "12", "stop")[0] == 0.0
+
+
+def test_a_label_that_is_no_mathematics_is_an_error_and_no_reward():
+    item = Item(0, "math", r"\boxed{1}", "", "stop")
+    [score] = verify([item], RewardRules())
+    assert score.reward is None and "label ''" in score.error
+
+
+@pytest.mark.parametrize(
+    ("response", "reward"),
+    [
+        (r"so</think> \boxed{\frac{1}{2}}", 1.0),
+        (r"###Response: \boxed{0.5}", 1.0),
+        (r"\boxed{0.5}", 0.0),
+        (r"\boxed{0.5}</think> that is it", 0.0),
+        (r"so</think> it is 0.5", 0.0),
+        (r"so</think> \boxed{0.6}", 0.0),
+    ],
+)
+def test_deepscaler_wants_closed_reasoning_and_a_box_behind_it(response, reward):
+    assert deepscaler(response, "1/2", "stop")[0] == reward
+
+
+@pytest.mark.parametrize(
+    ("response", "label", "reward"),
+    [
+        ("Step 1...\nAnswer: 34", "34", 1.0),
+        ("Answer: $34$", "34", 1.0),
+        ("answer : 34.", "34", 1.0),
+        ("Answer: \\boxed{34}", "34", 1.0),
+        ("Answer: 1,234 units", "1234", 1.0),
+        ("Answer: x = 34", "34", 1.0),
+        ("Answer: 12\nAnswer: 34", "34", 1.0),
+        ("Answer: 35", "34", -1.0),
+        ("It is 34", "34", -1.0),
+        ("Answer: 34" + " and so on" * 40, "34", -1.0),
+        ("", "34", -1.0),
+    ],
+)
+def test_dapo_gives_plus_or_minus_one_for_the_last_answer_line(response, label, reward):
+    score, details = dapo(response, label, "stop")
+    assert score == reward and details["correct"] == float(reward > 0)
+
+
+@pytest.mark.parametrize(
+    ("answer", "plain"),
+    [
+        (r"\dfrac12", r"\frac{1}{2}"), (r"\sqrt 2", r"\sqrt{2}"), ("45^\\circ", "45"), ("3.00", "3"), ("50\\%", "50"),
+        (r"\text{east}", "east"), ("10, 200", "10,200"), ("12 \\text{ dollars}", "12"),
+    ],
+)  # fmt: skip
+def test_dapo_normalises_what_does_not_change_an_answer(answer, plain):
+    assert normalise(answer) == plain
+
+
+@pytest.mark.parametrize(
+    ("response", "letter"),
+    [
+        ("The answer is (C).", "C"),
+        ("Answer: B", "B"),
+        ("**Answer:** D", "D"),
+        ("so\\boxed{A}", "A"),
+        ("\\boxed{\\text{(B) 12}}", "B"),
+        ("The answer is A</think>The answer is D", "D"),
+        ("Let me see.\n(C)", "C"),
+        ("the answer is a matter of taste", None),
+        ("I cannot say", None),
+        ("", None),
+    ],
+)
+def test_choice_finds_the_letter_that_was_chosen(response, letter):
+    for label in "ABCD":
+        assert choice(response, label, "stop") == (float(label == letter), {"answered": float(letter is not None)})
+
+
+def test_f1_is_that_of_the_words_in_common():
+    assert f1("The Eiffel Tower", "eiffel tower!", "stop")[0] == 1.0
+    assert f1("tall tower of Paris", "the tower", "stop")[0] == pytest.approx(0.4)
+    assert f1("no", "yes", "stop")[0] == 0.0
+    assert f1("why? </think> \\boxed{yes}", "yes", "stop")[0] == 1.0
+
+
+# --- penalties ----------------------------------------------------------------------------------------------
+
+
+def scored(tokens, response="#1", **rules):
+    [score] = verify([Item(0, "final_answer", response, "1", "stop", tokens=tokens)], RewardRules(**rules))
+    return score
+
+
+@pytest.mark.parametrize(("tokens", "reward"), [(1, 1.0), (60, 1.0), (70, 0.875), (80, 0.75), (100, 0.5), (120, 0.5)])
+def test_length_costs_in_the_buffer_at_the_end_of_the_budget(tokens, reward):
+    shaped = scored(tokens, max_response_tokens=100, overlong_buffer_tokens=40, overlong_penalty=0.5)
+    assert shaped.reward == pytest.approx(reward)
+    assert shaped.details == {"base": 1.0, "overlong": pytest.approx(reward - 1.0)}
+
+
+def test_penalties_add_up_and_are_told_apart():
+    rules = {"max_response_tokens": 10, "overlong_buffer_tokens": 10, "format_pattern": "^#", "format_penalty": 0.25}
+    assert scored(5, **rules).reward == pytest.approx(0.5)
+    assert scored(5, response="?", **rules).details == {"base": 0.0, "overlong": -0.5, "format": -0.25}
+    assert scored(5, response="?", **rules).reward == pytest.approx(-0.75)
+    assert scored(5).details == {}
+
+
+# --- by name ------------------------------------------------------------------------------------------------
+
+
+def test_every_verifier_that_ships_can_be_found():
+    for name in VERIFIERS:
+        check_verifier(name, url="http://127.0.0.1/")
+
+
+def test_an_unknown_verifier_is_refused_with_the_known_ones():
+    with pytest.raises(ConfigError, match=r"'reward.name' = 'final_anser'.*'final_answer', 'exact'"):
+        check_verifier("final_anser")
+    with pytest.raises(ConfigError, match="'os:no_such_function'"):
+        check_verifier("os:no_such_function")
+    with pytest.raises(ConfigError, match="'no_such_module:f'"):
+        check_verifier("no_such_module:f")
+    with pytest.raises(ConfigError, match=r"reward\.url"):
+        check_verifier("remote")
+
+
+def test_a_verifier_of_ones_own_may_ask_for_prompt_and_tokens_and_give_details(tmp_path, monkeypatch):
+    (tmp_path / "my_rewards.py").write_text(
+        "def brief(response, label, finish_reason, prompt, tokens):\n"
+        "    right = float(label in response)\n"
+        "    return right - 0.01 * tokens, {'right': right, 'echo': float(prompt in response)}\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    [score] = verify([Item(0, "my_rewards:brief", "1+1 is 2", "2", "stop", "1+1", 5)], RewardRules())
+    assert score.reward == pytest.approx(0.95) and score.details == {"right": 1.0, "echo": 1.0}
