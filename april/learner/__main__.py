@@ -33,12 +33,22 @@ def main(arguments: list[str]) -> int:
     except configuration.ConfigError as error:
         print(f"april.learner: {error}", file=sys.stderr)
         return REFUSED
+    end(status_of_training(config, options.connect))
+
+
+def status_of_training(config: configuration.Config, address: str) -> int:
+    """Exit status; threads that wait for a batch or for other ranks do not keep the process from ending."""
+    from april.learner.loop import Diverged
+
     try:
-        train(config, options.connect)
-    except (configuration.ConfigError, BrokerUnreachable, BrokerRefused) as error:
+        train(config, address)
+    except (configuration.ConfigError, BrokerUnreachable, BrokerRefused, Diverged) as error:
         print(f"april.learner: {error}", file=sys.stderr)
-        end(1 if isinstance(error, BrokerUnreachable) and not isinstance(error, AccessDenied) else REFUSED)
-    end(0)
+        return 1 if isinstance(error, BrokerUnreachable) and not isinstance(error, AccessDenied) else REFUSED
+    except Exception:
+        log.exception("the learner cannot go on")
+        return 1
+    return 0
 
 
 def train(config: configuration.Config, address: str) -> None:

@@ -7,6 +7,8 @@ A checkpoint is written under a temporary name and renamed when it is complete a
 import os
 import re
 import shutil
+from concurrent.futures import Future
+from datetime import timedelta
 from pathlib import Path
 
 import orjson
@@ -17,6 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from transformers import AutoConfig
 
+from april.learner.background import in_background
 from april.learner.model import Policy, full_state
 
 COMPLETE_NAME = re.compile(r"step_(\d{6,})")
@@ -51,20 +54,48 @@ def folder(directory: Path, step: int) -> Path:
     return directory / f"step_{step:06d}"
 
 
-def save(directory: Path, step: int, policy: Policy, optimizer: Optimizer, optimizer_steps: int) -> None:
-    """Write weights, AdamW moments and progress; on return the checkpoint is durable. Collective."""
-    final = folder(directory, step)
-    partial = final.with_name(f"{final.name}.partial")
-    if dist.get_rank() == 0:
-        directory.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(partial, ignore_errors=True)
-    dist.barrier()
-    dcp.save(sharded_state(policy, optimizer), checkpoint_id=partial)
-    if dist.get_rank() == 0:
-        progress = {"step": step, "optimizer_steps": optimizer_steps, "ranks": dist.get_world_size()}
+class Writer:
+    """Writes one checkpoint at a time while training goes on: weights, AdamW moments and progress.
+
+    The state is copied when a checkpoint is started; the ranks write the copies in threads, which agree over a process
+    group of their own. `step` is also the position in the broker's stream: the next batch that the learner asks for.
+    """
+
+    def __init__(self, directory: Path, keep: int, timeout_s: float):
+        """Keep the newest `keep`. Collective."""
+        self.directory, self.keep = directory, keep
+        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self._writing: tuple[int, Future] | None = None
+
+    def start(self, step: int, policy: Policy, optimizer: Optimizer, optimizer_steps: int) -> None:
+        """Begin the checkpoint of `step`, after the one that is being written. Collective."""
+        if self._writing:
+            self._writing[1].result()
+        partial = folder(self.directory, step).with_suffix(".partial")
+        if dist.get_rank() == 0:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(partial, ignore_errors=True)
+        dist.barrier()
+        written = dcp.async_save(sharded_state(policy, optimizer), checkpoint_id=partial, process_group=self.group)
+        if dist.get_rank() == 0:
+            progress = {"step": step, "optimizer_steps": optimizer_steps, "ranks": dist.get_world_size()}
+            written = in_background(self._complete, written, partial, progress)
+        self._writing = step, written
+
+    def _complete(self, written: Future, partial: Path, progress: dict[str, int]) -> None:
+        """Rank 0's, in a thread: that its write is over means that all are."""
+        written.result()
         (partial / PROGRESS_FILE).write_bytes(orjson.dumps(progress))
-        replace_folder(partial, final)
-    dist.barrier()
+        replace_folder(partial, folder(self.directory, progress["step"]))
+        prune(self.directory, self.keep)
+
+    def completed(self, wait: bool = False) -> int | None:
+        """Step of the checkpoint that was started last, once, when it is on disk. Raises what went wrong."""
+        if self._writing is None or not (wait or self._writing[1].done()):
+            return None
+        (step, written), self._writing = self._writing, None
+        written.result()
+        return step
 
 
 def restore(directory: Path, step: int, policy: Policy, optimizer: Optimizer) -> int:
@@ -93,8 +124,6 @@ def sharded_state(policy: Policy, optimizer: Optimizer) -> dict[str, Tensor]:
 
 def prune(directory: Path, keep: int) -> None:
     """Remove all but the newest `keep` checkpoints, and what crashes have left half-written."""
-    if dist.get_rank() != 0:
-        return
     for step in steps(directory)[:-keep]:
         shutil.rmtree(folder(directory, step))
     for leftover in directory.glob("*.partial"):

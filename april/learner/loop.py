@@ -1,38 +1,55 @@
-"""The learner's life: restore, announce, then fetch, train, checkpoint, report and publish until the run is over."""
+"""The learner's life: restore, announce, then fetch, train, report, checkpoint and publish until the run is over.
+
+Beside the training of one batch, in threads: the next is fetched, shared out and made ready; the last weights are sent
+to the workers; a checkpoint is written.
+"""
 
 import logging
 import time
+from concurrent.futures import Future, wait
+from pathlib import Path
 from typing import Protocol
 
+import orjson
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from april.config import Config
-from april.learner.batch import Batch, share_batch
+from april.learner.background import in_background
+from april.learner.batch import Batch, encode, share_batch
 from april.learner.process_group import handover_group
-from april.learner.trainer import Trainer
+from april.learner.trainer import ReadyBatch, Trainer
 from april.version import Version
 
 log = logging.getLogger(__name__)
 
+ALIVE_S = 1.0
+"""the source hears this often that the learner waits for a batch, and does not hang"""
+
 
 class Source(Protocol):
-    """Where batches come from, and where the learner reports what has become of them."""
+    """Where batches come from, and where the learner reports what has become of them.
+
+    `fetch` is called by one thread while another calls the rest.
+    """
 
     def start(self, checkpoint_step: int) -> tuple[int, int]:
         """The learner holds weights `checkpoint_step`, whose checkpoint is on disk -> (branch, frontier).
 
         They contain every batch below `checkpoint_step`. Batches from there to the frontier have been consumed
         before and are handed out again identically. After a crash between a checkpoint and its reports,
-        `checkpoint_step` is ahead of what `consumed` and `durable` have said, and stands for both.
+        `checkpoint_step` is ahead of what `durable` has said, and stands for it.
         """
 
     def fetch(self, step: int) -> Batch | None:
-        """Wait for batch `step`; None when the run is over."""
+        """Wait for batch `step`, which may be one ahead of the batches consumed; None when the run is over."""
 
-    def consumed(self, step: int, metrics: dict[str, float]) -> None:
-        """Batch `step` is in the weights."""
+    def alive(self) -> None:
+        """The learner waits and lives; said every `ALIVE_S`."""
+
+    def consumed(self, step: int, metrics: dict[str, float], discarded: str = "") -> None:
+        """Batch `step` is in the weights, or was passed without changing them because it is `discarded`."""
 
     def durable(self, step: int, oldest: int) -> None:
         """The checkpoint of weights `step` is on disk, and the oldest that is kept is `oldest`: the batches below
@@ -44,62 +61,149 @@ class Publisher(Protocol):
         """Hand the weights (on the CPU, by Hugging Face name) to the workers; figures about it."""
 
 
+class Diverged(RuntimeError):
+    """Batch after batch had no finite loss or gradient; the text says where the batches are."""
+
+
 def run(config: Config, trainer: Trainer, source: Source | None, publisher: Publisher | None) -> None:
     """Train until `source.fetch` gives None. Collective; `source` and `publisher` are rank 0's, None elsewhere.
 
-    Batch k turns weights k into k + 1. After it: the checkpoint if one is due, `consumed(k)`, `durable(k + 1)` if
-    there was a checkpoint, then Version(branch, k + 1) is published, unless it is below the frontier. At the
-    end the last weights get a checkpoint if they have none, and are exported.
+    Batch k turns weights k into k + 1. After it: `consumed(k)`; the checkpoint is begun if one is due, and
+    `durable` said when it is on disk; then Version(branch, k + 1) is published, unless it is below the frontier.
+    At the end the last weights get a checkpoint if they have none, and are exported. A batch without a finite loss and
+    gradient is passed: it lies in `nonfinite/` of the run folder, and the weights are published again under the next
+    name. `Diverged` is raised after `learner.max_nonfinite` in a row.
 
-    The metrics given to `consumed` add to the trainer's: `wait_s` for the batch, `train_s`, `checkpoint_s` if
-    one was written, and of the latest publish before this batch `publish_s` with the publisher's own figures.
+    The metrics given to `consumed` add to the trainer's: what the step had to wait for, in `wait_s` for the batch,
+    `publish_wait_s` for the last weights to be sent, `gather_s` to collect them, `checkpoint_s` to copy the state;
+    `train_s`; and `publish_s` and the publisher's own figures of the weights that batch k was trained on.
     """
     group = handover_group()
     saved_step = trainer.restore()
     branch, frontier = share_numbers(source.start(saved_step) if source else (0, 0), group)
-    publish_metrics = {}
-    if trainer.step_count >= frontier:
-        publish_metrics = publish(trainer, publisher, branch)
-    while True:
-        step, began = trainer.step_count, time.perf_counter()
-        batch = share_batch(source.fetch(step) if source else None, group)
-        if batch is None:
-            break
-        if batch.step != step:
-            raise ValueError(f"batch {batch.step} arrived where batch {step} was due; the source is out of step")
-        arrived = time.perf_counter()
-        metrics = trainer.step(batch)
-        trained = time.perf_counter()
-        metrics |= publish_metrics | {"wait_s": arrived - began, "train_s": trained - arrived}
-        due = trainer.step_count % config.learner.checkpoint_every == 0
-        if due:
-            trainer.save()
+    handover = Handover(trainer, source, group)
+    release = Release(trainer, publisher, branch, frontier)
+    nonfinite_in_a_row = 0
+    handover.ask(trainer.step_count)
+    release.publish()
+    costs = {}
+    while arrived := handover.take():
+        (batch, ready), wait_s = arrived
+        handover.ask(batch.step + 1)
+        began = time.perf_counter()
+        metrics = trainer.step(batch, ready)
+        metrics |= costs | {"wait_s": wait_s, "train_s": time.perf_counter() - began} | release.finish()
+        nonfinite_in_a_row = nonfinite_in_a_row + 1 if metrics["nonfinite"] else 0
+        if source:
+            report(config, source, batch, metrics)
+        costs = {}
+        if trainer.step_count % config.learner.checkpoint_every == 0:
+            began = time.perf_counter()
+            say_durable(trainer, source, wait=True)
+            trainer.start_save()
             saved_step = trainer.step_count
-            metrics["checkpoint_s"] = time.perf_counter() - trained
-        if source:
-            seconds, loss = metrics["train_s"], metrics["loss"]
-            log.info("batch %d trained in %.2f s, loss %.4f", step, seconds, loss, extra={"step": step})
-            source.consumed(step, metrics)
-            if due:
-                source.durable(saved_step, trainer.oldest_checkpoint)
-        publish_metrics = {}
-        if trainer.step_count >= frontier:
-            publish_metrics = publish(trainer, publisher, branch)
+            costs["checkpoint_s"] = time.perf_counter() - began
+        say_durable(trainer, source)
+        costs |= release.publish()
+        if nonfinite_in_a_row == config.learner.max_nonfinite:
+            raise Diverged(
+                f"{nonfinite_in_a_row} batches in a row had a loss or gradient that is not finite; the last is "
+                f"{nonfinite_path(config, batch.step)}; lower learner.lr, or raise learner.max_nonfinite = "
+                f"{config.learner.max_nonfinite} to go on for longer"
+            )
+    release.finish()
+    say_durable(trainer, source, wait=True)
     if saved_step != trainer.step_count:
-        trainer.save()
-        if source:
-            source.durable(trainer.step_count, trainer.oldest_checkpoint)
+        trainer.start_save()
+        say_durable(trainer, source, wait=True)
+    dist.barrier()
     trainer.export()
 
 
-def publish(trainer: Trainer, publisher: Publisher | None, branch: int) -> dict[str, float]:
-    """Gather and publish the trainer's weights; the publisher's figures and `publish_s`, {} on other ranks."""
-    began = time.perf_counter()
-    tensors = trainer.weights()
-    if publisher is None:
-        return {}
-    metrics = publisher.publish(Version(branch, trainer.step_count), tensors)
-    return {**metrics, "publish_s": time.perf_counter() - began}
+def report(config: Config, source: Source, batch: Batch, metrics: dict[str, float]) -> None:
+    """Tell the source what became of a batch, and keep one that was not finite."""
+    seconds, loss = metrics["train_s"], metrics["loss"]
+    log.info("batch %d trained in %.2f s, loss %.4f", batch.step, seconds, loss, extra={"step": batch.step})
+    if not metrics["nonfinite"]:
+        return source.consumed(batch.step, metrics)
+    path = nonfinite_path(config, batch.step)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(encode(batch))
+    path.with_suffix(".json").write_bytes(orjson.dumps(metrics, option=orjson.OPT_INDENT_2))
+    log.error(
+        "the loss or gradient of batch %d is not finite; it lies in %s", batch.step, path, extra={"step": batch.step}
+    )
+    source.consumed(batch.step, metrics, "nonfinite")
+
+
+def nonfinite_path(config: Config, step: int) -> Path:
+    """MessagePack of `april.learner.batch.encode`; its metrics lie beside it."""
+    return config.run_dir / "nonfinite" / f"step_{step:06d}.msgpack"
+
+
+def say_durable(trainer: Trainer, source: Source | None, wait: bool = False) -> None:
+    step = trainer.saved(wait)
+    if source and step is not None:
+        source.durable(step, trainer.oldest_checkpoint)
+
+
+class Handover:
+    """Fetches the next batch on rank 0, shares it with all and makes it ready, in a thread beside the training."""
+
+    def __init__(self, trainer: Trainer, source: Source | None, group: dist.ProcessGroup):
+        self.trainer, self.source, self.group = trainer, source, group
+        self._next: Future | None = None
+
+    def ask(self, step: int) -> None:
+        self._next = in_background(self._fetch, step)
+
+    def _fetch(self, step: int) -> tuple[Batch, ReadyBatch] | None:
+        batch = share_batch(self.source.fetch(step) if self.source else None, self.group)
+        if batch is None:
+            return None
+        if batch.step != step:
+            raise ValueError(f"batch {batch.step} arrived where batch {step} was due; the source is out of step")
+        return batch, self.trainer.prepare(batch)
+
+    def take(self) -> tuple[tuple[Batch, ReadyBatch], float] | None:
+        """The batch that was asked for, and the seconds waited for it; None when the run is over."""
+        began = time.perf_counter()
+        while not self._next.done():
+            if self.source:
+                self.source.alive()
+            wait([self._next], ALIVE_S)
+        arrived = self._next.result()
+        return arrived and (arrived, time.perf_counter() - began)
+
+
+class Release:
+    """Publishes the trainer's weights: collects them at once, and sends them in a thread beside the training."""
+
+    def __init__(self, trainer: Trainer, publisher: Publisher | None, branch: int, frontier: int):
+        self.trainer, self.publisher, self.branch, self.frontier = trainer, publisher, branch, frontier
+        self._sending: Future | None = None
+
+    def publish(self) -> dict[str, float]:
+        """Begin with the weights as they are, unless they are below the frontier. Collective."""
+        if self.trainer.step_count < self.frontier:
+            return {}
+        began = time.perf_counter()
+        tensors = self.trainer.weights()
+        if self.publisher:
+            self._sending = in_background(self._send, Version(self.branch, self.trainer.step_count), tensors)
+        return {"gather_s": time.perf_counter() - began}
+
+    def _send(self, version: Version, tensors: dict[str, Tensor]) -> dict[str, float]:
+        began = time.perf_counter()
+        return self.publisher.publish(version, tensors) | {"publish_s": time.perf_counter() - began}
+
+    def finish(self) -> dict[str, float]:
+        """Wait for what is being sent; figures about it."""
+        if self._sending is None:
+            return {}
+        began = time.perf_counter()
+        sending, self._sending = self._sending, None
+        return sending.result() | {"publish_wait_s": time.perf_counter() - began}
 
 
 def share_numbers(numbers: tuple[int, ...], group: dist.ProcessGroup) -> tuple[int, ...]:

@@ -29,43 +29,93 @@ class ModelError(ValueError):
 
 
 class ScoreTokens(torch.autograd.Function):
-    """See `score_tokens`. Keeps three floats a token; the backward pass computes the logits again."""
+    """See `score_tokens`. Where there are several chunks, the backward pass computes their logits again."""
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature, rows_per_chunk):
-        logprobs, entropies, normalisers = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(3))
-        for rows in torch.arange(len(hidden), device=hidden.device).split(rows_per_chunk):
-            logits = (hidden[rows] @ weight.T).float() / temperature
-            normaliser = logits.logsumexp(-1)
-            normalisers[rows] = normaliser
-            logprobs[rows] = logits.gather(-1, targets[rows, None])[:, 0] - normaliser
-            entropies[rows] = normaliser - ((logits - normaliser[:, None]).exp() * logits).sum(-1)
-        ctx.save_for_backward(hidden, weight, targets, normalisers)
+        target_logits, logprobs, entropies = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(3))
+        chunks = LogitChunks(hidden, weight, temperature, rows_per_chunk)
+        whole = torch.empty_like(chunks.buffer)
+        for rows, logits in chunks:
+            places = targets[rows, None]
+            target_logits[rows] = logits.gather(-1, places)[:, 0]
+            log_p = torch.log_softmax(logits, -1, out=whole[: len(logits)])
+            logprobs[rows] = log_p.gather(-1, places)[:, 0]
+            entropies[rows] = -torch.exp(log_p, out=logits).mul_(log_p).sum(-1)
+        kept = whole if len(hidden) <= rows_per_chunk else None
+        ctx.save_for_backward(hidden, weight, targets, target_logits - logprobs, entropies, kept)
         ctx.temperature, ctx.rows_per_chunk = temperature, rows_per_chunk
-        ctx.mark_non_differentiable(entropies)
+        ctx.set_materialize_grads(False)  # an entropy that is only logged costs nothing
         return logprobs, entropies
 
     @staticmethod
-    def backward(ctx, logprob_gradients, _):
-        hidden, weight, targets, normalisers = ctx.saved_tensors
+    def backward(ctx, logprob_gradients, entropy_gradients):
+        """With p = softmax(z), z = logits / temperature: d logprob / dz = onehot - p, dH / dz = -p (log p + H)."""
+        hidden, weight, targets, normalisers, entropies, kept = ctx.saved_tensors
+        if logprob_gradients is None:
+            logprob_gradients = torch.zeros_like(normalisers)
+        if kept is None:
+            chunks = LogitChunks(hidden, weight, ctx.temperature, ctx.rows_per_chunk)
+            log_ps = ((rows, logits.sub_(normalisers[rows, None])) for rows, logits in chunks)
+        else:
+            log_ps = [(slice(0, len(hidden)), kept)]
         hidden_gradient = torch.empty_like(hidden)
         weight_gradient = torch.zeros_like(weight, dtype=torch.float32)
-        for rows in torch.arange(len(hidden), device=hidden.device).split(ctx.rows_per_chunk):
-            logits = (hidden[rows] @ weight.T).float() / ctx.temperature
-            gradient = logits.sub_(normalisers[rows, None]).exp_().neg_()
-            gradient.scatter_add_(1, targets[rows, None], torch.ones_like(targets[rows, None], dtype=torch.float32))
-            gradient.mul_(logprob_gradients[rows, None] / ctx.temperature)
+        for rows, log_p in log_ps:
+            of_logprob = logprob_gradients[rows, None]
+            if entropy_gradients is None:
+                gradient = log_p.exp_().mul_(-of_logprob)
+            else:
+                factor = (log_p + entropies[rows, None]).mul_(-entropy_gradients[rows, None]).sub_(of_logprob)
+                gradient = log_p.exp_().mul_(factor)
+            gradient.scatter_add_(1, targets[rows, None], of_logprob)
+            if ctx.temperature != 1:
+                gradient.div_(ctx.temperature)
             gradient = gradient.to(hidden.dtype)
-            hidden_gradient[rows] = gradient @ weight
-            weight_gradient += gradient.T @ hidden[rows]
+            torch.mm(gradient, weight, out=hidden_gradient[rows])
+            add_product(weight_gradient, gradient.T, hidden[rows])
         return hidden_gradient, weight_gradient.to(weight.dtype), None, None, None
+
+
+class LogitChunks:
+    """Iterates over (rows, fp32 logits / temperature) of a head, all in one buffer that each chunk overwrites.
+
+    16-bit inputs are multiplied with fp32 sums and keep them: rounding a logit of 20 to bfloat16 moves it by 0.06.
+    """
+
+    def __init__(self, hidden: Tensor, weight: Tensor, temperature: float, rows_per_chunk: int):
+        self.hidden, self.weight, self.temperature = hidden, weight, temperature
+        self.rows_per_chunk = min(rows_per_chunk, max(1, len(hidden)))
+        self.buffer = torch.empty(self.rows_per_chunk, len(weight), dtype=torch.float32, device=hidden.device)
+        if weight.device.type == "cpu":
+            self.weight = weight.float()
+
+    def __iter__(self) -> Iterator[tuple[slice, Tensor]]:
+        for start in range(0, len(self.hidden), self.rows_per_chunk):
+            part = self.hidden[start : start + self.rows_per_chunk]
+            logits = self.buffer[: len(part)]
+            if self.weight.dtype == torch.float32:
+                torch.mm(part.float(), self.weight.T, out=logits)
+            else:
+                torch.mm(part, self.weight.T, out_dtype=torch.float32, out=logits)
+            yield slice(start, start + len(part)), logits if self.temperature == 1 else logits.div_(self.temperature)
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, where `total` is fp32."""
+    if left.dtype == torch.float32:
+        total.addmm_(left, right)
+    elif left.device.type == "cpu":
+        total.addmm_(left.float(), right.float())
+    else:
+        total += torch.mm(left, right, out_dtype=torch.float32)
 
 
 def score_tokens(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Log-probability of each target and entropy (nats) under softmax(hidden weight^T / temperature).
 
-    hidden [K, D], weight [V, D], targets int64 [K] -> float32 [K], [K]. Only the log-probability carries a
-    gradient. At most `LOGITS_PER_CHUNK` logits exist at a time.
+    hidden [K, D], weight [V, D], targets int64 [K] -> float32 [K], [K]; both carry a gradient, once. At most
+    `LOGITS_PER_CHUNK` logits exist at a time, and twice in memory; where that is all, they are kept for backward.
     """
     return ScoreTokens.apply(hidden, weight, targets, temperature, max(1, LOGITS_PER_CHUNK // len(weight)))
 
@@ -100,8 +150,11 @@ class Policy(nn.Module):
         return score_tokens(hidden[0, micro.target_rows], head.weight, micro.targets, self.temperature)
 
 
-def load(folder: Path, temperature: float) -> Policy:
-    """Read a Hugging Face folder into fp32 on the CPU. `ModelError` if its head or its layers are unknown."""
+def load(folder: Path, temperature: float, recompute: bool = False) -> Policy:
+    """Read a Hugging Face folder into fp32 on the CPU. `ModelError` if its head or its layers are unknown.
+
+    With `recompute`, the backward pass computes a layer's activations again instead of keeping them.
+    """
     disable_progress_bar()
     lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention.register())
     changed = [key for key in UNSUPPORTED_HEADS if getattr(lm.config, key, None) is not None]
@@ -111,18 +164,20 @@ def load(folder: Path, temperature: float) -> Policy:
         raise ModelError(f"{folder}: the model's head has a bias, which the learner does not compute")
     if not hasattr(lm.base_model, "layers"):
         raise ModelError(f"{folder}: {type(lm.base_model).__name__} has no list `layers` to shard")
+    if recompute:
+        lm.gradient_checkpointing_enable({"use_reentrant": False})
     return Policy(lm, temperature).train()
 
 
-def shard(policy: Policy, device: torch.device) -> Policy:
+def shard(policy: Policy, device: torch.device, bf16: bool = False) -> Policy:
     """Move to `device` and shard over all ranks in place: each layer, then the rest as one group. Collective.
 
-    Gradients are summed over ranks. On CPU all is fp32; on accelerators the weights stay fp32, and are used in
-    bfloat16 with gradients reduced in fp32.
+    Gradients are summed over ranks. The weights that are kept and updated are fp32; with `bf16` they are used in
+    bfloat16, and gradients reduced in fp32.
     """
     policy.to(device)
     options = {"mesh": init_device_mesh(device.type, (dist.get_world_size(),))}
-    if device.type != "cpu":
+    if bf16:
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in policy.lm.base_model.layers:
         fully_shard(layer, **options)

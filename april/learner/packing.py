@@ -12,31 +12,33 @@ from torch import Tensor
 
 from april.learner.batch import TrainSample
 
-QUADRATIC_COST = 1 / 24_000
-"""cost of L tokens is L + QUADRATIC_COST * L**2: attention costs as much as the rest at 24,000 tokens"""
 DUMMY_TOKENS = 2
 """length of the sequence that a rank without samples runs, so that it joins the others' collectives"""
 
 
-def plan(lengths: list[int], ranks: int, budget_tokens: int) -> list[list[list[int]]]:
+def plan(lengths: list[int], ranks: int, budget_tokens: int, quadratic: float = 0.0) -> list[list[list[int]]]:
     """Split samples of `lengths` tokens into `plan[m][rank]`: the samples of that rank's micro-batch m.
 
     Every sample appears exactly once and every rank has the same number of micro-batches, some possibly empty.
     A micro-batch holds at most `budget_tokens`, except that a longer sample is alone in its own. The number of
     micro-batches is the smallest that the greedy placement reaches: longest first, each into the cheapest
-    one with room (LPT, Graham 1969). Micro-batches that run side by side have similar costs.
+    one with room (LPT, Graham 1969). Micro-batches that run side by side have similar costs; a sample of L tokens
+    costs L + `quadratic` * L**2, the second term being attention's.
     """
     if not lengths:
         return []
     longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     no_two_share = sum(2 * length > budget_tokens for length in lengths)
     count = max(-(-sum(min(n, budget_tokens) for n in lengths) // (ranks * budget_tokens)), -(-no_two_share // ranks))
-    while (bins := place(lengths, longest_first, count * ranks, budget_tokens)) is None:
+    costs = [length + quadratic * length**2 for length in lengths]
+    while (bins := place(lengths, costs, longest_first, count * ranks, budget_tokens)) is None:
         count += 1
     return [bins[first : first + ranks] for first in range(0, len(bins), ranks)]
 
 
-def place(lengths: list[int], order: list[int], count: int, budget_tokens: int) -> list[list[int]] | None:
+def place(
+    lengths: list[int], costs: list[float], order: list[int], count: int, budget_tokens: int
+) -> list[list[int]] | None:
     """`count` bins sorted by cost, the costliest first; None if the samples do not fit into so few."""
     bins, tokens, cost = [[] for _ in range(count)], np.zeros(count, np.int64), np.zeros(count)
     for sample in order:
@@ -47,7 +49,7 @@ def place(lengths: list[int], order: list[int], count: int, budget_tokens: int) 
         cheapest = int(np.argmin(np.where(has_room, cost, np.inf)))
         bins[cheapest].append(sample)
         tokens[cheapest] += length
-        cost[cheapest] += length + QUADRATIC_COST * length**2
+        cost[cheapest] += costs[sample]
     return [bins[i] for i in np.argsort(-cost, kind="stable")]
 
 
@@ -72,27 +74,22 @@ class MicroBatch:
     """int64 [K]: the input token that each response token is predicted from"""
     targets: Tensor
     """int64 [K]: the response tokens"""
-    behaviour_logprobs: Tensor
-    """float32 [K]"""
-    advantages: Tensor
-    """float32 [K]"""
     is_dummy: bool = False
-    """K = 1 with advantage 0: zero loss, zero gradient, left out of the metrics"""
+    """stands in where a rank has no samples: K = 1, and its loss and gradient are zero"""
 
 
-def pack(samples: list[TrainSample], advantages: list[float], device: torch.device) -> MicroBatch:
-    """Join samples, each with its advantage, into one micro-batch; without samples, a dummy one."""
+def pack(samples: list[TrainSample], device: torch.device) -> MicroBatch:
+    """Join samples into one micro-batch; without samples, a dummy one."""
     if not samples:
         blank = np.zeros(DUMMY_TOKENS + 1, np.int32)
         dummy = TrainSample(blank, DUMMY_TOKENS, np.zeros(1, np.float32), 0.0, ())
-        return join([dummy], [0.0], device, is_dummy=True)
-    return join(samples, advantages, device, is_dummy=False)
+        return join([dummy], device, is_dummy=True)
+    return join(samples, device, is_dummy=False)
 
 
-def join(samples: list[TrainSample], advantages: list[float], device: torch.device, is_dummy: bool) -> MicroBatch:
+def join(samples: list[TrainSample], device: torch.device, is_dummy: bool) -> MicroBatch:
     seq_lens = [input_tokens(sample) for sample in samples]
     starts = list(accumulate(seq_lens, initial=0))
-    responses = [sample.response_tokens for sample in samples]
     rows = [
         np.arange(start + sample.prompt_tokens - 1, start + length)
         for sample, start, length in zip(samples, starts, seq_lens, strict=False)
@@ -108,7 +105,5 @@ def join(samples: list[TrainSample], advantages: list[float], device: torch.devi
         cu_seq_lens=torch.tensor(starts, dtype=torch.int32, device=device),
         target_rows=column(rows, np.int64),
         targets=column([sample.tokens[sample.prompt_tokens :] for sample in samples], np.int64),
-        behaviour_logprobs=column([sample.logprobs for sample in samples], np.float32),
-        advantages=torch.tensor(np.repeat(advantages, responses), dtype=torch.float32, device=device),
         is_dummy=is_dummy,
     )

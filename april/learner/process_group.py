@@ -2,9 +2,11 @@
 
 import os
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from april.config import LearnerSection
 
@@ -20,13 +22,22 @@ def join(section: LearnerSection) -> torch.device:
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
     timeout = timedelta(seconds=section.collective_timeout_s)
+    meeting = meeting_of_this_start(timeout)
     if kind == "cpu":
-        dist.init_process_group("gloo", timeout=timeout)
+        dist.init_process_group("gloo", timeout=timeout, **meeting)
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
-    dist.init_process_group("cuda:nccl,cpu:gloo", timeout=timeout)
+    dist.init_process_group("cuda:nccl,cpu:gloo", timeout=timeout, **meeting)
     return device
+
+
+def meeting_of_this_start(timeout: timedelta) -> dict[str, Any]:
+    """Store, rank and world size. torchrun keeps its store when it restarts the ranks, and with it the addresses of
+    those that are gone, so each start uses names of its own."""
+    store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return {"store": dist.PrefixStore(f"start_{start}", store), "rank": rank, "world_size": world_size}
 
 
 def handover_group() -> dist.ProcessGroup:

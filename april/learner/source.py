@@ -1,23 +1,57 @@
 """The learner's end of the conversation with the broker: fetches batches, reports what became of them."""
 
+import contextlib
+import os
+import queue
+import threading
 import uuid
 from collections.abc import Callable
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from april import wire
+from april import clock, wire
 from april.client import BrokerConnection, BrokerRefused
 from april.learner.batch import Batch, TrainSample
 from april.security.keys import Keys
 
+POLL_MS = 200
+SPEAKS_S = 3.0
+"""after `alive` the broker is told that the learner lives for this long"""
+
+
+@dataclass
+class Request:
+    """A message on its way to being answered, in one part or more."""
+
+    message: wire.Message
+    whole: Callable[[list[wire.Received]], bool]
+    answers: list[wire.Received] = field(default_factory=list)
+    future: Future = field(default_factory=Future)
+
 
 class BrokerSource:
-    """Implements `april.learner.loop.Source` over a broker connection, for rank 0."""
+    """Implements `april.learner.loop.Source` over a broker connection, for rank 0.
+
+    A thread owns the connection, so that the next batch is fetched by one thread of the learner while another reports
+    the last. It says that the learner lives only while `alive` is called or a report is under way: a training step that
+    hangs is to be seen from outside.
+    """
 
     def __init__(self, address: str, weights_address: str, patience_s: float, keys: Keys | None = None):
         self.weights_address = weights_address
         self.connection = BrokerConnection(address, "learner", "learner", uuid.uuid4().hex, patience_s, keys)
         self.connection.hello(leases=[])
+        self._inbox: queue.SimpleQueue[Request] = queue.SimpleQueue()
+        self._error: BaseException | None = None
+        self._closed = False
+        self._alive_at = clock.now()
+        self._wake_reader, self._wake_writer = os.pipe()
+        os.set_blocking(self._wake_reader, False)
+        self.connection.wake_by(self._wake_reader)
+        self._thread = threading.Thread(target=self._serve, name="broker", daemon=True)
+        self._thread.start()
 
     def start(self, checkpoint_step: int) -> tuple[int, int]:
         [answer] = self._ask(wire.LearnerStart(checkpoint_step, self.weights_address))
@@ -31,23 +65,90 @@ class BrokerSource:
         ordered = [by_place[first] for first in sorted(by_place)]
         return Batch(step, [group for part in ordered for group in to_groups(part.message, part.arrays)])
 
-    def consumed(self, step: int, metrics: dict[str, float]) -> None:
-        self._ask(wire.Consumed(step, {name: float(value) for name, value in metrics.items()}))
+    def alive(self) -> None:
+        self._alive_at = clock.now()
+
+    def consumed(self, step: int, metrics: dict[str, float], discarded: str = "") -> None:
+        self._ask(wire.Consumed(step, {name: float(value) for name, value in metrics.items()}, discarded))
 
     def durable(self, step: int, oldest: int) -> None:
         self._ask(wire.Durable(step, oldest))
 
     def close(self) -> None:
-        self.connection.send(wire.Goodbye())
-        self.connection.close()
+        self._closed = True
+        self._wake()
+        self._thread.join()
 
     def _ask(
         self, message: wire.Message, whole: Callable[[list[wire.Received]], bool] = lambda answers: True
     ) -> list[wire.Received]:
-        answers = self.connection.request_parts(message, whole)
+        request = Request(message, whole)
+        self._inbox.put(request)
+        self._wake()
+        while not request.future.done() and self._thread.is_alive():
+            wait([request.future], timeout=1.0)
+        if self._error and not request.future.done():
+            raise self._error
+        answers = request.future.result(timeout=0)
         if isinstance(answers[0].message, wire.Refused):
             raise BrokerRefused(f"the broker refuses: {answers[0].message.reason}")
         return answers
+
+    def _wake(self) -> None:
+        os.write(self._wake_writer, b"x")
+
+    # --- the thread that owns the connection ----------------------------------------------------------------
+
+    def _serve(self) -> None:
+        pending: dict[int, Request] = {}
+        try:
+            while not self._closed:
+                self._converse(pending)
+            self.connection.send(wire.Goodbye())
+            self.connection.close()
+        except BaseException as error:
+            self._error = error
+            for request in [*pending.values(), *self._take_new()]:
+                request.future.set_exception(error)
+
+    def _take_new(self) -> list[Request]:
+        taken = []
+        while not self._inbox.empty():
+            taken.append(self._inbox.get())
+        return taken
+
+    def _converse(self, pending: dict[int, Request]) -> None:
+        """Send what is new and take what has arrived, or say hello and everything again to a restarted broker."""
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._wake_reader, 4096)
+        for request in self._take_new():
+            pending[self.connection.send(request.message)] = request
+        for received in self.connection.receive(POLL_MS):
+            if self.connection.is_disowned(received):
+                return self._begin_again(pending)
+            request = pending.get(received.sequence)
+            if request is None:
+                continue
+            request.answers.append(received)
+            if request.whole(request.answers):
+                del pending[received.sequence]
+                request.future.set_result(request.answers)
+        self._beat(reporting=any(not isinstance(request.message, wire.Fetch) for request in pending.values()))
+
+    def _begin_again(self, pending: dict[int, Request]) -> None:
+        self.connection.hello(leases=[])
+        requests = list(pending.values())
+        pending.clear()
+        for request in requests:
+            request.answers.clear()
+            pending[self.connection.send(request.message)] = request
+
+    def _beat(self, reporting: bool) -> None:
+        if not reporting and clock.now() - self._alive_at > SPEAKS_S:
+            self.connection.heard_at = clock.now()  # who says nothing is not answered
+            return
+        self.connection.beat_if_due()
+        self.connection.check_alive()
 
 
 def is_whole(answers: list[wire.Received]) -> bool:

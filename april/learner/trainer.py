@@ -6,20 +6,35 @@ The same batch, checkpoint and number of ranks give bitwise the same weights on 
 import math
 import time
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from april.config import Config
-from april.learner import checkpoint, losses
-from april.learner.batch import Batch, TrainSample
-from april.learner.model import full_state, load, shard
+from april.config import Config, LearnerSection
+from april.learner import checkpoint, flops
+from april.learner.batch import Batch
+from april.learner.diagnostics import TokenTotals
+from april.learner.model import Policy, full_state, load, shard
+from april.learner.objective import Objective, Prepared, ResponseTokens
 from april.learner.packing import MicroBatch, input_tokens, pack, plan
 
 
+@dataclass(frozen=True, eq=False)
+class ReadyBatch:
+    """A batch as this rank trains it."""
+
+    prepared: Prepared
+    micro_batches: list[tuple[MicroBatch, ResponseTokens | None]]
+    operations: float
+    """floating-point operations of the model's step, over all ranks"""
+    seconds: float
+    """that it took to make"""
+
+
 class Trainer:
-    """The sharded policy, its optimizer and how far they have come. Every method is collective.
+    """The sharded policy, its optimizer and how far they have come. Every method but `prepare` is collective.
 
     `step_count` is the number of batches consumed, the step of the policy version that the weights are now;
     `optimizer_steps` leaves out the batches that changed nothing.
@@ -30,7 +45,13 @@ class Trainer:
         self.config = config
         self.device = device
         self.directory = config.run_dir / "checkpoints"
-        self.policy = shard(load(config.model.path, config.sampling.temperature), device)
+        self.objective = Objective(config)
+        section = config.learner
+        policy = load(config.model.path, config.sampling.temperature, section.activation_checkpointing)
+        self.cost = flops.cost(policy.lm)
+        self.peak_tflops = section.peak_tflops or flops.peak_tflops(device)
+        self.policy = shard(policy, device, uses_bf16(section, device))
+        self.reference = self.load_reference() if self.objective.needs_reference else None
         self.optimizer = torch.optim.AdamW(
             self.policy.parameters(),
             lr=config.learner.lr,
@@ -38,27 +59,40 @@ class Trainer:
             weight_decay=config.learner.weight_decay,
             fused=True,
         )
+        self.checkpoints = checkpoint.Writer(self.directory, section.keep_checkpoints, section.collective_timeout_s)
         self.step_count = 0
         self.optimizer_steps = 0
 
-    def step(self, batch: Batch) -> dict[str, float]:
-        """Train on `batch` and return metrics, equal on all ranks but for the seconds (`*_s`).
+    def load_reference(self) -> Policy:
+        """The starting policy once more, sharded, never updated."""
+        policy = load(self.config.model.path, self.config.sampling.temperature).requires_grad_(False)
+        return shard(policy, self.device, uses_bf16(self.config.learner, self.device))
 
-        Samples with advantage 0 have no gradient and are not computed, though their tokens count in the mean;
-        `entropy`, `kl`, `clip_fraction` and `ratio_*` are over the `trained_tokens` that were, and absent when
-        there were none. Then, or when loss or gradient are not finite, the weights stay as they are
-        (`update_skipped` 1) and the batch counts as consumed.
+    def prepare(self, batch: Batch) -> "ReadyBatch":
+        """Advantages, plan and this rank's micro-batches on its device; may run beside `step`, without other ranks."""
+        began = time.perf_counter()
+        prepared = self.objective.prepare(batch)
+        micro_batches = self.micro_batches(prepared)
+        targets = sum(sample.response_tokens for sample in prepared.samples)
+        operations = self.cost.training_step(map(input_tokens, prepared.samples), targets)
+        return ReadyBatch(prepared, micro_batches, operations, time.perf_counter() - began)
+
+    def step(self, batch: Batch, ready: "ReadyBatch | None" = None) -> dict[str, float]:
+        """Train on `batch`, which `ready` was made from, and return metrics, equal on all ranks but for speeds.
+
+        Samples without a gradient are not computed, though their tokens count in the loss's normalisation; figures
+        of tokens are over the `trained_tokens` that were, and absent when there were none. Then, or when loss or
+        gradient are not finite (`nonfinite` 1), the weights stay as they are (`update_skipped` 1) and the batch
+        counts as consumed.
         """
+        ready = ready or self.prepare(batch)
+        micro_batches, began = ready.micro_batches, time.perf_counter()
         seconds = PhaseSeconds(self.device)
-        with seconds("plan_s"):
-            trained, zero_spread = trained_samples(batch)
-            total_tokens = sum(sample.response_tokens for sample in batch.samples)
-            micro_batches = self.micro_batches(trained)
         self.optimizer.zero_grad(set_to_none=True)
         totals = TokenTotals(self.device)
-        for micro in micro_batches:
+        for micro, tokens in micro_batches:
             with seconds("forward_s"):
-                loss = self.micro_loss(micro, total_tokens, totals)
+                loss = self.micro_loss(micro, tokens, totals)
             with seconds("backward_s"):
                 loss.backward()
         with seconds("metrics_s"):
@@ -66,47 +100,55 @@ class Trainer:
         with seconds("optimizer_s"):
             lr = self.next_lr()
             grad_norm = self.clip_gradients() if micro_batches else 0.0
-            updated = bool(micro_batches) and math.isfinite(grad_norm) and math.isfinite(metrics["loss"])
+            finite = math.isfinite(grad_norm) and math.isfinite(metrics["loss"])
+            updated = bool(micro_batches) and finite
             if updated:
                 self.update(lr)
         self.step_count += 1
-        rewards = torch.tensor([sample.reward for sample in batch.samples], dtype=torch.float64)
         return {
             **metrics,
-            "reward": rewards.mean().item() if len(rewards) else 0.0,
+            **ready.prepared.metrics,
             "grad_norm": grad_norm,
             "lr": lr,
-            "samples": float(len(rewards)),
-            "tokens": float(total_tokens),
-            "groups": float(len(batch.groups)),
-            "zero_spread_groups": float(zero_spread),
             "micro_batches": float(len(micro_batches)),
             "optimizer_steps": float(self.optimizer_steps),
             "update_skipped": float(not updated),
+            "nonfinite": float(not finite),
+            "prepare_s": ready.seconds,
+            **self.speed(ready.operations, time.perf_counter() - began),
             **seconds.spent,
         }
 
-    def micro_batches(self, trained: list[tuple[TrainSample, float]]) -> list[MicroBatch]:
-        """This rank's micro-batches; every rank has the same number."""
-        lengths = [input_tokens(sample) for sample, _ in trained]
+    def speed(self, operations: float, seconds: float) -> dict[str, float]:
+        """What the model's operations come to on each rank, and their share of the device's peak, if that is known."""
+        reached = operations / dist.get_world_size() / seconds / 1e12
+        return {"tflop_per_s": reached} | ({"mfu": reached / self.peak_tflops} if self.peak_tflops else {})
+
+    def micro_batches(self, prepared: Prepared) -> list[tuple[MicroBatch, ResponseTokens | None]]:
+        """This rank's micro-batches, with what the loss needs of them (None for a dummy); as many on every rank."""
+        lengths = [input_tokens(sample) for sample in prepared.samples]
         mine = [side_by_side[dist.get_rank()] for side_by_side in self.plan(lengths)]
         return [
-            pack([trained[i][0] for i in indices], [trained[i][1] for i in indices], self.device) for indices in mine
+            (
+                pack([prepared.samples[i] for i in indices], self.device),
+                self.objective.tokens(prepared, indices, self.device) if indices else None,
+            )
+            for indices in mine
         ]
 
     def plan(self, lengths: list[int]) -> list[list[list[int]]]:
-        return plan(lengths, dist.get_world_size(), self.config.learner.microbatch_tokens)
+        return plan(lengths, dist.get_world_size(), self.config.learner.microbatch_tokens, self.cost.quadratic)
 
-    def micro_loss(self, micro: MicroBatch, total_tokens: int, totals: "TokenTotals") -> Tensor:
-        section = self.config.learner
+    def micro_loss(self, micro: MicroBatch, tokens: ResponseTokens | None, totals: TokenTotals) -> Tensor:
+        """This micro-batch's share of the loss; a dummy takes part in the collectives and weighs nothing."""
+        reference_logprobs = None
+        if self.reference is not None:
+            with torch.no_grad():
+                reference_logprobs, _ = self.reference(micro)
         logprobs, entropies = self.policy(micro)
-        token_losses, clipped = losses.clipped_policy_loss(
-            logprobs, micro.behaviour_logprobs, micro.advantages, section.clip_low, section.clip_high
-        )
-        loss = losses.token_mean(token_losses, total_tokens)
-        if not micro.is_dummy:
-            totals.add(loss.detach(), logprobs.detach(), micro.behaviour_logprobs, entropies, clipped)
-        return loss
+        if tokens is None:
+            return 0.0 * logprobs.sum()
+        return self.objective.loss(logprobs, entropies, tokens, totals, reference_logprobs)
 
     def clip_gradients(self) -> float:
         """Scale gradients to a global norm of at most `learner.grad_clip`; the norm before that."""
@@ -141,10 +183,21 @@ class Trainer:
             self.step_count = step
         return self.step_count
 
+    def start_save(self) -> None:
+        """Copy the state and let the checkpoint of `step_count` be written while training goes on; a checkpoint that
+        is still being written is waited for."""
+        self.checkpoints.start(self.step_count, self.policy, self.optimizer, self.optimizer_steps)
+
+    def saved(self, wait: bool = False) -> int | None:
+        """Step of a checkpoint that has come to be on disk since the last call, and has been started by
+        `start_save`; None without one. Raises what went wrong."""
+        return self.checkpoints.completed(wait)
+
     def save(self) -> None:
-        """Write the checkpoint of `step_count` and remove the oldest beyond `learner.keep_checkpoints`."""
-        checkpoint.save(self.directory, self.step_count, self.policy, self.optimizer, self.optimizer_steps)
-        checkpoint.prune(self.directory, self.config.learner.keep_checkpoints)
+        """Write the checkpoint of `step_count`; on return it is on disk."""
+        self.start_save()
+        self.saved(wait=True)
+        dist.barrier()
 
     @property
     def oldest_checkpoint(self) -> int:
@@ -157,46 +210,8 @@ class Trainer:
         checkpoint.export(self.policy, self.config.model.path, self.directory / "policy")
 
 
-def trained_samples(batch: Batch) -> tuple[list[tuple[TrainSample, float]], int]:
-    """Samples that have a gradient, each with its advantage; and the number of groups without reward spread."""
-    trained, zero_spread = [], 0
-    for group in batch.groups:
-        advantages = losses.group_advantages(torch.tensor([sample.reward for sample in group])).tolist()
-        zero_spread += not any(advantages)
-        trained += [
-            (sample, advantage)
-            for sample, advantage in zip(group, advantages, strict=True)
-            if advantage and sample.response_tokens
-        ]
-    return trained, zero_spread
-
-
-class TokenTotals:
-    """Sums over the trained tokens of this rank, reduced over ranks once a step."""
-
-    NAMES = ("loss", "trained_tokens", "entropy", "kl", "clip_fraction", "ratio_mean")
-
-    def __init__(self, device: torch.device):
-        self.sums = torch.zeros(len(self.NAMES), dtype=torch.float64, device=device)
-        self.ratio_max = torch.zeros((), dtype=torch.float64, device=device)
-
-    def add(self, loss: Tensor, logprobs: Tensor, behaviour: Tensor, entropies: Tensor, clipped: Tensor) -> None:
-        ratio = losses.probability_ratio(logprobs, behaviour)
-        kl = losses.kl_k3(logprobs, behaviour)
-        columns = (loss, torch.ones_like(ratio), entropies, kl, clipped, ratio)
-        self.sums += torch.stack([column.double().sum() for column in columns])
-        self.ratio_max = torch.maximum(self.ratio_max, ratio.max().double())
-
-    def reduced(self) -> dict[str, float]:
-        """`loss`, `trained_tokens`, and the means over them of the rest, over all ranks."""
-        dist.all_reduce(self.sums)
-        dist.all_reduce(self.ratio_max, dist.ReduceOp.MAX)
-        loss, tokens, *sums = self.sums.tolist()
-        result = {"loss": loss, "trained_tokens": tokens}
-        if tokens:
-            result.update({name: value / tokens for name, value in zip(self.NAMES[2:], sums, strict=True)})
-            result["ratio_max"] = self.ratio_max.item()
-        return result
+def uses_bf16(section: LearnerSection, device: torch.device) -> bool:
+    return section.compute == "bf16" or (section.compute == "auto" and device.type != "cpu")
 
 
 class PhaseSeconds:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from html import escape
 from pathlib import Path
 
-from april.report import pictures
+from april.report import corrections, pictures
 from april.report.drawing import DARK, LIGHT
 from april.report.facts import (
     Ledger,
@@ -39,6 +39,12 @@ SECTIONS: list[tuple[str, str, Callable[[Run], str | None]]] = [
         "Height is the number of tokens trained in a step; the colour is how many policy steps old they were. "
         "Darker means older in a light page, brighter means older in a dark one.",
         pictures.staleness_picture,
+    ),
+    (
+        "Stale tokens in training",
+        "Above, what the corrections of stale tokens leave of a batch: an effective sample share that falls announces "
+        "trouble before the reward does. Below, a dot for each policy version, as large as its share of the step.",
+        corrections.corrections_picture,
     ),
     (
         "Response lengths",

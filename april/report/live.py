@@ -80,9 +80,16 @@ def step_line(metrics: dict, status: dict) -> str:
         speed(metrics.get("rollout_tokens_per_s")),
         f"staleness {number(age['mean'], 1)}/{age.get('max')}" if age.get("mean") is not None else "",
         f"partials {partials}" if partials is not None else "",
+        drift_warning(metrics),
         f"ETA {duration(status['eta_s'])}" if status.get("eta_s") is not None else "",
     ]
     return "  ".join(part for part in parts if part)
+
+
+def drift_warning(metrics: dict) -> str:
+    """Said only when lengths are biased beyond what chance explains."""
+    drift = dig(metrics, "lengths", "drift") or {}
+    return f"LENGTHS BIASED {drift['distance']:.3f} > {drift['band']:.3f}" if drift.get("alarm") else ""
 
 
 def overview(status: dict, last_step: dict, rewards: list[float]) -> Table:
@@ -103,6 +110,8 @@ def overview(status: dict, last_step: dict, rewards: list[float]) -> Table:
     table.add_row("reward", f"{number(reward)}  {sparkline(rewards)}", "rollout", speed(rate) or "–")
     table.add_row("groups", groups, "partials", f"{status.get('partials_waiting') or 0} waiting")
     table.add_row("time", duration(status.get("elapsed_s") or 0) + left, "staleness", stale)
+    if warning := drift_warning(last_step):
+        table.add_row("lengths", Text(warning, style="bold red"), "", "")
     return table
 
 

@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+from dataclasses import fields
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +18,8 @@ from april.learner.batch import Batch, TrainSample, encode
 from april.version import Version
 
 VOCAB = 23
+PLAIN_CLIP = {"proximal": "behaviour", "corrections": [], "behaviour_coef": 0.0}
+"""what the tests train with unless they say otherwise: PPO's clip around the policy that sampled the tokens"""
 
 
 def make_policy(folder: Path, tied: bool = True) -> Path:
@@ -38,9 +42,10 @@ def make_policy(folder: Path, tied: bool = True) -> Path:
     return folder
 
 
-def make_config(policy: Path, run_folder: Path, temperature: float = 0.7, **learner) -> Config:
+def make_config(policy: Path, run_folder: Path, temperature: float = 0.7, algorithm=(), **learner) -> Config:
     return Config.model_validate(
         {
+            "algorithm": PLAIN_CLIP | dict(algorithm),
             "model": {"path": policy},
             "data": {"path": "unused.jsonl"},
             "run": {"dir": run_folder.parent, "name": run_folder.name},
@@ -88,6 +93,19 @@ def flat_batch(step: int) -> Batch:
     return Batch(step, [[make_sample(rng, 2, 5, reward) for _ in range(3)] for reward in (0.0, 1.0)])
 
 
+def stale_batch(policy: Path) -> Batch:
+    """The uneven batch as batch 6, its responses sampled by versions 1 to 6, up to three of them in a response."""
+    rng = np.random.default_rng(7)
+
+    def aged(sample):
+        cuts = sorted({0, *rng.integers(0, sample.response_tokens, 2).tolist(), sample.response_tokens})
+        versions = sorted(rng.integers(1, 7, len(cuts) - 1).tolist())
+        segments = [(*span, Version(0, step)) for span, step in zip(pairwise(cuts), versions, strict=True)]
+        return TrainSample(sample.tokens, sample.prompt_tokens, sample.logprobs, sample.reward, tuple(segments))
+
+    return Batch(6, [[aged(sample) for sample in group] for group in uneven_batch(0, policy).groups])
+
+
 class Diary:
     """Source and publisher in one, writing down everything in order; batch k is always the same."""
 
@@ -104,12 +122,24 @@ class Diary:
             return None
         return flat_batch(step) if step == 1 else uneven_batch(step, self.policy)
 
-    def consumed(self, step, metrics):
-        self.events.append(("consumed", step))
+    def alive(self):
+        pass
+
+    def consumed(self, step, metrics, discarded=""):
+        self.events.append(("consumed", step, *([discarded] if discarded else [])))
         self.metrics.append(metrics)
 
     def durable(self, step, oldest):
         self.events.append(("durable", step, oldest))
+
+    @property
+    def in_order(self):
+        """Everything but `durable`, which is said when a checkpoint has come to be on disk."""
+        return [event for event in self.events if event[0] != "durable"]
+
+    @property
+    def durables(self):
+        return [event for event in self.events if event[0] == "durable"]
 
     def publish(self, version, tensors):
         self.events.append(("publish", version))
@@ -118,9 +148,13 @@ class Diary:
 
 
 def settings(config: Config) -> Settings:
-    section = config.learner
-    names = ("lr", "betas", "weight_decay", "clip_low", "clip_high", "grad_clip")
-    return Settings(**{name: getattr(section, name) for name in names}, temperature=config.sampling.temperature)
+    keys = {
+        "temperature": config.sampling.temperature,
+        "max_response_tokens": config.sampling.max_response_tokens,
+        **config.learner.model_dump(),
+        **config.algorithm.model_dump(),
+    }
+    return Settings(**{field.name: keys[field.name] for field in fields(Settings)})
 
 
 def job(config: Config, batches: list[Batch], **actions) -> dict:

@@ -1,8 +1,10 @@
-"""One learner step in plain PyTorch: one process, one sequence at a time, nothing packed, sharded or skipped.
+"""One learner step in plain PyTorch: one process, no packing, no sharding, no micro-batches, nothing left out.
 
-The pipeline is tested against this page. It shares no code with it.
+The pipeline is tested against this page. It shares no code with it. Read it from `step` on: rewards become
+advantages, each response gets its loss token by token, and one AdamW step follows.
 """
 
+import copy
 import statistics
 from dataclasses import dataclass, field
 
@@ -15,10 +17,28 @@ class Settings:
     lr: float
     betas: tuple[float, float]
     weight_decay: float
-    clip_low: float
-    clip_high: float
     grad_clip: float
     temperature: float
+    max_response_tokens: int
+    advantage: str
+    loss: str
+    clip_low: float
+    clip_high: float
+    dual_clip: float | None
+    normalisation: str
+    constant_tokens: int | None
+    kl_coef: float
+    kl_estimator: str
+    entropy_coef: float
+    behaviour_coef: float
+    proximal: str
+    corrections: tuple[str, ...]
+    truncation: float
+    sequence_truncation: float
+    icepop_low: float
+    icepop_high: float
+    geometric_low: float
+    geometric_high: float
 
 
 @dataclass
@@ -28,67 +48,197 @@ class StepResult:
     """before clipping"""
     grad_norm: float
     means: dict[str, float] = field(default_factory=dict)
-    """entropy, kl, clip_fraction, ratio_mean over tokens with an advantage"""
+    """figures over the tokens that have a gradient"""
+
+
+@dataclass
+class Scored:
+    """A response under the current weights: [R] each, with gradients."""
+
+    logprobs: torch.Tensor
+    entropies: torch.Tensor
 
 
 class ReferenceLearner:
-    def __init__(self, folder, settings: Settings):
-        self.settings = settings
+    def __init__(self, folder, settings: Settings, padded: bool = False):
+        """`padded`: all sequences in one forward pass, padded on the right, instead of one after the other."""
+        self.settings, self.padded = settings, padded
         self.lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        self.start = copy.deepcopy(self.lm).requires_grad_(False)
         self.optimizer = torch.optim.AdamW(
             self.lm.parameters(), lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay
         )
 
-    def log_distribution(self, sample) -> torch.Tensor:
-        """[R, V]: log-probabilities of every token at every response position, from tempered logits."""
-        logits = self.lm(torch.tensor(sample.tokens[None].astype("int64"))).logits[0]
-        return torch.log_softmax(logits[sample.prompt_tokens - 1 : -1] / self.settings.temperature, dim=-1)
+    def step(self, groups, step: int = 0) -> StepResult:
+        """groups: lists of samples as the pipeline gets them. Weights `step` become weights `step` + 1."""
+        result = self.gradients(groups, step)
+        if result.means:
+            torch.nn.utils.clip_grad_norm_(self.lm.parameters(), self.settings.grad_clip)
+            self.optimizer.step()
+        return result
 
-    def of_response(self, distribution, sample) -> torch.Tensor:
-        response = torch.tensor(sample.tokens[sample.prompt_tokens :].astype("int64"))
-        return distribution[torch.arange(len(response)), response]
+    def gradients(self, groups, step: int = 0) -> StepResult:
+        self.optimizer.zero_grad()
+        samples = [sample for group in groups for sample in group]
+        with torch.no_grad():
+            before_the_step = self.score(self.lm, samples)
+        now, reference = self.score(self.lm, samples), self.score(self.start, samples)
+        total, figures = torch.zeros(()), []
+        for i, advantage in enumerate(self.advantages(groups)):
+            if len(samples[i].logprobs) == 0:
+                continue
+            losses, seen = self.token_losses(
+                samples[i], step, advantage, now[i], before_the_step[i].logprobs, reference[i].logprobs
+            )
+            total = total + self.share(losses, samples)
+            if advantage or self.settings.kl_coef or self.settings.entropy_coef:
+                figures.append(seen)
+        total.backward()
+        gradients = {name: p.grad.clone() for name, p in self.lm.named_parameters()}
+        norm = torch.cat([g.flatten() for g in gradients.values()]).norm().item()
+        return StepResult(total.item(), gradients, norm, means(figures))
+
+    # --- from rewards to advantages -----------------------------------------------------------------------------
+
+    def advantages(self, groups) -> list[float]:
+        """One number a sample, group by group."""
+        rewards = [[sample.reward for sample in group] for group in groups]
+        name = self.settings.advantage
+        if name == "grpo":
+            return [a for group in rewards for a in standardised(group)]
+        if name == "rloo":
+            return [
+                r - statistics.mean(group[:i] + group[i + 1 :]) if len(set(group)) > 1 else 0.0
+                for group in rewards
+                for i, r in enumerate(group)
+            ]
+        if name != "reinforce_pp":
+            rewards = [[r - statistics.mean(group) if len(set(group)) > 1 else 0.0 for r in group] for group in rewards]
+        flat = [r for group in rewards for r in group]
+        if name == "dr_grpo":
+            return flat
+        lengths = [len(sample.logprobs) for group in groups for sample in group]
+        by_token = [r for r, length in zip(flat, lengths, strict=True) for _ in range(length)]
+        if len(set(by_token)) < 2:
+            return [0.0] * len(flat)
+        mean, deviation = statistics.mean(by_token), statistics.stdev(by_token)
+        return [(r - mean) / deviation for r in flat]
+
+    # --- one response -------------------------------------------------------------------------------------------
+
+    def token_losses(self, sample, step, advantage, now: Scored, before, reference) -> tuple[torch.Tensor, dict]:
+        """[R] losses, and figures about the tokens."""
+        s, logprobs = self.settings, now.logprobs
+        mu, fixed = torch.tensor(sample.logprobs), logprobs.detach()
+        ages = torch.zeros(len(mu))
+        for start, end, version in sample.segments:
+            ages[start:end] = step - version.step
+        proximal = {"behaviour": mu, "recomputed": before, "interpolated": self.one_version_before(fixed, mu, ages)}
+        weight = self.correction(proximal[s.proximal] - mu, fixed - mu, ages)
+        losses, clipped = self.policy_loss(logprobs, proximal[s.proximal], advantage)
+        losses = weight * losses + s.behaviour_coef * (logprobs - mu) ** 2 / 2 * (advantage != 0)
+        if s.kl_coef:
+            gap = logprobs - reference
+            estimate = {"k1": gap, "k2": gap**2 / 2, "k3": torch.exp(-gap) - 1 + gap}
+            losses = losses + s.kl_coef * estimate[s.kl_estimator]
+        losses = losses - s.entropy_coef * now.entropies
+        ratio = (fixed - mu).exp()
+        figures = {
+            "entropy": now.entropies.detach(),
+            "k1": mu - fixed,
+            "k3": ratio - 1 - (fixed - mu),
+            "clip_fraction": clipped.float(),
+            "mask_fraction": (weight == 0).float(),
+            "ratio_mean": ratio,
+            "off_policy_share": (ages > 0).float(),
+        }
+        return losses, figures
+
+    def one_version_before(self, current, mu, ages):
+        prior = [m if a < 2 else m + (a - 1) / a * (c - m) for c, m, a in zip(current, mu, ages.tolist(), strict=True)]
+        return torch.stack(prior)
+
+    def correction(self, proximal_gap, whole_gap, ages) -> torch.Tensor:
+        s, weight = self.settings, torch.ones_like(whole_gap)
+        ratio = proximal_gap.exp()
+        if "truncated" in s.corrections:
+            weight = weight * ratio.clamp(max=s.truncation)
+        if "truncated_sequence" in s.corrections:
+            weight = weight * proximal_gap.sum().exp().clamp(max=s.sequence_truncation)
+        if "icepop" in s.corrections:
+            weight = weight * ratio * (s.icepop_low <= ratio) * (ratio <= s.icepop_high)
+        if "geometric" in s.corrections:
+            weight = weight * float(s.geometric_low <= whole_gap.mean().exp() <= s.geometric_high)
+        if "on_policy_only" in s.corrections:
+            weight = weight * (ages == 0)
+        return weight
+
+    def policy_loss(self, logprobs, proximal, advantage: float) -> tuple[torch.Tensor, torch.Tensor]:
+        s = self.settings
+        low, high = 1 - s.clip_low, 1 + s.clip_high
+        ratio = (logprobs - proximal).exp()
+        if s.loss == "cispo":
+            weight = ratio.detach().clamp(low, high)
+            return -weight * advantage * logprobs, weight != ratio
+        if s.loss in ("gspo", "gspo_token"):
+            ratio = (logprobs - proximal).mean().exp().expand(len(logprobs))
+        if s.loss == "gspo_token":
+            ratio = ratio.detach() * logprobs.exp() / logprobs.exp().detach()
+        plain, bounded = -ratio * advantage, -ratio.clamp(low, high) * advantage
+        losses, clipped = torch.maximum(plain, bounded), bounded > plain
+        if s.loss == "ppo" and s.dual_clip is not None and advantage < 0:
+            ceiling = torch.full_like(losses, -s.dual_clip * advantage)
+            losses, clipped = torch.minimum(losses, ceiling), clipped | (losses > ceiling)
+        return losses, clipped
+
+    def share(self, losses, samples) -> torch.Tensor:
+        """What one response's token losses add to the loss of the batch."""
+        lengths = [len(sample.logprobs) for sample in samples]
+        responses = sum(length > 0 for length in lengths)
+        if self.settings.normalisation == "token_mean":
+            return losses.sum() / sum(lengths)
+        if self.settings.normalisation == "sequence_mean":
+            return losses.mean() / responses
+        return losses.sum() / (self.settings.constant_tokens or self.settings.max_response_tokens) / responses
+
+    # --- the model ----------------------------------------------------------------------------------------------
+
+    def score(self, lm, samples) -> list[Scored]:
+        if not self.padded:
+            logits = [lm(torch.tensor(sample.tokens[None].astype("int64"))).logits[0] for sample in samples]
+        else:
+            ids = torch.zeros(len(samples), max(len(sample.tokens) for sample in samples), dtype=torch.int64)
+            mask = torch.zeros_like(ids)
+            for row, sample in enumerate(samples):
+                ids[row, : len(sample.tokens)] = torch.tensor(sample.tokens.astype("int64"))
+                mask[row, : len(sample.tokens)] = 1
+            logits = lm(ids, attention_mask=mask).logits
+        return [self.of_response(rows, sample) for rows, sample in zip(logits, samples, strict=True)]
+
+    def of_response(self, logits, sample) -> Scored:
+        first, last = sample.prompt_tokens, len(sample.tokens)
+        distribution = torch.log_softmax(logits[first - 1 : last - 1] / self.settings.temperature, dim=-1)
+        response = torch.tensor(sample.tokens[first:].astype("int64"))
+        chosen = distribution[torch.arange(len(response)), response]
+        return Scored(chosen, -(distribution.exp() * distribution).sum(-1))
 
     def sample_logprobs(self, sample) -> torch.Tensor:
         """[R]: log-probability of each response token."""
-        return self.of_response(self.log_distribution(sample), sample)
-
-    def step(self, groups) -> StepResult:
-        """groups: lists of samples with tokens, prompt_tokens, logprobs and reward. Updates the weights."""
-        self.optimizer.zero_grad()
-        batch_tokens = sum(len(sample.logprobs) for group in groups for sample in group)
-        total, columns = 0.0, {"entropy": [], "kl": [], "clip_fraction": [], "ratio_mean": []}
-        for group in groups:
-            for sample, advantage in zip(group, advantages([s.reward for s in group]), strict=True):
-                loss = self.sample_loss(sample, advantage, columns) / batch_tokens
-                loss.backward()
-                total += loss.item()
-        gradients = {name: p.grad.clone() for name, p in self.lm.named_parameters()}
-        norm = torch.cat([g.flatten() for g in gradients.values()]).norm().item()
-        if columns["kl"]:
-            torch.nn.utils.clip_grad_norm_(self.lm.parameters(), self.settings.grad_clip)
-            self.optimizer.step()
-        means = {name: statistics.mean(values) for name, values in columns.items() if values}
-        return StepResult(total, gradients, norm, means)
-
-    def sample_loss(self, sample, advantage: float, columns) -> torch.Tensor:
-        """Sum over the response of max(-ratio A, -clip(ratio) A); a mean over tokens is taken by the caller."""
-        distribution = self.log_distribution(sample)
-        logprobs = self.of_response(distribution, sample)
-        log_ratio = logprobs - torch.tensor(sample.logprobs)
-        ratio = log_ratio.exp()
-        bounded = ratio.clamp(1 - self.settings.clip_low, 1 + self.settings.clip_high)
-        plain, clipped = -ratio * advantage, -bounded * advantage
-        if advantage:
-            columns["entropy"] += (-(distribution.exp() * distribution).sum(-1)).tolist()
-            columns["kl"] += (ratio - 1 - log_ratio).tolist()
-            columns["clip_fraction"] += (clipped > plain).double().tolist()
-            columns["ratio_mean"] += ratio.tolist()
-        return torch.maximum(plain, clipped).sum()
+        return self.score(self.lm, [sample])[0].logprobs
 
 
-def advantages(rewards: list[float]) -> list[float]:
+def standardised(rewards: list[float]) -> list[float]:
     """(r - mean) / sample standard deviation; zeros for a group that says nothing."""
     if len(set(rewards)) < 2:
         return [0.0] * len(rewards)
     mean, deviation = statistics.mean(rewards), statistics.stdev(rewards)
     return [(reward - mean) / deviation for reward in rewards]
+
+
+def means(figures: list[dict]) -> dict[str, float]:
+    if not figures:
+        return {}
+    columns = {name: torch.cat([seen[name] for seen in figures]).double() for name in figures[0]}
+    ratio = columns["ratio_mean"]
+    ess = ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum())
+    return {name: column.mean().item() for name, column in columns.items()} | {"ess": ess.item()}

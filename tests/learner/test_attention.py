@@ -31,14 +31,14 @@ def samples():
 def test_packed_scores_equal_one_sequence_at_a_time(policy, policy_folder, samples):
     reference = ReferenceLearner(policy_folder, settings(make_config(policy_folder, policy_folder, TEMPERATURE)))
     with torch.no_grad():
-        logprobs, entropies = policy(pack(samples, [1.0] * 4, CPU))
-        expected = [reference.log_distribution(sample) for sample in samples]
-    torch.testing.assert_close(logprobs, torch.cat([reference.sample_logprobs(s).detach() for s in samples]))
-    torch.testing.assert_close(entropies, torch.cat([-(row.exp() * row).sum(-1) for row in expected]))
+        logprobs, entropies = policy(pack(samples, CPU))
+        expected = reference.score(reference.lm, samples)
+    torch.testing.assert_close(logprobs, torch.cat([scored.logprobs for scored in expected]))
+    torch.testing.assert_close(entropies, torch.cat([scored.entropies for scored in expected]))
 
 
 def test_no_sequence_sees_another(policy, samples):
-    micro = pack(samples, [1.0] * 4, CPU)
+    micro = pack(samples, CPU)
     others = micro.target_rows >= micro.seq_lens[0]
     changed = micro.ids.clone()
     changed[0, : micro.seq_lens[0]] = (changed[0, : micro.seq_lens[0]] + 1) % VOCAB
@@ -49,7 +49,7 @@ def test_no_sequence_sees_another(policy, samples):
 
 
 def test_later_tokens_do_not_reach_earlier_ones(policy, samples):
-    micro = pack(samples[1:2], [1.0], CPU)
+    micro = pack(samples[1:2], CPU)
     changed = micro.ids.clone()
     changed[0, 20:] = (changed[0, 20:] + 1) % VOCAB
     with torch.no_grad():

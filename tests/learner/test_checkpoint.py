@@ -2,10 +2,12 @@
 
 import os
 import shutil
+import threading
 
 import pytest
 import torch
 from learner_setup import job, make_config, run_ranks, uneven_batch
+from torch.distributed.checkpoint import state_dict_saver
 from transformers import AutoModelForCausalLM
 
 from april.learner import checkpoint
@@ -42,7 +44,7 @@ def test_a_checkpoint_cut_short_anywhere_is_never_picked_up(trainer, policy_fold
     trainer.save()
     assert checkpoint.latest(trainer.directory) == 1
     trainer.step(uneven_batch(1, policy_folder))
-    for cut in ("dcp.save", "replace_folder"):
+    for cut in ("dcp.async_save", "replace_folder"):
         with monkeypatch.context() as broken:
             broken.setattr(f"april.learner.checkpoint.{cut}", stop)
             with pytest.raises(KeyboardInterrupt):
@@ -51,6 +53,26 @@ def test_a_checkpoint_cut_short_anywhere_is_never_picked_up(trainer, policy_fold
     trainer.save()
     assert checkpoint.latest(trainer.directory) == 2
     assert sorted(os.listdir(trainer.directory)) == ["step_000001", "step_000002"]
+
+
+def test_a_checkpoint_that_is_written_during_later_steps_holds_the_weights_it_was_begun_with(
+    trainer, policy_folder, monkeypatch
+):
+    trainer.step(uneven_batch(0, policy_folder))
+    before, trained_on, write = trainer.weights(), threading.Event(), state_dict_saver.save
+
+    def write_later(*arguments, **options):
+        assert trained_on.wait(60)
+        return write(*arguments, **options)
+
+    monkeypatch.setattr(state_dict_saver, "save", write_later)
+    trainer.start_save()
+    trainer.step(uneven_batch(1, policy_folder))
+    assert trainer.saved() is None and checkpoint.latest(trainer.directory) is None
+    trained_on.set()
+    assert (trainer.saved(wait=True), trainer.saved()) == (1, None)
+    assert trainer.restore() == 1
+    assert all(torch.equal(value, before[name]) for name, value in trainer.weights().items())
 
 
 def stop(*_, **__):

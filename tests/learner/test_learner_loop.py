@@ -1,13 +1,15 @@
 """The learner's life against a source and a publisher in memory: order of reports, replay, restart, the end."""
 
 import shutil
+import threading
 
+import numpy as np
 import pytest
 import torch
 from learner_setup import Diary, job, make_config, run_ranks
 
 from april.learner import checkpoint, loop
-from april.learner.batch import Batch
+from april.learner.batch import Batch, TrainSample, decode
 from april.learner.trainer import Trainer
 from april.version import Version
 
@@ -27,26 +29,36 @@ def live(one_rank, policy_folder, tmp_path):
 
 
 def test_a_fresh_run_publishes_at_once_then_reports_each_batch_before_its_weights(live):
-    assert live(3).events == [
+    diary = live(3)
+    assert diary.in_order == [
         ("start", 0),
         ("publish", Version(0, 0)),
         ("consumed", 0),
         ("publish", Version(0, 1)),
         ("consumed", 1),
-        ("durable", 2, 0),
         ("publish", Version(0, 2)),
         ("consumed", 2),
         ("publish", Version(0, 3)),
-        ("durable", 3, 0),
     ]
+    assert diary.durables == [("durable", 2, 0), ("durable", 3, 0)]
+    assert diary.events.index(("durable", 2, 0)) > diary.events.index(("consumed", 1))
     assert checkpoint.steps(live.directory) == [2, 3]
     assert (live.directory / "policy" / "config.json").is_file()
 
 
 def test_times_and_the_previous_publish_are_in_the_metrics(live):
-    first, second, _ = live(3).metrics
-    assert {"loss", "wait_s", "train_s", "publish_s", "peers"} <= first.keys()
-    assert "checkpoint_s" in second and "checkpoint_s" not in first
+    first, second, third = live(3).metrics
+    assert {
+        "loss",
+        "wait_s",
+        "prepare_s",
+        "train_s",
+        "publish_wait_s",
+        "publish_s",
+        "tflop_per_s",
+        "peers",
+    } <= first.keys()
+    assert "checkpoint_s" in third and not {"checkpoint_s"} & {*first, *second}
     assert all(isinstance(value, float) for value in [*first.values(), *second.values()])
 
 
@@ -55,17 +67,16 @@ def test_replay_publishes_nothing_below_the_frontier_and_gives_the_same_weights(
     for newer in (4, 5):
         shutil.rmtree(checkpoint.folder(live.directory, newer))
     live_again = live(6, branch=1, frontier=5)
-    assert live_again.events == [
+    assert live_again.in_order == [
         ("start", 2),
         ("consumed", 2),
         ("consumed", 3),
-        ("durable", 4, 0),
         ("consumed", 4),
         ("publish", Version(1, 5)),
         ("consumed", 5),
-        ("durable", 6, 0),
         ("publish", Version(1, 6)),
     ]
+    assert live_again.durables == [("durable", 4, 0), ("durable", 6, 0)]
     logged, replayed = before.metrics[2:5], live_again.metrics[:3]
     assert [m["loss"] for m in logged] == [m["loss"] for m in replayed]
     ours, theirs = live_again.weights[Version(1, 5)], before.weights[Version(0, 5)]
@@ -75,6 +86,86 @@ def test_replay_publishes_nothing_below_the_frontier_and_gives_the_same_weights(
 def test_a_restart_at_the_frontier_publishes_under_its_new_branch_at_once(live):
     live(2)
     assert live(2, branch=1, frontier=2).events == [("start", 2), ("publish", Version(1, 2))]
+
+
+def test_the_next_batch_is_fetched_and_made_ready_while_one_is_trained(live, monkeypatch):
+    made_ready, prepare, step = [], Trainer.prepare, Trainer.step
+    second_ready = threading.Event()
+
+    def prepare_and_tell(trainer, batch):
+        made_ready.append(batch.step)
+        ready = prepare(trainer, batch)
+        if batch.step == 1:
+            second_ready.set()
+        return ready
+
+    def step_when_next_is_ready(trainer, batch, ready):
+        assert batch.step or second_ready.wait(60)
+        return step(trainer, batch, ready)
+
+    monkeypatch.setattr(Trainer, "prepare", prepare_and_tell)
+    monkeypatch.setattr(Trainer, "step", step_when_next_is_ready)
+    live(2)
+    assert made_ready == [0, 1]
+
+
+def test_weights_are_sent_while_the_next_batch_is_trained(live, monkeypatch):
+    trained, step, publish = threading.Event(), Trainer.step, Diary.publish
+
+    def train_and_tell(trainer, batch, ready):
+        metrics = step(trainer, batch, ready)
+        trained.set()
+        return metrics
+
+    def publish_once_trained(diary, version, tensors):
+        assert trained.wait(60)
+        return publish(diary, version, tensors)
+
+    monkeypatch.setattr(Trainer, "step", train_and_tell)
+    monkeypatch.setattr(Diary, "publish", publish_once_trained)
+    assert ("publish", Version(0, 2)) in live(2).events
+
+
+def without_finite_loss(batch):
+    """The same batch with behaviour log-probabilities that are not numbers."""
+    first, *rest = batch.groups[0]
+    lost = np.full_like(first.logprobs, np.nan)
+    broken = TrainSample(first.tokens, first.prompt_tokens, lost, first.reward, first.segments)
+    return Batch(batch.step, [[broken, *rest], *batch.groups[1:]])
+
+
+@pytest.fixture
+def poison(monkeypatch):
+    """Let the batches of these steps have no finite loss."""
+
+    def these(*steps):
+        fetch = Diary.fetch
+
+        def fetch_poisoned(diary, step):
+            batch = fetch(diary, step)
+            return without_finite_loss(batch) if batch and step in steps else batch
+
+        monkeypatch.setattr(Diary, "fetch", fetch_poisoned)
+
+    return these
+
+
+def test_a_batch_without_finite_loss_is_passed_kept_and_published_over(live, poison):
+    poison(2)
+    diary = live(4)
+    assert ("consumed", 2, "nonfinite") in diary.events
+    versions = [event[1] for event in diary.events if event[0] == "publish"]
+    assert versions == [Version(0, step) for step in range(5)]
+    before, after = diary.weights[Version(0, 2)], diary.weights[Version(0, 3)]
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    kept = decode((live.directory.parent / "nonfinite" / "step_000002.msgpack").read_bytes())
+    assert np.isnan(kept.groups[0][0].logprobs).all()
+
+
+def test_too_many_of_them_in_a_row_end_the_run_with_a_sentence(live, poison):
+    poison(0, 2, 3, 4)
+    with pytest.raises(loop.Diverged, match=r"3 batches in a row .*step_000004.msgpack; lower learner.lr"):
+        live(9)
 
 
 def test_a_batch_out_of_step_is_refused(live, monkeypatch):

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from learner_setup import VOCAB, make_config, make_sample, settings
+from learner_setup import VOCAB, make_config, make_sample, near_policy, settings
 from reference import ReferenceLearner
 from safetensors import safe_open
 from transformers import (
@@ -17,13 +17,16 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     Qwen2Config,
+    Qwen3Config,
     Qwen3MoeConfig,
 )
 
 from april.learner import checkpoint
 from april.learner.attention import PackedAttentionError
+from april.learner.batch import Batch
 from april.learner.model import ModelError, full_state, load, shard
 from april.learner.packing import pack
+from april.learner.trainer import Trainer
 
 CPU = torch.device("cpu")
 SHAPE = {
@@ -54,9 +57,10 @@ def random_model(config, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
+ARCHITECTURES = pytest.mark.parametrize(
     "config",
     [
+        Qwen3Config(**SHAPE),
         Qwen2Config(**SHAPE),
         LlamaConfig(**SHAPE),
         Glm4Config(**SHAPE),
@@ -65,13 +69,16 @@ def random_model(config, folder: Path) -> Path:
     ],
     ids=lambda config: config.model_type,
 )
+
+
+@ARCHITECTURES
 def test_scores_gradients_names_and_export_are_the_model_s_own(config, one_rank, tmp_path):
     folder = random_model(config, tmp_path / "source")
     rng = np.random.default_rng(0)
     samples = [make_sample(rng, 3, 5, 1.0), make_sample(rng, 1, 60, 1.0)]
     reference = ReferenceLearner(folder, settings(make_config(folder, tmp_path / "run")))
     policy = shard(load(folder, temperature=0.7), CPU)
-    logprobs, _ = policy(pack(samples, [1.0, 1.0], CPU))
+    logprobs, _ = policy(pack(samples, CPU))
     expected = torch.cat([reference.sample_logprobs(sample) for sample in samples])
     torch.testing.assert_close(logprobs, expected, rtol=1e-5, atol=1e-5)
     logprobs.sum().backward()
@@ -85,6 +92,22 @@ def test_scores_gradients_names_and_export_are_the_model_s_own(config, one_rank,
     checkpoint.export(policy, folder, tmp_path / "policy")
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "policy").state_dict()
     assert all(torch.equal(value, exported[name]) for name, value in reference.lm.state_dict().items())
+
+
+@ARCHITECTURES
+@pytest.mark.parametrize("learner", [{}, {"compute": "bf16", "activation_checkpointing": True}], ids=["fp32", "bf16"])
+def test_steps_on_a_batch_lower_its_loss_and_move_fp32_weights(config, learner, one_rank, tmp_path):
+    folder = random_model(config, tmp_path / "source")
+    trainer = Trainer(make_config(folder, tmp_path / "run", lr=3e-3, grad_clip=1.0, **learner), CPU)
+    rng = np.random.default_rng(0)
+    samples = [make_sample(rng, 3, length, reward) for length, reward in [(5, 1.0), (30, 0.0), (9, 1.0), (2, 0.0)]]
+    batch = near_policy(Batch(0, [samples]), folder, rng)
+    before = trainer.weights()
+    losses = [trainer.step(batch)["loss"] for _ in range(4)]
+    assert losses[-1] < losses[0]
+    after = trainer.weights()
+    assert all(value.dtype == torch.float32 for value in after.values())
+    assert not all(torch.equal(value, after[name]) for name, value in before.items())
 
 
 @pytest.mark.parametrize(
@@ -104,4 +127,4 @@ def test_a_sliding_window_is_refused(tmp_path):
     policy = load(random_model(MistralConfig(**SHAPE), tmp_path), temperature=1.0)
     sample = make_sample(np.random.default_rng(0), 3, 5, 1.0)
     with pytest.raises(PackedAttentionError, match="sliding_window"):
-        policy(pack([sample], [1.0], CPU))
+        policy(pack([sample], CPU))

@@ -6,8 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from learner_setup import make_sample
 
-from april.learner.packing import QUADRATIC_COST, input_tokens, pack, plan
+from april.learner.packing import input_tokens, pack, plan
 
+QUADRATIC = 1 / 3000
+"""attention costs as much as the rest at 3,000 tokens"""
 lengths_of_samples = st.lists(st.integers(1, 300), max_size=60)
 
 
@@ -31,29 +33,27 @@ def test_the_plan_is_a_pure_function_and_no_pass_is_without_work(lengths, ranks,
 def test_long_tailed_lengths_reach_the_fewest_passes_with_balanced_ranks():
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(np.log(128), 1, 1024), 1, 2048).astype(int).tolist()
-    planned = plan(lengths, 8, 4096)
+    planned = plan(lengths, 8, 4096, QUADRATIC)
     assert len(planned) == -(-sum(lengths) // (8 * 4096))
     for side_by_side in planned:
-        costs = [sum(lengths[i] + QUADRATIC_COST * lengths[i] ** 2 for i in indices) for indices in side_by_side]
-        assert np.mean(costs) / max(costs) > 0.95
+        costs = [sum(lengths[i] + QUADRATIC * lengths[i] ** 2 for i in indices) for indices in side_by_side]
+        assert max(costs) / np.mean(costs) < 1.02
 
 
 def test_a_micro_batch_points_each_response_token_at_the_input_it_follows():
     rng = np.random.default_rng(1)
     samples = [make_sample(rng, 3, 2, 1.0), make_sample(rng, 1, 1, 0.0)]
-    micro = pack(samples, [0.5, -2.0], torch.device("cpu"))
+    micro = pack(samples, torch.device("cpu"))
     assert micro.seq_lens == [input_tokens(sample) for sample in samples] == [4, 1]
     assert micro.ids[0].tolist() == [*samples[0].tokens[:4], samples[1].tokens[0]]
     assert micro.positions[0].tolist() == [0, 1, 2, 3, 0]
     assert micro.cu_seq_lens.tolist() == [0, 4, 5]
     assert micro.target_rows.tolist() == [2, 3, 4]
     assert micro.targets.tolist() == [*samples[0].tokens[3:], samples[1].tokens[1]]
-    assert micro.advantages.tolist() == [0.5, 0.5, -2.0]
-    assert micro.behaviour_logprobs.tolist() == [*samples[0].logprobs, *samples[1].logprobs]
 
 
 def test_without_samples_a_rank_runs_a_dummy_that_weighs_nothing():
-    micro = pack([], [], torch.device("cpu"))
+    micro = pack([], torch.device("cpu"))
     assert micro.is_dummy
-    assert micro.advantages.tolist() == [0.0]
+    assert len(micro.targets) == 1
     assert micro.ids.shape == (1, 2)

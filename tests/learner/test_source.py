@@ -1,8 +1,15 @@
-"""A batch is put together from the parts in which the broker sends it."""
+"""What passes between learner and broker: batches in parts, reports meanwhile, a broker that restarts or is gone."""
+
+import contextlib
+import queue
+import time
 
 import numpy as np
+import pytest
 
 from april import wire
+from april.client import BrokerUnreachable
+from april.learner.background import in_background
 from april.learner.source import BrokerSource, is_whole
 
 
@@ -10,30 +17,136 @@ def part(first, total, tokens):
     """One group of one sample."""
     head = wire.GroupHead(first, 1, [wire.SampleHead(0, len(tokens), 1.0, "stop", [(0, len(tokens), (0, 0))])])
     arrays = [np.array([9], "i4"), np.array(tokens, "i4"), np.zeros(len(tokens), "f4")]
-    return wire.Received(wire.Batch(4, first, total, [head]), arrays, 0, 0, [])
+    return wire.Received(wire.Batch(4, first, total, [head]), [wire.pack(array) for array in arrays])
 
 
-class AnswersInParts:
-    """A connection that gives these parts to whoever asks for a batch, as long as it is not whole."""
+class FakeConnection:
+    """A broker in memory: what it `says` reaches the source, what the source sends is in `heard`."""
 
-    def __init__(self, parts):
-        self.parts = parts
+    def __init__(self, *_):
+        self.heard, self.inbox, self.beats, self.hellos = [], queue.Queue(), 0, 0
+        self.heard_at, self.closed = 0.0, False
 
-    def request_parts(self, message, whole):
-        taken = []
-        while not taken or not whole(taken):
-            taken.append(self.parts.pop(0))
-        return taken
+    def hello(self, leases):
+        self.hellos += 1
+
+    def wake_by(self, descriptor):
+        pass
+
+    def send(self, message):
+        self.heard.append(message)
+        return len(self.heard)
+
+    def says(self, message, to, arrays=()):
+        """In answer to the latest message that equals `to`."""
+        deadline = time.monotonic() + 30
+        while to not in self.heard:
+            assert time.monotonic() < deadline, f"{to} never came; heard {self.heard}"
+            time.sleep(0.005)
+        sequence = len(self.heard) - self.heard[::-1].index(to)
+        self.inbox.put(wire.Received(message, [wire.pack(array) for array in arrays], 1, sequence))
+
+    def receive(self, timeout_ms):
+        with contextlib.suppress(queue.Empty):
+            received = self.inbox.get(timeout=0.02)
+            if isinstance(received, Exception):
+                raise received
+            yield received
+
+    def is_disowned(self, received):
+        return isinstance(received.message, wire.Refused) and "unknown session" in received.message.reason
+
+    def beat_if_due(self):
+        self.beats += 1
+
+    def check_alive(self):
+        pass
+
+    def close(self):
+        self.closed = True
+
+
+@pytest.fixture
+def source(monkeypatch):
+    monkeypatch.setattr("april.learner.source.BrokerConnection", FakeConnection)
+    source = BrokerSource("tcp://broker", "tcp://weights", patience_s=1)
+    yield source
+    source.close()
+
+
+CONSUMED = wire.Consumed(3, {"loss": 0.5})
 
 
 def test_a_batch_is_whole_when_every_group_of_it_is_there():
     assert not is_whole([part(0, 2, [5])])
     assert is_whole([part(0, 2, [5]), part(1, 2, [6, 7])])
-    assert is_whole([wire.Received(wire.Finished("all steps are done"), [], 0, 0, [])])
+    assert is_whole([wire.Received(wire.Finished("all steps are done"), [])])
 
 
-def test_a_part_that_comes_twice_is_taken_once():
-    source = BrokerSource.__new__(BrokerSource)
-    source.connection = AnswersInParts([part(0, 2, [5]), part(0, 2, [5]), part(1, 2, [6, 7])])
-    batch = source.fetch(4)
-    assert [sample.tokens.tolist() for group in batch.groups for sample in group] == [[9, 5], [9, 6, 7]]
+def says_batch(broker):
+    for one in (part(0, 2, [5]), part(0, 2, [5]), part(1, 2, [6, 7])):
+        broker.says(one.message, wire.Fetch(4), one.arrays)
+
+
+def tokens(batch):
+    return [sample.tokens.tolist() for group in batch.groups for sample in group]
+
+
+def test_a_part_that_comes_twice_is_taken_once(source):
+    fetched = in_background(source.fetch, 4)
+    says_batch(source.connection)
+    assert tokens(fetched.result(30)) == [[9, 5], [9, 6, 7]]
+
+
+def test_a_batch_is_reported_while_the_next_is_waited_for(source):
+    fetched, reported = in_background(source.fetch, 4), in_background(source.consumed, 3, {"loss": 0.5})
+    source.connection.says(wire.Accepted(), CONSUMED)
+    assert reported.result(30) is None and not fetched.done()
+    says_batch(source.connection)
+    assert len(fetched.result(30).groups) == 2
+
+
+def test_a_restarted_broker_is_asked_everything_again(source):
+    fetched, reported = in_background(source.fetch, 4), in_background(source.consumed, 3, {"loss": 0.5})
+    broker = source.connection
+    broker.says(part(0, 2, [5]).message, wire.Fetch(4), part(0, 2, [5]).arrays)
+    broker.says(wire.Refused("unknown session; say hello"), CONSUMED)
+    while broker.heard.count(CONSUMED) < 2 or broker.heard.count(wire.Fetch(4)) < 2:
+        time.sleep(0.005)
+    broker.says(wire.Accepted(), CONSUMED)
+    says_batch(broker)
+    assert reported.result(30) is None and len(tokens(fetched.result(30))) == 2
+    assert broker.hellos == 2
+
+
+def test_a_report_that_is_not_answered_keeps_speaking(source, monkeypatch):
+    """A restarted broker says that it does not know the learner only to what the learner says."""
+    monkeypatch.setattr("april.learner.source.SPEAKS_S", -1.0)
+    reported = in_background(source.consumed, 3, {"loss": 0.5})
+    while source.connection.beats < 3:
+        time.sleep(0.005)
+    source.connection.says(wire.Accepted(), CONSUMED)
+    assert reported.result(30) is None
+
+
+def test_a_broker_that_is_gone_ends_whoever_waits_and_whoever_asks_later(source):
+    fetched = in_background(source.fetch, 4)
+    source.connection.inbox.put(BrokerUnreachable("silent"))
+    with pytest.raises(BrokerUnreachable, match="silent"):
+        fetched.result(30)
+    with pytest.raises(BrokerUnreachable, match="silent"):
+        source.durable(4, 0)
+
+
+def test_a_learner_that_trains_for_long_says_nothing_though_it_waits_for_the_next_batch(source, monkeypatch):
+    monkeypatch.setattr("april.learner.source.SPEAKS_S", -1.0)
+    fetched = in_background(source.fetch, 4)
+    says_batch(source.connection)
+    fetched.result(30)
+    before = source.connection.beats
+    time.sleep(0.2)
+    assert source.connection.beats == before
+    monkeypatch.setattr("april.learner.source.SPEAKS_S", 60.0)
+    source.alive()
+    while source.connection.beats == before:
+        time.sleep(0.005)

@@ -1,0 +1,56 @@
+"""Run under torchrun by the tests of killed ranks: a learner on a recorded stream of deliveries.
+
+In its folder: `config.json`; `pid_RANK` of each live rank; `consumed.jsonl`, a line for each report, as
+[start of the ranks, step, loss].
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import orjson
+import torch.distributed as dist
+from learner_setup import Diary
+
+from april.config import Config
+from april.learner import loop, process_group
+from april.learner.trainer import Trainer
+from april.process import end
+
+STEPS = 7
+PAUSE_S = 0.15
+"""before each batch, so that there is time to be killed in"""
+
+
+class RecordedStream(Diary):
+    """Batch k is always the same; reports outlive the process."""
+
+    def __init__(self, policy: Path, log: Path, restart: int):
+        consumed = {orjson.loads(line)[1] for line in log.read_bytes().splitlines()} if log.exists() else set()
+        super().__init__(policy, STEPS, branch=restart, frontier=max(consumed, default=-1) + 1)
+        self.log, self.restart = log, restart
+
+    def fetch(self, step):
+        time.sleep(PAUSE_S)
+        return super().fetch(step)
+
+    def consumed(self, step, metrics, discarded=""):
+        with self.log.open("ab") as file:
+            file.write(orjson.dumps([self.restart, step, metrics["loss"]], option=orjson.OPT_APPEND_NEWLINE))
+
+
+def main(folder: Path) -> None:
+    config = Config.model_validate(orjson.loads((folder / "config.json").read_bytes()))
+    device = process_group.join(config.learner)
+    rank = dist.get_rank()
+    (folder / f"pid_{rank}").write_text(str(os.getpid()))
+    restart = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    stream = RecordedStream(config.model.path, folder / "consumed.jsonl", restart) if rank == 0 else None
+    loop.run(config, Trainer(config, device), stream, stream)
+    process_group.leave()
+    end(0)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,83 @@
+"""Real kills of ranks under torchrun: the others follow at once, and all go on from the last checkpoint."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import orjson
+from learner_setup import make_config
+from recorded_run import STEPS
+from transformers import AutoModelForCausalLM
+
+PATIENCE_S = 120
+
+
+class Ranks:
+    """Two ranks under torchrun, which may be restarted three times, on the recorded stream."""
+
+    def __init__(self, policy: Path, folder: Path):
+        folder.mkdir()
+        self.folder = folder
+        config = make_config(policy, folder / "run", checkpoint_every=2, collective_timeout_s=3600)
+        (folder / "config.json").write_bytes(orjson.dumps(config.model_dump(mode="json")))
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=3"]
+        script = Path(__file__).with_name("recorded_run.py")
+        self.process = subprocess.Popen(
+            [sys.executable, *launch, str(script), str(folder)],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stderr=(folder / "stderr").open("wb"),
+        )
+
+    def log(self) -> list[list]:
+        """(start, step, loss) of every report."""
+        path = self.folder / "consumed.jsonl"
+        return [orjson.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
+
+    def pid(self, rank: int) -> int:
+        return int((self.folder / f"pid_{rank}").read_text())
+
+    def wait_until(self, condition) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not condition():
+            assert time.monotonic() < deadline and self.process.poll() is None, self.stderr()
+            time.sleep(0.02)
+
+    def finish(self) -> None:
+        assert self.process.wait(PATIENCE_S) == 0, self.stderr()
+
+    def stderr(self) -> str:
+        return (self.folder / "stderr").read_text()[-4000:]
+
+    def weights(self) -> dict:
+        return AutoModelForCausalLM.from_pretrained(self.folder / "run" / "checkpoints" / "policy").state_dict()
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_killed_and_unkilled_learners_have_one_loss_curve(policy_folder, tmp_path):
+    unharmed = Ranks(policy_folder, tmp_path / "unharmed")
+    unharmed.finish()
+    killed = Ranks(policy_folder, tmp_path / "killed")
+    for start, (victim, after) in enumerate([(1, 3), (0, 5)]):
+        killed.wait_until(lambda start=start, after=after: [start, after - 1] in [line[:2] for line in killed.log()])
+        other = killed.pid(1 - victim)
+        os.kill(killed.pid(victim), signal.SIGKILL)
+        killed.wait_until(lambda other=other: not is_alive(other))  # the collectives' own timeout is an hour
+    killed.finish()
+    losses = defaultdict(set)
+    for _, step, loss in [*unharmed.log(), *killed.log()]:
+        losses[step].add(loss)
+    assert sorted(losses) == list(range(STEPS))
+    assert all(len(of_step) == 1 for of_step in losses.values()), "a replayed step differs from its first logging"
+    assert len(killed.log()) > STEPS, "nothing was replayed"
+    ours, theirs = killed.weights(), unharmed.weights()
+    assert all(value.equal(theirs[name]) for name, value in ours.items())

@@ -1,0 +1,78 @@
+"""What an objective reads from a batch, and the figures that it keeps by the age of tokens."""
+
+import numpy as np
+import pytest
+import torch
+from learner_setup import flat_batch, make_config, make_sample, stale_batch
+
+from april.learner.batch import Batch, TrainSample
+from april.learner.diagnostics import TokenTotals
+from april.learner.objective import MAX_VERSIONS, Objective, token_ages, version_shares
+from april.learner.trainer import Trainer
+from april.version import Version
+
+
+def objective(tmp_path, **algorithm):
+    return Objective(make_config(tmp_path, tmp_path, algorithm=algorithm))
+
+
+def in_segments(*segments):
+    end = segments[-1][1]
+    versions = tuple((start, stop, Version(0, step)) for start, stop, step in segments)
+    return TrainSample(np.zeros(end + 1, np.int32), 1, np.zeros(end, np.float32), 1.0, versions)
+
+
+def test_an_age_counts_the_steps_since_the_version_that_sampled_the_token():
+    assert token_ages(in_segments((0, 2, 4), (2, 3, 6), (3, 5, 7)), step=7).tolist() == [3, 3, 1, 0, 0]
+
+
+def test_the_share_of_tokens_by_policy_version():
+    samples = [in_segments((0, 1, 4), (1, 4, 6)), in_segments((0, 4, 6))]
+    assert version_shares(samples) == {"version_share_6": 7 / 8, "version_share_4": 1 / 8}
+    assert version_shares([]) == {}
+
+
+def test_versions_before_the_newest_share_one_figure():
+    samples = [in_segments((0, 1, step)) for step in range(MAX_VERSIONS + 2)]
+    shares = version_shares(samples)
+    assert len(shares) == MAX_VERSIONS + 1 and sum(shares.values()) == pytest.approx(1)
+    assert shares["version_share_older"] == pytest.approx(2 / len(samples))
+
+
+def test_samples_without_an_advantage_are_trained_only_where_a_penalty_needs_them(tmp_path):
+    batch = flat_batch(0)
+    assert objective(tmp_path).prepare(batch).samples == []
+    for penalty in ("kl_coef", "entropy_coef"):
+        assert objective(tmp_path, **{penalty: 0.1}).prepare(batch).samples == batch.samples
+
+
+def test_a_response_without_tokens_counts_in_its_group_and_trains_nothing(tmp_path):
+    rng = np.random.default_rng(0)
+    batch = Batch(0, [[make_sample(rng, 2, 0, 0.0), make_sample(rng, 2, 3, 1.0)]])
+    prepared = objective(tmp_path, advantage="dr_grpo", normalisation="sequence_mean").prepare(batch)
+    assert prepared.samples == batch.groups[0][1:]
+    assert (prepared.advantages.tolist(), prepared.weights.tolist()) == ([0.5], [pytest.approx(1 / 3)])
+
+
+def test_figures_by_age_add_up_to_the_whole(one_rank, policy_folder, tmp_path):
+    config = make_config(policy_folder, tmp_path, algorithm={"corrections": ["geometric"], "geometric_low": 0.9})
+    metrics = Trainer(config, torch.device("cpu")).step(stale_batch(policy_folder))
+    ages = {int(name.rsplit("_", 1)[1]) for name in metrics if name.startswith("trained_tokens_age_")}
+    assert ages == set(range(6)), "versions 1 to 6 train step 6"
+    tokens = {age: metrics[f"trained_tokens_age_{age}"] for age in ages}
+    assert sum(tokens.values()) == metrics["trained_tokens"]
+    for name in ("k1", "k3", "clip_fraction", "mask_fraction", "ratio_mean"):
+        mean = sum(metrics[f"{name}_age_{age}"] * count for age, count in tokens.items()) / metrics["trained_tokens"]
+        assert mean == pytest.approx(metrics[name]), name
+    assert metrics["off_policy_share"] == pytest.approx(1 - tokens[0] / metrics["trained_tokens"])
+    assert sum(value for name, value in metrics.items() if name.startswith("version_share")) == pytest.approx(1)
+
+
+def test_the_effective_sample_share_by_hand_and_the_last_bucket(one_rank):
+    totals = TokenTotals(torch.device("cpu"))
+    ages, ratio = torch.tensor([0, 8, 30]), torch.tensor([1.0, 1.0, 3.0])
+    totals.add(torch.tensor(0.5), ages, ratio)
+    found = totals.reduced()
+    assert found["ess"] == pytest.approx(25 / (3 * 11))
+    assert (found["trained_tokens_age_8_up"], found["ess_age_8_up"]) == (2, pytest.approx(16 / (2 * 10)))
+    assert (found["loss"], found["ratio_max"], found["off_policy_share"]) == (0.5, 3, pytest.approx(2 / 3))

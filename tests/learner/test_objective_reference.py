@@ -1,0 +1,148 @@
+"""Loss, gradients and figures of every algorithm x correction x normalisation equal the single-file reference."""
+
+from itertools import product
+
+import pytest
+import torch
+from learner_setup import make_config, settings, stale_batch
+from reference import ReferenceLearner
+
+from april.config.checks import check_algorithm
+from april.learner.batch import Batch
+from april.learner.objective import Objective
+from april.learner.trainer import Trainer
+
+ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline")
+LOSSES = {
+    "ppo": {"loss": "ppo"},
+    "ppo dual": {"loss": "ppo", "dual_clip": 1.5},
+    "gspo": {"loss": "gspo", "clip_low": 0.05, "clip_high": 0.03},
+    "gspo_token": {"loss": "gspo_token", "clip_low": 0.05, "clip_high": 0.03},
+    "cispo": {"loss": "cispo"},
+}
+BAND = {"geometric_low": 0.95, "geometric_high": 1.1}
+CORRECTIONS = {
+    "none": {"proximal": "recomputed", "corrections": []},
+    "clip": {"proximal": "behaviour", "corrections": []},
+    "truncated": {"proximal": "recomputed", "corrections": ["truncated"], "truncation": 1.2},
+    "icepop": {"proximal": "recomputed", "corrections": ["icepop"], "icepop_low": 0.8, "icepop_high": 1.3},
+    "geometric": {"proximal": "behaviour", "corrections": ["geometric"], **BAND},
+    "truncated and geometric": {"proximal": "recomputed", "corrections": ["truncated", "geometric"], **BAND},
+    "truncated_sequence": {"proximal": "recomputed", "corrections": ["truncated_sequence"], "sequence_truncation": 1.5},
+    "decoupled sequence": {
+        "proximal": "interpolated",
+        "corrections": ["truncated_sequence"],
+        "sequence_truncation": 1.5,
+    },
+    "decoupled": {"proximal": "interpolated", "corrections": ["truncated"], "truncation": 1.2},
+    "interpolated, not weighed": {"proximal": "interpolated", "corrections": []},
+    "decoupled icepop": {"proximal": "interpolated", "corrections": ["icepop"], "icepop_low": 0.8, "icepop_high": 1.3},
+    "on-policy only": {"proximal": "recomputed", "corrections": ["on_policy_only"]},
+}
+NORMALISATIONS = ("token_mean", "sequence_mean", "constant")
+BUDGETS = (16, 60, 100_000)
+"""tokens in a forward pass: below the longest sample, a few passes, all in one"""
+
+
+class Pair:
+    """The pipeline on one rank and the reference, on the same weights, which neither ever changes."""
+
+    def __init__(self, policy, folder):
+        self.policy, self.folder = policy, folder
+        stale = stale_batch(policy)
+        self.batch = Batch(6, [[s for s in group if s.response_tokens <= 30] for group in stale.groups])
+        self.trainer = Trainer(make_config(policy, folder, algorithm={"kl_coef": 1.0}), torch.device("cpu"))
+        self.trainer.update = lambda lr: None
+        self.reference = ReferenceLearner(policy, settings(make_config(policy, folder)), padded=True)
+        for lm in (self.trainer.reference.lm, self.reference.start):
+            with torch.no_grad():
+                for parameter in lm.parameters():
+                    parameter.mul_(0.9)
+        self.reference.score = self.remembered(self.reference.score)
+
+    def remembered(self, score):
+        """The reference's forward passes without a gradient, made once: the weights stay as they are."""
+        known = {}
+
+        def look_up(lm, samples):
+            if torch.is_grad_enabled() and lm is self.reference.lm:
+                return score(lm, samples)
+            if lm not in known:
+                known[lm] = score(lm, samples)
+            return known[lm]
+
+        return look_up
+
+    def compare(self, budget: int, algorithm: dict) -> dict[str, float]:
+        config = make_config(self.policy, self.folder, algorithm=algorithm, microbatch_tokens=budget, grad_clip=1e9)
+        check_algorithm(config.algorithm)
+        self.trainer.config, self.trainer.objective = config, Objective(config)
+        self.reference.settings = settings(config)
+        metrics = self.trainer.step(self.batch)
+        expected = self.reference.gradients(self.batch.groups, self.batch.step)
+        assert metrics["loss"] == pytest.approx(expected.loss, rel=1e-5, abs=1e-6)
+        assert metrics["grad_norm"] == pytest.approx(expected.grad_norm, rel=1e-5, abs=1e-7)
+        largest = max(value.abs().max().item() for value in expected.gradients.values())
+        for name, parameter in self.trainer.policy.lm.named_parameters():
+            off = (parameter.grad.full_tensor() - expected.gradients[name]).abs().max().item()
+            assert off <= 1e-5 * largest, f"{name}: off by {off} where gradients reach {largest}"
+        figures = {name: metrics[name] for name in expected.means}
+        assert figures == pytest.approx(expected.means, rel=1e-4, abs=1e-5)
+        return metrics
+
+
+@pytest.fixture(scope="module")
+def pair(policy_folder, tmp_path_factory):
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield Pair(policy_folder, tmp_path_factory.mktemp("pair"))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS)
+@pytest.mark.parametrize("loss", [name for name in LOSSES if name != "ppo dual"])
+def test_every_algorithm_with_every_correction_and_normalisation(pair, loss, correction):
+    seen = set()
+    for i, (advantage, normalisation) in enumerate(product(ADVANTAGES, NORMALISATIONS)):
+        keys = {"advantage": advantage, "normalisation": normalisation}
+        metrics = pair.compare(BUDGETS[i % len(BUDGETS)], keys | LOSSES[loss] | CORRECTIONS[correction])
+        seen |= {name for name in ("clip_fraction", "mask_fraction") if 0 < metrics[name] < 1}
+    masks = {"icepop", "geometric", "on_policy_only"} & set(CORRECTIONS[correction]["corrections"])
+    assert ("mask_fraction" in seen) == bool(masks)
+    if CORRECTIONS[correction]["proximal"] != "recomputed":
+        assert "clip_fraction" in seen, "no token met the clip, so this case has not tried it"
+
+
+@pytest.mark.parametrize("correction", ["clip", "decoupled"])
+def test_the_dual_clip(pair, correction):
+    for budget, normalisation in zip(BUDGETS, NORMALISATIONS, strict=True):
+        pair.compare(budget, {"normalisation": normalisation} | LOSSES["ppo dual"] | CORRECTIONS[correction])
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("normalisation", NORMALISATIONS)
+def test_the_divergence_from_the_reference_policy(pair, estimator, normalisation):
+    for budget in (8, *BUDGETS):
+        metrics = pair.compare(budget, {"kl_coef": 0.1, "kl_estimator": estimator, "normalisation": normalisation})
+    assert metrics["reference_kl"] != 0
+    assert metrics["trained_tokens"] == metrics["tokens"], "samples without an advantage have a gradient, too"
+
+
+@pytest.mark.parametrize("normalisation", NORMALISATIONS)
+def test_the_entropy_bonus(pair, normalisation):
+    for budget in BUDGETS:
+        pair.compare(budget, {"entropy_coef": 0.05, "normalisation": normalisation})
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS)
+def test_the_pull_towards_behaviour(pair, correction):
+    for budget, normalisation in zip(BUDGETS, NORMALISATIONS, strict=True):
+        pair.compare(budget, {"behaviour_coef": 0.3, "normalisation": normalisation} | CORRECTIONS[correction])
+
+
+def test_the_reference_gives_the_same_padded_or_one_sequence_at_a_time(pair):
+    alone = ReferenceLearner(pair.policy, settings(make_config(pair.policy, pair.folder)))
+    padded = ReferenceLearner(pair.policy, settings(make_config(pair.policy, pair.folder)), padded=True)
+    one, other = (learner.gradients(pair.batch.groups, 6) for learner in (alone, padded))
+    assert one.loss == pytest.approx(other.loss, rel=1e-5)
+    for name, value in one.gradients.items():
+        assert torch.allclose(value, other.gradients[name], rtol=1e-4, atol=1e-6), name
