@@ -1,11 +1,13 @@
 """The tokeniser of a policy folder: prompts to ids once, ids to text for the verifiers. Needs no torch."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import orjson
 
 from april.config import ConfigError
+from april.data.rows import BadRow, excerpt
 
 
 class Tokenizer:
@@ -28,13 +30,21 @@ class Tokenizer:
             self._fast.no_padding()
         self.eos_token_ids = frozenset(generation_eos_ids(self.path) | tokenizer_eos_ids(self.inner))
 
-    def encode_prompt(self, prompt: str | list[dict]) -> np.ndarray:
-        """int32 [P]: text as it is, without added special tokens; chat messages through the chat template."""
+    def encode_prompt(self, prompt: str | list[dict], options: dict[str, Any] | None = None) -> np.ndarray:
+        """int32 [P]: text as it is, without added special tokens; chat messages through the chat template, which gets
+        the `options`. Raises BadRow for messages that the template refuses."""
         if isinstance(prompt, str):
             return np.asarray(self._encode(prompt), np.int32)
         if not self.inner.chat_template:
             raise ConfigError(f"tokeniser of {str(self.path)!r} has no chat template; give prompts as text or add one")
-        ids = self.inner.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=False)
+        from jinja2 import TemplateError
+
+        try:
+            ids = self.inner.apply_chat_template(
+                prompt, add_generation_prompt=True, tokenize=True, return_dict=False, **(options or {})
+            )
+        except (TemplateError, TypeError) as error:
+            raise BadRow(f"the chat template refuses {excerpt(prompt)} ({first_line(error)})") from None
         return np.asarray(ids, np.int32)
 
     def _encode(self, text: str) -> list[int]:

@@ -12,6 +12,7 @@ from april.process import REFUSED, end, log_to_stderr
 from april.security.keys import load_keys
 
 if TYPE_CHECKING:
+    from april.weights.receiver import InferenceServer
     from april.workers.engines.base import Engine
 
 log = logging.getLogger(__name__)
@@ -23,6 +24,7 @@ def run_worker(config: Config, address: str, name: str) -> NoReturn:
 
     from april.client import AccessDenied, BrokerConnection, BrokerUnreachable
     from april.weights.receiver import WeightReceiver
+    from april.workers.engines.base import EngineError
     from april.workers.worker import Worker
 
     log_to_stderr(name, config.operations.log_format, run=config.run.name, worker=name)
@@ -33,27 +35,43 @@ def run_worker(config: Config, address: str, name: str) -> NoReturn:
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("key 'worker.device' = 'cuda' finds no accelerator here; use 'auto' or 'cpu'")
     keys = load_keys(config.security.keys, "worker")
-    engine = make_engine(config, device)
+    engine = make_engine(config, device, name)
     uid = uuid.uuid4().hex
     log.info("connecting to %s", address)
     connection = BrokerConnection(address, "worker", name, uid, config.broker.patience_s, keys)
-    worker = Worker(config, engine, connection, WeightReceiver(config.weights, uid, name, device, keys))
+    receiver = WeightReceiver(config.weights, uid, name, device, keys, make_server_lane(config, engine))
+    worker = Worker(config, engine, connection, receiver)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: worker.stop(f"signal {signal.Signals(number).name}"))
     started_at, status = clock.now(), 0
     try:
         worker.run()
         log.info("%d tokens generated in %.1f s", engine.generated_tokens, clock.now() - started_at)
-    except BrokerUnreachable as error:
+    except (BrokerUnreachable, EngineError) as error:
         print(f"april worker: {error}", file=sys.stderr)
         status = REFUSED if isinstance(error, AccessDenied) else 1
     worker.close()
     end(status)
 
 
-def make_engine(config: Config, device: str) -> "Engine":
+def make_server_lane(config: Config, engine: "Engine") -> "InferenceServer | None":
+    """What joins the learner's lanes in the worker's place, where the learner broadcasts to the server itself."""
+    if config.worker.engine != "sglang" or config.engine.weights != "broadcast":
+        return None
+    from april.workers.engines.sglang_lane import ServerLane
+
+    return ServerLane(engine, config.engine.tensor_ranks)
+
+
+def make_engine(config: Config, device: str, name: str) -> "Engine":
+    """`name`: of the worker. Raises ConfigError."""
     from april.workers.engines.base import EngineError
     from april.workers.engines.torch_engine import TorchEngine
+
+    if config.worker.engine == "sglang":
+        from april.workers.engines.sglang_engine import make_sglang_engine
+
+        return make_sglang_engine(config, device, name)
 
     try:
         return TorchEngine(

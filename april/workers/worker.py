@@ -13,15 +13,19 @@ import numpy as np
 from april import clock, wire
 from april.client import HEARTBEAT_S, BrokerConnection
 from april.config import Config
+from april.data.dataset import verifier_of
 from april.data.tokenizer import Tokenizer
 from april.weights.receiver import WeightReceiver
 from april.workers.engines.base import Chunk, Engine, EngineError, Request
+from april.workers.rewards.messages import RewardRules, Score
 from april.workers.rewards.pool import RewardPool
 
 log = logging.getLogger(__name__)
 
 IDLE_POLL_MS = 20
 SCORING_POLL_MS = 1
+ROOM_SHARE = 8
+"""a change of the engine's capacity by more than this part is told to the broker"""
 LANE_SPAN_S = 5.0
 """a span of generation is reported at least this often"""
 
@@ -47,11 +51,12 @@ class Worker:
     def __init__(self, config: Config, engine: Engine, connection: BrokerConnection, receiver: WeightReceiver):
         self.config = config
         self.engine = engine
+        self.engine.beat = self._heartbeat
         self.connection = connection
         self.receiver = receiver
         self.tokenizer = Tokenizer(config.model.path)
         self.stop_tokens = self.tokenizer.eos_token_ids | frozenset(config.sampling.stop_token_ids)
-        self.rewards = RewardPool(config.reward.processes, config.reward.timeout_s)
+        self.rewards = RewardPool(config.reward.processes, reward_rules(config))
         self.works: dict[int, Work] = {}
         self.acknowledged_tokens = 0
         self.watermark = 0
@@ -60,6 +65,8 @@ class Worker:
         self._next_heartbeat = 0.0
         self._next_renewal = 0.0
         self._busy_since: float | None = None
+        self._reported_room: int | None = None
+        """of the engine, in requests; None where it has no weights"""
 
     # --- life -----------------------------------------------------------------------------------------------
 
@@ -82,13 +89,19 @@ class Worker:
         self._take_weights()
         if self._can_generate():
             self._open_span()
-            for chunk in self.engine.step():
-                self._send_new(chunk)
         else:
             self._close_span()
+        self._generate()
         for score in self.rewards.poll():
-            self._hand_in(score.key, score.reward, score.error)
+            self._hand_in(score)
         self._heartbeat()
+
+    def _generate(self) -> None:
+        for chunk in self.engine.step():
+            self._send_new(chunk)
+        for token, error in self.engine.failures():
+            self._give_back(token, "generation_failed", error)
+        self._report_room()
 
     def _can_generate(self) -> bool:
         return bool(self.engine.live) and self.engine.version is not None
@@ -114,6 +127,8 @@ class Worker:
     def _leave(self) -> None:
         """Hand in what there is, so that nothing generated is lost, and say goodbye."""
         log.info("stopping: %s", self.stopping)
+        for chunk in self.engine.cancel_all(list(self.works)):
+            self._send_new(chunk)
         for token in list(self.works):
             self._give_back(token, "leave")
         self._close_span()
@@ -225,31 +240,42 @@ class Worker:
     def _score(self, work: Work, finish_reason: str) -> None:
         grant = work.grant
         response = np.concatenate(work.tokens[1:])
-        self.rewards.submit(grant.token, grant.reward, self.tokenizer.decode(response), grant.label, finish_reason)
+        self.rewards.submit(
+            grant.token,
+            grant.reward,
+            self.tokenizer.decode(response),
+            grant.label,
+            finish_reason,
+            prompt=self.tokenizer.decode(work.tokens[0]),
+            tokens=len(response),
+        )
 
-    def _hand_in(self, token: int, reward: float | None, error: str | None) -> None:
+    def _hand_in(self, score: Score) -> None:
+        token, error = score.key, score.error
         work = self.works.get(token)
         if work is None:
             return
-        if reward is None:
+        if score.reward is None:
             log.warning("a sample goes back, scoring_failed: %s", error, extra=self._ids(token))
             work.closing = wire.GiveBack(token, work.length, "scoring_failed", error or "no reward")
         else:
-            work.closing = wire.Scored(token, reward)
+            work.closing = wire.Scored(token, score.reward, score.details)
         self.connection.send(work.closing)
 
     def _hand_back_aborted(self) -> None:
         """Every training sample at or below the watermark that still generates goes back with its tokens."""
-        for token, work in list(self.works.items()):
-            if token <= self.watermark and not work.grant.evaluation:
-                self._give_back(token, "abort")
+        aborted = [t for t, work in self.works.items() if t <= self.watermark and not work.grant.evaluation]
+        for chunk in self.engine.cancel_all(aborted):
+            self._send_new(chunk)
+        for token in aborted:
+            self._give_back(token, "abort")
 
     def _give_back(self, token: int, cause: str, error: str = "") -> None:
         """Stop generating a sample; one that is being scored already stays, unless this worker leaves."""
         for chunk in self.engine.cancel(token):
             self._send_new(chunk)
-        work = self.works[token]
-        if work.closing or (work.finished and cause == "abort"):
+        work = self.works.get(token)
+        if work is None or work.closing or (work.finished and cause == "abort"):
             return
         if error:
             log.warning("a sample goes back, %s: %s", cause, error, extra=self._ids(token))
@@ -269,16 +295,38 @@ class Worker:
     # --- weights and the record -----------------------------------------------------------------------------
 
     def _take_weights(self) -> None:
-        staged = self.receiver.take()
+        if self.engine.version is None and self.receiver.held is not None and self.engine.ready:
+            self.receiver.forget()
+        staged = self.receiver.take() if self.engine.ready else None
         if staged is None:
             return
-        self.engine.load_weights(staged.version, staged.tensors)
+        try:
+            if staged.manifest:
+                self.engine.load_broadcast(staged.version, staged.manifest, staged.post)
+            else:
+                self.engine.load_weights(staged.version, staged.tensors)
+        except EngineError as error:
+            log.error("weights %s were not loaded: %s", staged.version, error)
+            self.receiver.refuse(str(error))
+            return
         self.receiver.loaded(staged.version)
         self._report_holding(clock.now() - staged.started_at)
 
     def _report_holding(self, loaded_in_s: float) -> None:
-        capacity = self.engine.slots + self.config.worker.prefetch
+        self._reported_room = self.engine.capacity
+        capacity = self.engine.capacity + self.config.worker.prefetch
         self.connection.send(wire.Holding(self.engine.version, capacity, loaded_in_s))
+
+    def _report_room(self) -> None:
+        """Tell the broker when the engine takes notably more or fewer requests than it was told, or none at all."""
+        room = self.engine.capacity if self.engine.version is not None else 0
+        if self._reported_room is None or abs(room - self._reported_room) <= self._reported_room // ROOM_SHARE:
+            return
+        if room:
+            self._report_holding(0.0)
+        else:
+            self._reported_room = None
+            self.connection.send(wire.Holding(self.receiver.held, 0))
 
     def _open_span(self) -> None:
         now = clock.now()
@@ -291,3 +339,13 @@ class Worker:
         if self._busy_since is not None:
             self.connection.send(wire.Lane("generate", self._busy_since, clock.now()))
             self._busy_since = None
+
+
+def reward_rules(config: Config) -> RewardRules:
+    section = config.reward
+    named = {field: getattr(section, field) for field in RewardRules.__struct_fields__ if hasattr(section, field)}
+    sources = (*config.data.train_sources, *config.data.eval_sources)
+    verifiers = {section.name, *filter(None, map(verifier_of, sources))}
+    return RewardRules(
+        max_response_tokens=config.sampling.max_response_tokens, verifiers=tuple(sorted(verifiers)), **named
+    )

@@ -5,11 +5,11 @@ from random import Random
 import orjson
 import pytest
 
-from april.config import ConfigError
+from april.config import ConfigError, DataSection
 from april.data.arithmetic import CLEAN, Noise, Task, demonstration, draw_task, split_of
+from april.data.dataset import load_dataset
 from april.data.make_data import make_data
-from april.data.prompts import load_rows
-from april.workers.rewards.verifiers import final_answer
+from april.workers.rewards.text import final_answer
 
 
 def test_a_clean_demonstration_adds_the_digit_k_times():
@@ -65,7 +65,7 @@ def test_drawn_tasks_are_of_the_split_asked_for(split):
 
 
 def test_the_files_are_rows_with_distinct_prompts_that_never_meet(tmp_path):
-    train, heldout = (load_rows(path) for path in make_data(tmp_path, 1500, 300, seed=0))
+    train, heldout = (rows_of(path) for path in make_data(tmp_path, 1500, 300, seed=0))
     prompts = [{row.prompt[0]["content"] for row in rows} for rows in (train, heldout)]
     assert [len(train), len(heldout)] == [len(prompts[0]), len(prompts[1])] == [1500, 300]
     assert not prompts[0] & prompts[1]
@@ -74,7 +74,7 @@ def test_the_files_are_rows_with_distinct_prompts_that_never_meet(tmp_path):
 
 def test_the_label_of_a_row_is_what_the_verifier_wants(tmp_path):
     path, _ = make_data(tmp_path, 100, 10, seed=0)
-    for row in load_rows(path):
+    for row in rows_of(path):
         content = row.prompt[0]["content"]
         task = Task(int(content[:2]), int(content[3]), int(content[6] + content[5]))
         assert final_answer(demonstration(task), row.label, "stop") == 1.0
@@ -115,3 +115,8 @@ def test_the_default_sizes_are_there_for_any_seed(tmp_path, seed):
 def test_more_prompts_than_there_are_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="5000 different heldout prompts are too many"):
         make_data(tmp_path, 10, 5000, seed=0)
+
+
+def rows_of(path):
+    data = DataSection(path=path)
+    return list(load_dataset(data.train_sources, data))

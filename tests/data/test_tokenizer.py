@@ -8,6 +8,7 @@ import orjson
 import pytest
 
 from april.config import ConfigError
+from april.data.rows import BadRow
 from april.data.tokenizer import Tokenizer
 from april.policy.model import build_tokenizer
 
@@ -48,6 +49,16 @@ def test_messages_need_a_chat_template(folder):
     (folder / "chat_template.jinja").unlink()
     with pytest.raises(ConfigError, match="no chat template"):
         Tokenizer(folder).encode_prompt([{"role": "user", "content": "1"}])
+
+
+def test_the_chat_template_gets_options_and_its_refusal_is_a_bad_row(folder):
+    template = "{% if silent %}={% elif messages|length > 1 %}{{ raise_exception('one only') }}{% else %}1{% endif %}"
+    (folder / "chat_template.jinja").write_text(template)
+    message, tokenizer = {"role": "user", "content": "7"}, Tokenizer(folder)
+    assert tokenizer.decode(tokenizer.encode_prompt([message])) == "1"
+    assert tokenizer.decode(tokenizer.encode_prompt([message], {"silent": True})) == "="
+    with pytest.raises(BadRow, match="one only"):
+        tokenizer.encode_prompt([message, message])
 
 
 def test_a_folder_without_a_tokeniser_is_refused(tmp_path):

@@ -7,6 +7,27 @@ READY = bytes(LENGTH_BYTES)
 """An empty frame: the process is up."""
 
 
+class RewardRules(msgspec.Struct, frozen=True):
+    """What is the same for all items of a run; the keys of [reward]."""
+
+    timeout_s: float = 10.0
+    verifiers: tuple[str, ...] = ()
+    """those that a process loads before its first item, since what they import may take longer than an item"""
+    memory_mb: int = 4096
+    overlong_buffer_tokens: int = 0
+    overlong_penalty: float = 1.0
+    max_response_tokens: int = 0
+    """the budget of a response, whose end the overlong buffer is"""
+    format_pattern: str = ""
+    format_penalty: float = 0.0
+    url: str = ""
+    """of the remote reward model"""
+    code_test_s: float = 4.0
+    code_memory_mb: int = 1024
+    over_limit: str = "failed"
+    """what a program beyond its limits is: failed (no reward) | wrong"""
+
+
 class Item(msgspec.Struct, array_like=True, frozen=True):
     """One response to verify."""
 
@@ -15,6 +36,9 @@ class Item(msgspec.Struct, array_like=True, frozen=True):
     response: str
     label: str
     finish_reason: str
+    prompt: str = ""
+    tokens: int = 0
+    """of the response"""
 
 
 class Score(msgspec.Struct, array_like=True, frozen=True):
@@ -23,6 +47,8 @@ class Score(msgspec.Struct, array_like=True, frozen=True):
     key: int
     reward: float | None
     error: str | None = None
+    details: dict[str, float] = {}
+    """what the reward is made of"""
 
 
 def frame(message: Item | Score) -> bytes:

@@ -1,10 +1,10 @@
 """Verifiers at work in processes of their own, so that none can hang, crash or block the worker that asks.
 
-    pool = RewardPool(processes=2, timeout_s=10.0)
+    pool = RewardPool(processes=2, rules=RewardRules(timeout_s=10.0))
     pool.submit(key, "final_answer", response, label, "stop")
     ...
     for score in pool.poll():              # never waits
-        score.key, score.reward, score.error
+        score.key, score.reward, score.error, score.details
 
 Every submitted item comes back exactly once, with a reward or with an error. A process that exceeds the
 time limit is killed, one that has died is replaced; only the item it was at is charged with it.
@@ -19,7 +19,9 @@ from collections import deque
 
 import msgspec
 
-from april.workers.rewards.messages import LENGTH_BYTES, Item, Score, frame
+from april.workers.rewards.messages import LENGTH_BYTES, Item, RewardRules, Score, frame
+from april.workers.rewards.process import BATCH_ITEMS
+from april.workers.rewards.verifiers import IN_BATCHES
 
 IN_FLIGHT_ITEMS = 4
 """Handed to a process at a time: one at work, the others so that it need not wait for the next poll."""
@@ -31,18 +33,28 @@ score_decoder = msgspec.msgpack.Decoder(Score)
 
 
 class RewardPool:
-    def __init__(self, processes: int, timeout_s: float):
-        self.timeout_s = timeout_s
+    def __init__(self, processes: int, rules: RewardRules):
+        self.rules = rules
         self.queue: deque[Item] = deque()
-        self.processes = [VerifierProcess(timeout_s) for _ in range(processes)]
+        self.processes = [VerifierProcess(rules) for _ in range(processes)]
 
     @property
     def pending(self) -> int:
         """Items submitted and not yet returned by `poll`."""
         return len(self.queue) + sum(len(process.in_flight) for process in self.processes)
 
-    def submit(self, key: int, verifier: str, response: str, label: str, finish_reason: str) -> None:
-        self.queue.append(Item(key, verifier, response, label, finish_reason))
+    def submit(
+        self,
+        key: int,
+        verifier: str,
+        response: str,
+        label: str,
+        finish_reason: str,
+        prompt: str = "",
+        tokens: int = 0,
+    ) -> None:
+        """`tokens`: of the response."""
+        self.queue.append(Item(key, verifier, response, label, finish_reason, prompt, tokens))
         self.dispatch()
 
     def poll(self) -> list[Score]:
@@ -63,7 +75,8 @@ class RewardPool:
         """Hand queued items to the processes that have the fewest."""
         while self.queue:
             index = min(range(len(self.processes)), key=lambda i: len(self.processes[i].in_flight))
-            if len(self.processes[index].in_flight) >= IN_FLIGHT_ITEMS:
+            most = BATCH_ITEMS if self.queue[0].verifier in IN_BATCHES else IN_FLIGHT_ITEMS
+            if len(self.processes[index].in_flight) >= most:
                 return
             if not self.processes[index].in_flight and self.processes[index].has_exited():
                 self.replace(index, "")
@@ -75,7 +88,7 @@ class RewardPool:
         failed.kill()
         charged = [Score(item.key, None, f"verifier {item.verifier!r}: {failure}") for item in failed.head()]
         self.queue.extendleft(reversed(list(failed.in_flight)[1:]))
-        self.processes[index] = VerifierProcess(self.timeout_s)
+        self.processes[index] = VerifierProcess(self.rules)
         return charged
 
     def close(self) -> None:
@@ -87,10 +100,11 @@ class RewardPool:
 class VerifierProcess:
     """One operating-system process and the items it has been given, answered in order."""
 
-    def __init__(self, timeout_s: float):
-        self.timeout_s = timeout_s
+    def __init__(self, rules: RewardRules):
+        self.timeout_s = rules.timeout_s
+        limit, encoded = str(rules.timeout_s + ORPHAN_MARGIN_S), msgspec.json.encode(rules).decode()
         self.inner = subprocess.Popen(
-            [sys.executable, "-m", "april.workers.rewards.process", str(timeout_s + ORPHAN_MARGIN_S)],
+            [sys.executable, "-m", "april.workers.rewards.process", limit, encoded],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,

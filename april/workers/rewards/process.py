@@ -1,39 +1,59 @@
-"""A verifier process, `python -m april.workers.rewards.process LIMIT_S`: items on stdin, scores on stdout."""
+"""A verifier process, `python -m april.workers.rewards.process LIMIT_S RULES`: items on stdin, scores on stdout."""
 
+import contextlib
+import importlib
 import math
 import numbers
 import os
+import resource
+import select
 import signal
 import sys
+from collections import deque
 from typing import BinaryIO
 
 import msgspec
 
-from april.workers.rewards.messages import LENGTH_BYTES, READY, Item, Score, frame
-from april.workers.rewards.verifiers import find_verifier
+from april.limits import DETAILS
+from april.workers.rewards.messages import LENGTH_BYTES, READY, Item, RewardRules, Score, frame
+from april.workers.rewards.shaping import shape
+from april.workers.rewards.verifiers import IN_BATCHES, NEEDED, find_verifier
 
 ERROR_CHARACTERS = 500
+BATCH_ITEMS = 32
 
 
-def main(limit_s: float) -> None:
+def main(limit_s: float, rules: RewardRules) -> None:
     """The pool ends an item after its time limit; `limit_s` is longer and ends one whose pool has died."""
     items, scores = private_pipes()
+    resource.setrlimit(resource.RLIMIT_AS, (rules.memory_mb << 20, rules.memory_mb << 20))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    decoder = msgspec.msgpack.Decoder(Item)
+    inbox = Inbox(items)
+    for name in rules.verifiers:
+        load(name)
     send(scores, READY)
-    while length := items.read(LENGTH_BYTES):
-        item = decoder.decode(items.read(int.from_bytes(length, "little")))
+    while batch := inbox.take():
         signal.setitimer(signal.ITIMER_REAL, limit_s)
-        score = verify(item)
+        answers = verify(batch, rules)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        send(scores, frame(score))
+        send(scores, b"".join(map(frame, answers)))
 
 
-def private_pipes() -> tuple[BinaryIO, BinaryIO]:
+def load(name: str) -> None:
+    """Import a verifier and what it will import; whatever is wrong with it is said of the items that name it."""
+    with contextlib.suppress(Exception):
+        find_verifier(name)
+        if name in NEEDED:
+            importlib.import_module(NEEDED[name])
+
+
+def private_pipes() -> tuple[int, BinaryIO]:
     """The pool's two pipes, out of reach of a verifier that prints or reads."""
-    items, scores = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)
+    items, scores = os.dup(0), os.fdopen(os.dup(1), "wb")
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, 0)
+    os.dup2(nothing, 1)
     return items, scores
 
 
@@ -42,18 +62,68 @@ def send(scores: BinaryIO, data: bytes) -> None:
     scores.flush()
 
 
-def verify(item: Item) -> Score:
+class Inbox:
+    """Items as they come: one at a time, or those at hand, where their verifier takes many."""
+
+    def __init__(self, descriptor: int):
+        self._descriptor = descriptor
+        self._unread = bytearray()
+        self._items: deque[Item] = deque()
+        self._decoder = msgspec.msgpack.Decoder(Item)
+
+    def take(self) -> list[Item]:
+        """The next items to verify together; none when the pool has closed the pipe."""
+        while not self._items:
+            if not self._read():
+                return []
+        batch = [self._items.popleft()]
+        while batch[0].verifier in IN_BATCHES and len(batch) < BATCH_ITEMS and self._has(batch[0].verifier):
+            batch.append(self._items.popleft())
+        return batch
+
+    def _has(self, verifier: str) -> bool:
+        """Whether an item for it is next, without waiting."""
+        while not self._items and select.select([self._descriptor], [], [], 0)[0]:
+            if not self._read():
+                return False
+        return bool(self._items) and self._items[0].verifier == verifier
+
+    def _read(self) -> bool:
+        data = os.read(self._descriptor, 1 << 20)
+        self._unread += data
+        while len(self._unread) >= LENGTH_BYTES:
+            end = LENGTH_BYTES + int.from_bytes(self._unread[:LENGTH_BYTES], "little")
+            if len(self._unread) < end:
+                break
+            self._items.append(self._decoder.decode(bytes(self._unread[LENGTH_BYTES:end])))
+            del self._unread[:end]
+        return bool(data)
+
+
+def verify(items: list[Item], rules: RewardRules) -> list[Score]:
+    name = items[0].verifier
     try:
-        reward = find_verifier(item.verifier)(item.response, item.label, item.finish_reason)
-        if not isinstance(reward, numbers.Real):
-            raise TypeError(f"returned {reward!r}, which is not a number")
-        if not math.isfinite(reward):
-            raise ValueError(f"returned {reward!r}, which is not finite")
-        return Score(item.key, float(reward))
+        scores = find_verifier(name)(items, rules)
+        return [checked(score, item, rules) for score, item in zip(scores, items, strict=True)]
     except Exception as error:
-        text = f"verifier {item.verifier!r}: {type(error).__name__}: {error}"
-        return Score(item.key, None, text[:ERROR_CHARACTERS])
+        text = f"verifier {name!r}: {type(error).__name__}: {error}"
+        return [Score(item.key, None, text[:ERROR_CHARACTERS]) for item in items]
+
+
+def checked(score: Score, item: Item, rules: RewardRules) -> Score:
+    """The shaped score; an error where the reward, or one of its details, is no finite number."""
+    error = score.error or next(filter(None, map(objection, (score.reward, *score.details.values()))), "")
+    if error:
+        return Score(item.key, None, f"verifier {item.verifier!r}: {error}"[:ERROR_CHARACTERS])
+    reward, details = shape(float(score.reward), score.details, item, rules)
+    return Score(item.key, reward, None, {str(key)[:40]: float(details[key]) for key in list(details)[:DETAILS]})
+
+
+def objection(value: object) -> str:
+    if not isinstance(value, numbers.Real):
+        return f"returned {value!r}, which is not a number"
+    return "" if math.isfinite(value) else f"returned {value!r}, which is not finite"
 
 
 if __name__ == "__main__":
-    main(float(sys.argv[1]))
+    main(float(sys.argv[1]), msgspec.json.decode(sys.argv[2], type=RewardRules))

@@ -1,37 +1,77 @@
-"""Verifiers: what a response is worth, by name.
+"""Verifiers by name: what a response is worth.
 
-A verifier is a function `(response, label, finish_reason) -> number`. One of your own is named by where it
-lives, `package.module:function`; it may raise, and an exception is never counted as a reward of zero.
+A verifier is a function `(response, label, finish_reason)` that returns a number, or a number and a dictionary of
+numbers that it is made of. If it has a parameter `prompt` or `tokens`, it is given that, too. One of your own is named
+by where it lives, `package.module:function`; it may raise, and an exception is never counted as a reward of zero.
 """
 
 import importlib
+import importlib.util
+import inspect
 from collections.abc import Callable
+from functools import cache
 
-Verifier = Callable[[str, str, str], float]
+from april.workers.rewards.messages import Item, RewardRules, Score
+
+Verifier = Callable[..., float | tuple[float, dict[str, float]]]
+BatchVerifier = Callable[[list[Item], RewardRules], list[Score]]
+"""one with the attribute `takes_items`: scores several at once, and knows the run's rules"""
+
+PACKAGE = "april.workers.rewards"
+VERIFIERS = {
+    "final_answer": f"{PACKAGE}.text:final_answer",
+    "exact": f"{PACKAGE}.text:exact",
+    "regex": f"{PACKAGE}.text:regex",
+    "f1": f"{PACKAGE}.text:f1",
+    "choice": f"{PACKAGE}.text:choice",
+    "math": f"{PACKAGE}.mathematics:math",
+    "deepscaler": f"{PACKAGE}.mathematics:deepscaler",
+    "dapo": f"{PACKAGE}.mathematics:dapo",
+    "code": f"{PACKAGE}.code:code",
+    "remote": f"{PACKAGE}.remote:remote",
+}
+NEEDED = {"math": "math_verify", "deepscaler": "math_verify"}
+"""module of the `rewards` extra that a verifier imports when it is first used"""
+IN_BATCHES = {"remote"}
+"""of which a process takes many at a time"""
+FURTHER = ("prompt", "tokens")
+"""parameters that a verifier may have"""
 
 
-def final_answer(response: str, label: str, finish_reason: str) -> float:
-    """1.0 iff the response ended by itself and what follows its first `#` is the label."""
-    _, mark, answer = response.partition("#")
-    return float(finish_reason == "stop" and mark == "#" and answer == label)
+@cache
+def find_verifier(name: str) -> BatchVerifier:
+    """The verifier as one that scores items. Raises LookupError, ImportError or AttributeError for a name that leads
+    nowhere."""
+    if ":" not in name:
+        name = VERIFIERS[name]
+    module, _, function = name.partition(":")
+    verifier = getattr(importlib.import_module(module), function)
+    if getattr(verifier, "takes_items", False):
+        return verifier
+    further = [parameter for parameter in FURTHER if parameter in parameters(verifier)]
+
+    def score(items: list[Item], rules: RewardRules) -> list[Score]:
+        return [one(verifier, item, further) for item in items]
+
+    return score
 
 
-def exact(response: str, label: str, finish_reason: str) -> float:
-    """1.0 iff the response ended by itself and is the label."""
-    return float(finish_reason == "stop" and response == label)
+def parameters(verifier: Verifier) -> list[str]:
+    try:
+        return list(inspect.signature(verifier).parameters)
+    except (TypeError, ValueError):
+        return []
 
 
-VERIFIERS: dict[str, Verifier] = {verifier.__name__: verifier for verifier in (final_answer, exact)}
+def one(verifier: Verifier, item: Item, further: list[str]) -> Score:
+    more = {name: getattr(item, name) for name in further}
+    worth = verifier(item.response, item.label, item.finish_reason, **more)
+    reward, details = worth if isinstance(worth, tuple) and len(worth) == 2 else (worth, {})
+    return Score(item.key, reward, None, details)
 
 
-def find_verifier(name: str) -> Verifier:
-    """Raises LookupError, ImportError or AttributeError for a name that leads nowhere."""
-    module, colon, function = name.partition(":")
-    return getattr(importlib.import_module(module), function) if colon else VERIFIERS[name]
-
-
-def check_verifier(name: str, key: str = "reward.name") -> None:
-    """Raises ConfigError unless the verifier can be found; `key` is where the name was given."""
+def check_verifier(name: str, key: str = "reward.name", url: str = "") -> None:
+    """Raises ConfigError unless the verifier can be found and has what it needs; `key` is where the name was given."""
     from april.config import ConfigError
 
     try:
@@ -42,3 +82,10 @@ def check_verifier(name: str, key: str = "reward.name") -> None:
             f"key {key!r} = {name!r} is no verifier{reason}; use one of {', '.join(map(repr, VERIFIERS))} "
             "or name your own as package.module:function"
         ) from None
+    if name in NEEDED and importlib.util.find_spec(NEEDED[name]) is None:
+        raise ConfigError(
+            f"key {key!r} = {name!r} needs {NEEDED[name].replace('_', '-')}, which is not installed; "
+            "`pip install 'april-rl[rewards]'`"
+        )
+    if name == "remote" and not url:
+        raise ConfigError(f"key {key!r} = 'remote' has no server; set reward.url to its address")

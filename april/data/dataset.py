@@ -1,0 +1,144 @@
+"""A dataset ready to be drawn from: the rows of its sources in one pass, read back one at a time.
+
+Whatever the format, the rows of a run are written once, in a compact form, into an unnamed temporary file (held in
+memory while it is small); memory keeps eight bytes a row. What is drawn therefore depends on the rows alone, and
+so does the fingerprint by which a journal knows its dataset again.
+"""
+
+import hashlib
+import logging
+import tempfile
+from array import array
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from april.config import ConfigError, DataSection, SourceSection
+from april.data.formats import read_records
+from april.data.order import mixed_order
+from april.data.rows import MAPPINGS, BadRow, Mapping, Row, make_row
+
+log = logging.getLogger(__name__)
+
+HELD_BYTES = 64 << 20
+"""rows beyond this go to disk"""
+BAD_ROWS_LOGGED = 20
+"""bad rows that are named one by one; of the others only the number is known"""
+
+encoder, decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Row)
+
+
+class Dataset:
+    """Rows by number, and their order in an epoch.
+
+    dataset = load_dataset(config.data.train_sources, config.data)
+    for number in dataset.order(seed=0, epoch=3):
+        dataset[number].prompt
+    """
+
+    def __init__(self, shuffle: bool = False):
+        self.shuffle = shuffle
+        self.counts: list[int] = []
+        """rows of each source"""
+        self.weights: list[float] = []
+        self.rewards: set[str] = set()
+        """verifiers that rows name"""
+        self.bad_rows = 0
+        """records that were skipped"""
+        self._file = tempfile.SpooledTemporaryFile(max_size=HELD_BYTES)  # noqa: SIM115
+        self._ends = array("Q")
+        self._digest = hashlib.sha256(b"shuffled" if shuffle else b"in order")
+        self.order = lru_cache(maxsize=2)(self._order)
+
+    def add_source(self, rows: Iterable[Row], weight: float = 1.0) -> None:
+        before = len(self)
+        for row in rows:
+            record = encoder.encode(row)
+            self._file.write(record)
+            self._ends.append(self._end + len(record))
+            self._digest.update(record)
+            if row.reward:
+                self.rewards.add(row.reward)
+        self.counts.append(len(self) - before)
+        self.weights.append(weight)
+        self._digest.update(f"source of weight {weight:.17g}".encode())
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __getitem__(self, number: int) -> Row:
+        start = self._ends[number - 1] if number else 0
+        self._file.seek(start)
+        return decoder.decode(self._file.read(self._ends[number] - start))
+
+    @property
+    def _end(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256, in hex, of everything that a cursor into an epoch depends on, but for the seed."""
+        return self._digest.hexdigest()
+
+    def _order(self, seed: int, epoch: int) -> np.ndarray:
+        return mixed_order(self.counts, self.weights, seed, epoch, self.shuffle)
+
+
+def load_dataset(sources: list[SourceSection], data: DataSection, limit: int | None = None) -> Dataset:
+    """Read all sources, or the first `limit` rows of each. Raises ConfigError."""
+    dataset = Dataset(data.shuffle)
+    for source in sources:
+        before = len(dataset)
+        dataset.add_source(source_rows(source, data, dataset, limit), source.weight)
+        if len(dataset) == before:
+            mend = "write one JSON object with prompt and label on each line"
+            if dataset.bad_rows:
+                mend = f"mend them, or the keys that name their parts; {dataset.bad_rows} were skipped"
+            raise ConfigError(f"dataset {source.path} has no rows; {mend}")
+    if dataset.bad_rows:
+        log.warning("%d bad rows skipped, %d rows left", dataset.bad_rows, len(dataset))
+    return dataset
+
+
+def source_rows(source: SourceSection, data: DataSection, dataset: Dataset, limit: int | None) -> Iterable[Row]:
+    mapping, made = mapping_of(source), 0
+    for where, record in read_records(source.path, mapping.columns):
+        if made == limit:
+            return
+        try:
+            row = row_of(record, mapping, source, data)
+        except BadRow as error:
+            if data.bad_rows == "stop":
+                raise ConfigError(f"{where}: {error}") from None
+            dataset.bad_rows += 1
+            if dataset.bad_rows <= BAD_ROWS_LOGGED:
+                log.warning("bad row skipped: %s: %s", where, error)
+            continue
+        made += 1
+        yield row
+
+
+def row_of(record: Any, mapping: Mapping, source: SourceSection, data: DataSection) -> Row:
+    if isinstance(record, BadRow):
+        raise record
+    return make_row(record, mapping, source.reward, data.prompt_as)
+
+
+def verifier_of(source: SourceSection) -> str | None:
+    """The verifier of rows that name none, where the source or its mapping has one."""
+    return source.reward or MAPPINGS[source.mapping].reward
+
+
+def mapping_of(source: SourceSection) -> Mapping:
+    """The named mapping, with the keys that the source names instead."""
+    mapping = MAPPINGS[source.mapping]
+    return Mapping(
+        prompt=(source.prompt_key,) if source.prompt_key else mapping.prompt,
+        label=(source.label_key,) if source.label_key else mapping.label,
+        reward=mapping.reward,
+        chat=mapping.chat,
+        template=mapping.template,
+    )

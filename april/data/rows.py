@@ -1,0 +1,139 @@
+"""A row of a dataset, the field mappings that say where its parts are, and what is refused of it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from april.limits import LABEL_CHARACTERS
+
+
+class BadRow(ValueError):
+    """A record that is no row; the text says what is wrong with it, not where it is."""
+
+
+class Row(msgspec.Struct, array_like=True, frozen=True):
+    """What a run needs of one record."""
+
+    prompt: str | list[dict]
+    """text, or chat messages with `role` and `content`"""
+    label: str
+    """reference answer"""
+    reward: str | None = None
+    """name of its verifier; None: the run's"""
+
+
+@dataclass(frozen=True)
+class Mapping:
+    """Where the parts of a row are in a record. A key may go into nested objects, as in `reward_model.ground_truth`."""
+
+    prompt: tuple[str, ...] = ("prompt",)
+    """keys, the first that a record has counts"""
+    label: tuple[str, ...] = ("label",)
+    reward: str | None = None
+    """verifier of records that name none"""
+    chat: bool = False
+    """a text is what the user says"""
+    template: str = "{prompt}"
+    """around a text, before it becomes a message"""
+
+    @property
+    def columns(self) -> set[str]:
+        """Fields of a record that may be needed."""
+        return {key.partition(".")[0] for key in (*self.prompt, *self.label)} | {"reward"}
+
+
+BOXED = "{prompt}\n\nReason step by step, and put the final answer into \\boxed{}."
+
+MAPPINGS = {
+    "plain": Mapping(),
+    "dapo_math": Mapping(label=("reward_model.ground_truth", "label"), reward="dapo"),
+    "deepscaler": Mapping(("problem",), ("answer",), reward="deepscaler", chat=True, template=BOXED),
+    "deepmath": Mapping(("question",), ("final_answer",), reward="math", chat=True, template=BOXED),
+    "aime": Mapping(("problem", "Problem"), ("answer", "Answer"), reward="math", chat=True, template=BOXED),
+}
+"""Fields of published datasets:
+
+    dapo_math    BytedTsinghua-SIA/DAPO-Math-17k: prompt [{role, content}], reward_model {ground_truth, style}
+    deepscaler   agentica-org/DeepScaleR-Preview-Dataset: problem, answer, solution
+    deepmath     zwhe99/DeepMath-103K: question, final_answer, difficulty, topic, r1_solution_1 .. 3
+    aime         HuggingFaceH4/aime_2024 (problem, answer) and Maxwell-Jia/AIME_2024 (Problem, Answer)
+"""
+
+
+def make_row(record: Any, mapping: Mapping, reward: str | None = None, prompt_as: str = "given") -> Row:
+    """The row of a record. `reward`: the verifier, whatever the record says; `prompt_as`: given | chat | text.
+
+    Raises BadRow.
+    """
+    if not isinstance(record, dict):
+        raise BadRow(f"{excerpt(record)} is not a JSON object; write an object with prompt and label")
+    prompt_key, prompt = find(record, mapping.prompt, "data.prompt_key")
+    label_key, label = find(record, mapping.label, "data.label_key")
+    own = checked_reward(record.get("reward"))
+    return Row(
+        prompt=shaped_prompt(checked_prompt(prompt, prompt_key), mapping, prompt_as),
+        label=checked_label(label, label_key),
+        reward=reward or own or mapping.reward,
+    )
+
+
+def find(record: dict, keys: tuple[str, ...], setting: str) -> tuple[str, Any]:
+    """(key, value) of the first key that the record has."""
+    for key in keys:
+        value = record
+        for part in key.split("."):
+            value = value.get(part, MISSING) if isinstance(value, dict) else MISSING
+        if value is not MISSING:
+            return key, value
+    wanted = " or ".join(map(repr, keys))
+    there = ", ".join(map(repr, record)) or "none"
+    raise BadRow(f"key {wanted} is missing (keys there: {there}); add it or name another with --{setting}")
+
+
+MISSING = object()
+
+
+def checked_prompt(prompt: Any, key: str) -> str | list[dict]:
+    if isinstance(prompt, str) and prompt:
+        return prompt
+    if isinstance(prompt, list) and prompt and all(is_message(message) for message in prompt):
+        return prompt
+    raise BadRow(
+        f"key {key!r} = {excerpt(prompt)} is no prompt; give text or "
+        'chat messages like [{"role": "user", "content": "..."}]'
+    )
+
+
+def is_message(message: Any) -> bool:
+    return isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message
+
+
+def shaped_prompt(prompt: str | list[dict], mapping: Mapping, prompt_as: str) -> str | list[dict]:
+    """A text in its template, as text or as what the user says; of messages the contents, where text is wanted."""
+    if isinstance(prompt, list):
+        return "\n\n".join(str(message["content"]) for message in prompt) if prompt_as == "text" else prompt
+    prompt = mapping.template.replace("{prompt}", prompt)
+    chat = mapping.chat if prompt_as == "given" else prompt_as == "chat"
+    return [{"role": "user", "content": prompt}] if chat else prompt
+
+
+def checked_label(label: Any, key: str) -> str:
+    if isinstance(label, str):
+        if len(label) > LABEL_CHARACTERS:
+            raise BadRow(f"key {key!r} has {len(label)} characters, more than {LABEL_CHARACTERS}; shorten the label")
+        return label
+    if isinstance(label, int | float) and not isinstance(label, bool):
+        return str(label)
+    raise BadRow(f"key {key!r} = {excerpt(label)} is no reference answer; give text or a number")
+
+
+def checked_reward(reward: Any) -> str | None:
+    if reward is None or (isinstance(reward, str) and reward):
+        return reward
+    raise BadRow(f"key 'reward' = {excerpt(reward)} names no verifier; give its name or leave the key out")
+
+
+def excerpt(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

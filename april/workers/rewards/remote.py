@@ -1,0 +1,92 @@
+"""A reward model behind HTTP: a batch of responses in one request, which is repeated only where that can help.
+
+POST reward.url   [{"prompt": ..., "response": ..., "label": ..., "finish_reason": ..., "tokens": ...}, ...]
+answer            [0.7, {"score": 0.2, "toxicity": 0.1}, {"error": "too long"}, ...]     in the same order
+"""
+
+import http.client
+import math
+import time
+import urllib.error
+import urllib.request
+from numbers import Real
+
+import msgspec
+
+from april.workers.rewards.messages import Item, RewardRules, Score
+
+TRIES = 4
+FIRST_PAUSE_S = 0.2
+"""before the second try; doubled before each further one"""
+WORTH_REPEATING = {408, 425, 429, 500, 502, 503, 504}
+"""statuses of a server that may answer later; any other refusal would be repeated as well"""
+LONGEST_ANSWER_BYTES = 16 << 20
+TRIES_SHARE = 0.8
+"""of the time limit is spent on tries, lest the limit end the process first"""
+
+
+def remote(items: list[Item], rules: RewardRules) -> list[Score]:
+    """Scores of a batch, in order. Raises RemoteError when there are none."""
+    body = msgspec.json.encode([
+        {
+            "prompt": item.prompt, "response": item.response, "label": item.label,
+            "finish_reason": item.finish_reason, "tokens": item.tokens,
+        }
+        for item in items
+    ])  # fmt: skip
+    answer = post(rules.url, body, time.monotonic() + TRIES_SHARE * rules.timeout_s)
+    if not isinstance(answer, list) or len(answer) != len(items):
+        raise RemoteError(f"{rules.url} did not answer with a list of {len(items)} scores")
+    return [score_of(item, one) for item, one in zip(items, answer, strict=True)]
+
+
+remote.takes_items = True
+
+
+class RemoteError(RuntimeError):
+    """The reward model gave no scores; the text says why."""
+
+
+def post(url: str, body: bytes, deadline_s: float):
+    """The decoded answer; tried again while that can help and there is time."""
+    pause_s = FIRST_PAUSE_S
+    for number in range(1, TRIES + 1):
+        try:
+            return request(url, body, max(0.05, deadline_s - time.monotonic()))
+        except urllib.error.HTTPError as error:
+            if error.code not in WORTH_REPEATING:
+                raise RemoteError(f"{url} refuses with status {error.code}") from None
+            reason = f"status {error.code}"
+        except (OSError, http.client.HTTPException) as error:
+            reason = f"{type(error).__name__}: {error}"
+        if number == TRIES or time.monotonic() + pause_s >= deadline_s:
+            raise RemoteError(f"{url} gave no answer in {number} tries, the last: {reason}")
+        time.sleep(pause_s)
+        pause_s *= 2
+
+
+def request(url: str, body: bytes, timeout_s: float):
+    message = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(message, timeout=timeout_s) as answer:
+        data = answer.read(LONGEST_ANSWER_BYTES + 1)
+    if len(data) > LONGEST_ANSWER_BYTES:
+        raise RemoteError(f"{url} answered with more than {LONGEST_ANSWER_BYTES} bytes")
+    try:
+        return msgspec.json.decode(data)
+    except msgspec.DecodeError as error:
+        raise RemoteError(f"{url} did not answer with JSON ({error})") from None
+
+
+def score_of(item: Item, answer) -> Score:
+    """A number, an object with a `score` and further numbers, or one with an `error`."""
+    if isinstance(answer, dict) and answer.get("error"):
+        return Score(item.key, None, f"the reward model says: {str(answer['error'])[:200]}")
+    fields = answer if isinstance(answer, dict) else {"score": answer}
+    numbers = {str(key): float(value) for key, value in fields.items() if is_number(value)}
+    if "score" not in numbers:
+        return Score(item.key, None, f"the reward model gave {str(answer)[:80]!r}, which has no finite score")
+    return Score(item.key, numbers.pop("score"), None, numbers)
+
+
+def is_number(value) -> bool:
+    return isinstance(value, Real) and math.isfinite(value)

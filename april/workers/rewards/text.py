@@ -1,0 +1,60 @@
+"""Verifiers that compare text: exact, regular expression, token F1, multiple choice, the quickstart's answers."""
+
+import re
+import string
+from collections import Counter
+
+from april.workers.rewards.answers import after_thinking, last_boxed
+
+ARTICLES = re.compile(r"\b(a|an|the)\b")
+NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+CHOICE_PHRASE = re.compile(r"\b(?i:answer(?:\s+is)?)\W*?\(?([A-Z])\b(?!')")
+LONE_CHOICE = re.compile(r"^\W*([A-Z])\W*$")
+
+
+def final_answer(response: str, label: str, finish_reason: str) -> float:
+    """1.0 iff the response ended by itself and what follows its first `#` is the label."""
+    _, mark, answer = response.partition("#")
+    return float(finish_reason == "stop" and mark == "#" and answer == label)
+
+
+def exact(response: str, label: str, finish_reason: str) -> float:
+    """1.0 iff the response ended by itself and is the label."""
+    return float(finish_reason == "stop" and response == label)
+
+
+def regex(response: str, label: str, finish_reason: str) -> float:
+    """1.0 iff the label, a regular expression, is found in what follows the reasoning."""
+    return float(re.search(label, after_thinking(response)) is not None)
+
+
+def f1(response: str, label: str, finish_reason: str) -> tuple[float, dict[str, float]]:
+    """F1 of the words that answer and label have in common, without case, punctuation and articles (SQuAD)."""
+    text = after_thinking(response)
+    boxed = last_boxed(text)
+    found, wanted = words(text if boxed is None else boxed), words(label)
+    common = sum((Counter(found) & Counter(wanted)).values())
+    precision, recall = common / max(1, len(found)), common / max(1, len(wanted))
+    score = 2 * precision * recall / (precision + recall) if common else float(found == wanted)
+    return score, {"precision": precision, "recall": recall}
+
+
+def words(text: str) -> list[str]:
+    return ARTICLES.sub(" ", text.lower().translate(NO_PUNCTUATION)).split()
+
+
+def choice(response: str, label: str, finish_reason: str) -> tuple[float, dict[str, float]]:
+    """1.0 iff the letter chosen is the label's: in a box, after "answer is" or "answer:", or alone on the last line."""
+    chosen = chosen_letter(after_thinking(response))
+    return float(chosen == label.strip(" ().").upper()), {"answered": float(chosen is not None)}
+
+
+def chosen_letter(text: str) -> str | None:
+    if boxed := last_boxed(text):
+        letter = re.match(r"(?:\\text\w*\s*\{)?\W*([A-Za-z])\b", boxed)
+        return letter[1].upper() if letter else None
+    if found := CHOICE_PHRASE.findall(text):
+        return found[-1].upper()
+    lines = text.strip().splitlines()
+    letter = LONE_CHOICE.match(lines[-1]) if lines else None
+    return letter[1] if letter else None

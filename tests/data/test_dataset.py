@@ -1,0 +1,284 @@
+"""Datasets in every format: the same rows, the same fingerprint, the same order; and what is refused of them."""
+
+import logging
+import shutil
+
+import numpy as np
+import orjson
+import pyarrow as pa
+import pyarrow.parquet as parquet
+import pytest
+
+from april import config as configuration
+from april.broker.prompts import PromptBook
+from april.config import ConfigError, DataSection, SourceSection
+from april.data import dataset as module
+from april.data.dataset import load_dataset
+from april.data.formats import BATCH_ROWS
+from april.data.order import drawn, epoch_order, mixed_order
+from april.data.rows import Row
+
+RECORDS = [{"prompt": [{"role": "user", "content": f"{n}+0="}], "label": str(n), "noise": [n]} for n in range(600)]
+ROWS = [Row(record["prompt"], record["label"]) for record in RECORDS]
+
+
+def write_lines(path, records):
+    path.write_bytes(b"".join(orjson.dumps(record) + b"\n" for record in records))
+    return path
+
+
+def write_stream(path, records):
+    table = pa.Table.from_pylist(records)
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=100)
+    return path
+
+
+def save_to_disk(folder, records):
+    """What `datasets.Dataset.save_to_disk` leaves: shards in Arrow's stream format, their names in state.json."""
+    folder.mkdir(parents=True)
+    names = ["data-00000-of-00002.arrow", "data-00001-of-00002.arrow"]
+    half = len(records) // 2
+    write_stream(folder / names[0], records[:half])
+    write_stream(folder / names[1], records[half:])
+    (folder / "dataset_info.json").write_text('{"features": {}}')
+    state = {"_data_files": [{"filename": name} for name in names], "_split": "train", "_fingerprint": "0"}
+    (folder / "state.json").write_bytes(orjson.dumps(state))
+    return folder
+
+
+def write_arrow_file(path, records):
+    table = pa.Table.from_pylist(records)
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    return path
+
+
+def write_parquet(path, records):
+    parquet.write_table(pa.Table.from_pylist(records), path, row_group_size=250)
+    return path
+
+
+def write_shards(folder, records):
+    folder.mkdir()
+    half = len(records) // 2
+    write_parquet(folder / "train-00000-of-00002.parquet", records[:half])
+    write_parquet(folder / "train-00001-of-00002.parquet", records[half:])
+    return folder
+
+
+def write_array(path, records):
+    path.write_bytes(orjson.dumps(records))
+    return path
+
+
+FORMATS = {
+    "rows.jsonl": write_lines,
+    "rows.json": write_array,
+    "rows.parquet": write_parquet,
+    "stream.arrow": write_stream,
+    "file.arrow": write_arrow_file,
+    "saved": save_to_disk,
+    "shards": write_shards,
+}
+
+
+def load(path, **keys):
+    section = DataSection(path=path, **keys)
+    return load_dataset(section.train_sources, section)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_gives_the_same_rows_in_the_same_order(tmp_path, name):
+    assert len(RECORDS) > 2 * BATCH_ROWS
+    dataset = load(FORMATS[name](tmp_path / name, RECORDS))
+    assert [dataset[number] for number in range(len(dataset))] == ROWS
+    assert dataset.fingerprint == load(write_lines(tmp_path / "again.jsonl", RECORDS)).fingerprint
+
+
+def test_rows_beyond_what_memory_holds_go_to_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "HELD_BYTES", 1000)
+    dataset = load(write_lines(tmp_path / "rows.jsonl", RECORDS))
+    assert dataset._file._rolled
+    assert [dataset[number] for number in (599, 0, 300)] == [ROWS[599], ROWS[0], ROWS[300]]
+
+
+# --- what is refused ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad_line", ["{'prompt': 1}", '{"prompt": "p"', "[1]", '{"prompt": "p"}', '{"label": "l"}'])
+def test_a_bad_row_stops_the_run_with_its_line_number(tmp_path, bad_line):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "p", "label": "l"}\n\n' + bad_line + "\n")
+    with pytest.raises(ConfigError, match=r"rows\.jsonl, line 3: ") as refusal:
+        load(path)
+    assert "\n" not in str(refusal.value)
+
+
+def test_bad_rows_are_skipped_with_their_count_and_line_numbers_where_configured(tmp_path, caplog):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(
+        '{"prompt": "p", "label": "l"}\nnonsense\n{"prompt": 3, "label": "l"}\n{"prompt": "q", "label": "m"}\n'
+    )
+    with caplog.at_level(logging.WARNING):
+        dataset = load(path, bad_rows="skip")
+    assert [dataset[0], dataset[1]] == [Row("p", "l"), Row("q", "m")] and len(dataset) == 2
+    assert dataset.bad_rows == 2
+    assert "rows.jsonl, line 2: " in caplog.text and "rows.jsonl, line 3: " in caplog.text
+    assert "2 bad rows skipped, 2 rows left" in caplog.text
+
+
+def test_a_bad_row_of_a_table_has_its_number_too(tmp_path):
+    path = write_parquet(tmp_path / "rows.parquet", [*RECORDS[:300], {"prompt": [], "label": "l", "noise": []}])
+    with pytest.raises(ConfigError, match=r"rows\.parquet, row 301: key 'prompt' = \[\]"):
+        load(path)
+
+
+def test_a_table_without_the_wanted_columns_is_refused_with_those_it_has(tmp_path):
+    path = write_parquet(tmp_path / "rows.parquet", [{"question": "q", "final_answer": "a"}])
+    with pytest.raises(ConfigError, match=r"'prompt' is missing .keys there: 'question', 'final_answer'"):
+        load(path)
+
+
+@pytest.mark.parametrize("text", ["", "\n  \n"])
+def test_an_empty_dataset_is_refused(tmp_path, text):
+    (tmp_path / "rows.jsonl").write_text(text)
+    with pytest.raises(ConfigError, match="has no rows"):
+        load(tmp_path / "rows.jsonl")
+
+
+def test_a_dataset_of_bad_rows_alone_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"has no rows; .* 600 were skipped"):
+        load(write_lines(tmp_path / "rows.jsonl", RECORDS), bad_rows="skip", label_key="answer")
+
+
+def test_what_cannot_be_read_is_refused(tmp_path):
+    for name in ("rows.parquet", "rows.arrow", "rows.json"):
+        (tmp_path / name).write_bytes(b"[no such thing")
+        with pytest.raises(ConfigError, match=name):
+            load(tmp_path / name)
+    with pytest.raises(ConfigError, match=r"missing\.jsonl cannot be read"):
+        load(tmp_path / "missing.jsonl")
+
+
+def test_folders_of_several_things_are_refused(tmp_path):
+    save_to_disk(tmp_path / "dict" / "train", RECORDS[:4])
+    save_to_disk(tmp_path / "dict" / "test", RECORDS[:4])
+    (tmp_path / "dict" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    with pytest.raises(ConfigError, match=r"several splits; give one of them: .*dict/test, .*dict/train"):
+        load(tmp_path / "dict")
+    (tmp_path / "hub").mkdir()
+    with pytest.raises(ConfigError, match="folder without"):
+        load(tmp_path / "hub")
+    write_parquet(tmp_path / "hub" / "train-00000-of-00001.parquet", RECORDS[:4])
+    write_parquet(tmp_path / "hub" / "test-00000-of-00001.parquet", RECORDS[:4])
+    with pytest.raises(ConfigError, match="files of test, train"):
+        load(tmp_path / "hub")
+    write_lines(tmp_path / "hub" / "more.jsonl", RECORDS[:4])
+    with pytest.raises(ConfigError, match="several kinds"):
+        load(tmp_path / "hub")
+
+
+# --- order --------------------------------------------------------------------------------------------------
+
+
+def test_an_epoch_hands_out_every_row_once():
+    for shuffle in (True, False):
+        assert sorted(epoch_order(1000, 3, 2, shuffle)) == list(range(1000))
+        assert epoch_order(1000, 3, 2, shuffle).dtype == np.int64
+
+
+def test_an_unshuffled_epoch_follows_the_file():
+    assert epoch_order(5, 3, 2, shuffle=False).tolist() == [0, 1, 2, 3, 4]
+    assert mixed_order([3, 2], [1.0, 1.0], 3, 2, shuffle=False).tolist() == [0, 1, 2, 3, 4]
+
+
+def test_the_order_depends_on_seed_and_epoch_alone_and_never_changes():
+    assert epoch_order(8, 0, 0, True).tolist() == epoch_order(8, 0, 0, True).tolist() == [3, 2, 1, 6, 0, 7, 4, 5]
+    assert mixed_order([8], [1.0], 0, 0, True).tolist() == [3, 2, 1, 6, 0, 7, 4, 5]
+    orders = [epoch_order(100, seed, epoch, True).tolist() for seed in (0, 1) for epoch in (0, 1)]
+    assert len(set(map(tuple, orders))) == 4
+
+
+@pytest.mark.parametrize("weights", [(1.0, 1.0), (2.0, 0.25), (0.3, 3.5), (0.001, 1.0)])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_weight_is_how_often_rows_are_drawn_in_an_epoch(weights, shuffle):
+    counts, epochs = [40, 100], 20
+    times = np.zeros(140, int)
+    for epoch in range(epochs):
+        order = mixed_order(counts, list(weights), 7, epoch, shuffle)
+        assert [(order < 40).sum(), (order >= 40).sum()] == [drawn(40, weights[0]), drawn(100, weights[1])]
+        np.add.at(times, order, 1)
+    for part, weight in ((times[:40], weights[0]), (times[40:], weights[1])):
+        assert part.max() - part.min() <= 1, "some row of a source is drawn more often than another"
+        assert part.sum() == epochs * drawn(len(part), weight)
+
+
+def test_the_fingerprint_changes_with_what_a_cursor_depends_on(tmp_path):
+    first, second = write_lines(tmp_path / "a.jsonl", RECORDS[:9]), write_lines(tmp_path / "b.jsonl", RECORDS[9:20])
+
+    def fingerprint(*sources, **keys):
+        section = DataSection(sources=[SourceSection(**source) for source in sources], **keys)
+        return load_dataset(section.train_sources, section).fingerprint
+
+    both = [{"path": first}, {"path": second}]
+    variants = [
+        fingerprint(*both),
+        fingerprint(*reversed(both)),
+        fingerprint(both[0]),
+        fingerprint(both[0], both[1] | {"weight": 2.0}),
+        fingerprint(both[0], both[1] | {"reward": "exact"}),
+        fingerprint(*both, shuffle=False),
+        fingerprint(*both, prompt_as="text"),
+    ]
+    assert len(set(variants)) == len(variants)
+    assert fingerprint(*both) == variants[0]
+
+
+# --- as the broker draws ------------------------------------------------------------------------------------
+
+
+def draws(book, cursor, count):
+    found = []
+    for _ in range(count):
+        epoch, position, tokens = book.draw(cursor)
+        found.append((epoch, position, book.row(epoch, position).label, tokens))
+        cursor = (epoch, position + 1)
+    return found
+
+
+def test_a_restarted_broker_goes_on_in_the_same_order_from_its_cursor(config_file, data_folder, tmp_path):
+    few = write_lines(tmp_path / "few.jsonl", [{"question": f"0{n}*1+00=", "answer": n} for n in range(5)])
+    sources = (
+        f'[{{path = "{data_folder}/train.jsonl", weight = 0.5}}, '
+        f'{{path = "{few}", weight = 2, prompt_key = "question", label_key = "answer", reward = "exact"}}]'
+    )
+    text = config_file.read_text().replace(f'path = "{data_folder}/train.jsonl"', f"sources = {sources}")
+    config_file.write_text(text)
+    config = configuration.load(config_file)
+    whole = draws(PromptBook(config), (0, 0), 100)
+    assert {epoch for epoch, *_ in whole} == {0, 1, 2}
+    half = draws(PromptBook(config), (0, 0), 50)
+    last_epoch, last_position = half[-1][:2]
+    assert half + draws(PromptBook(config), (last_epoch, last_position + 1), 50) == whole
+
+
+def test_too_long_prompts_are_left_out_and_counted_once(config_file, data_folder, tmp_path):
+    path = write_lines(tmp_path / "long.jsonl", [{"prompt": "0" * n, "label": "0"} for n in (4, 40, 4, 50)])
+    config = configuration.load(config_file, ["--data.path", str(path), "--data.max_prompt_tokens", "8"])
+    book = PromptBook(config)
+    assert {label for *_, label, _ in draws(book, (0, 0), 20)} == {"0"}
+    assert book.counts() == {"rows": 4, "bad_rows": 0, "too_long": 2}
+
+
+def test_a_row_that_the_chat_template_refuses_is_left_out_and_counted(config_file, policy_folder, tmp_path):
+    folder = tmp_path / "policy"
+    shutil.copytree(policy_folder, folder)
+    template = "{{ messages[0].content if messages[0].content else raise_exception('no') }}"
+    (folder / "chat_template.jinja").write_text(template)
+    records = [{"prompt": [{"role": "user", "content": text}], "label": text} for text in ("1", "", "2")]
+    path = write_lines(tmp_path / "chats.jsonl", records)
+    config = configuration.load(config_file, ["--data.path", str(path), "--model.path", str(folder)])
+    book = PromptBook(config)
+    assert {label for *_, label, _ in draws(book, (0, 0), 12)} == {"1", "2"}
+    assert book.counts() == {"rows": 3, "bad_rows": 1, "too_long": 0}

@@ -1,0 +1,96 @@
+"""What a record has to have to be a row, and the fields of published datasets."""
+
+from typing import get_args
+
+import pytest
+
+from april.config.sections import Mapping as MappingName
+from april.data.rows import MAPPINGS, BadRow, Mapping, Row, make_row
+from tests.published import RECORDS
+
+PLAIN = MAPPINGS["plain"]
+MESSAGES = [{"role": "user", "content": "1+1="}]
+
+
+def test_a_row_has_text_or_messages_a_label_and_perhaps_a_verifier():
+    assert make_row({"prompt": "1+1=", "label": "2"}, PLAIN) == Row("1+1=", "2", None)
+    with_more = {"prompt": MESSAGES, "label": "2", "reward": "exact", "more": 1}
+    assert make_row(with_more, PLAIN) == Row(MESSAGES, "2", "exact")
+
+
+@pytest.mark.parametrize(("written", "label"), [(7, "7"), (-2.5, "-2.5"), (" 7", " 7"), ("", "")])
+def test_labels_are_text_and_numbers_become_text(written, label):
+    assert make_row({"prompt": "p", "label": written}, PLAIN).label == label
+
+
+def test_keys_can_be_named_and_go_into_objects():
+    record = {"question": {"text": "p"}, "answer": 4}
+    assert make_row(record, Mapping(("question.text",), ("answer",))) == Row("p", "4")
+
+
+@pytest.mark.parametrize(
+    ("record", "names"),
+    [
+        ([1, 2], ["[1, 2]", "not a JSON object"]),
+        ({"label": "l"}, ["'prompt'", "missing", "'label'", "data.prompt_key"]),
+        ({"prompt": "p", "answer": "l"}, ["'label'", "missing", "'answer'", "data.label_key"]),
+        ({"prompt": 5, "label": "l"}, ["'prompt' = 5"]),
+        ({"prompt": "", "label": "l"}, ["'prompt' = ''"]),
+        ({"prompt": [], "label": "l"}, ["'prompt' = []"]),
+        ({"prompt": ["text"], "label": "l"}, ["'prompt' = ['text']"]),
+        ({"prompt": [{"content": "no role"}], "label": "l"}, ["'prompt'", "no role"]),
+        ({"prompt": "p", "label": None}, ["'label' = None"]),
+        ({"prompt": "p", "label": True}, ["'label' = True"]),
+        ({"prompt": "p", "label": ["l"]}, ["'label' = ['l']"]),
+        ({"prompt": "p", "label": "l", "reward": 3}, ["'reward' = 3"]),
+        ({"prompt": "p", "label": "l" * 200_001}, ["'label'", "200001 characters", "200000"]),
+    ],
+)
+def test_a_record_that_is_no_row_is_refused_in_one_sentence_with_key_and_value(record, names):
+    with pytest.raises(BadRow) as refusal:
+        make_row(record, PLAIN)
+    assert "\n" not in str(refusal.value)
+    for name in names:
+        assert name in str(refusal.value)
+
+
+def test_a_long_value_is_shortened_in_the_refusal():
+    with pytest.raises(BadRow) as refusal:
+        make_row({"prompt": "p", "label": [1] * 10_000}, PLAIN)
+    assert len(str(refusal.value)) < 500
+
+
+AIME_LOWER_CASE = {"id": 1, "problem": "What is 2+3?", "solution": "Add.", "answer": "5", "url": "u", "year": "2024"}
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_published_datasets_are_mapped_to_a_chat_prompt_a_label_and_a_verifier(name):
+    row = make_row(RECORDS[name], MAPPINGS[name])
+    [message] = row.prompt
+    assert message["role"] == "user" and "What is 2+3?" in message["content"]
+    assert row.label == "5"
+    assert row.reward == {"dapo_math": "dapo", "deepscaler": "deepscaler"}.get(name, "math")
+    assert ("\\boxed{}" in message["content"]) == (name != "dapo_math")
+
+
+def test_aime_comes_in_two_spellings():
+    assert make_row(AIME_LOWER_CASE, MAPPINGS["aime"]) == make_row(RECORDS["aime"], MAPPINGS["aime"])
+
+
+def test_the_source_decides_on_the_verifier_then_the_row_then_the_mapping():
+    record = RECORDS["deepmath"]
+    assert make_row(record, MAPPINGS["deepmath"], reward="deepscaler").reward == "deepscaler"
+    assert make_row(record | {"reward": "exact"}, MAPPINGS["deepmath"]).reward == "exact"
+    assert make_row(record | {"reward": "exact"}, MAPPINGS["deepmath"], reward="dapo").reward == "dapo"
+
+
+def test_a_text_can_become_a_message_and_messages_a_text():
+    assert make_row({"prompt": "p", "label": "l"}, PLAIN, prompt_as="chat").prompt == [{"role": "user", "content": "p"}]
+    two = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    assert make_row({"prompt": two, "label": "l"}, PLAIN, prompt_as="text").prompt == "s\n\nu"
+    assert make_row(RECORDS["aime"], MAPPINGS["aime"], prompt_as="text").prompt.startswith("What is 2+3?\n")
+    assert make_row({"prompt": two, "label": "l"}, PLAIN, prompt_as="chat").prompt == two
+
+
+def test_every_mapping_can_be_configured():
+    assert set(get_args(MappingName)) == set(MAPPINGS)

@@ -1,0 +1,80 @@
+"""Verifiers that hang, fork, crash, flood and lie, in a real run: each is retried, then dead with its reason."""
+
+import orjson
+
+from april.broker.events import GroupOpened, Leased, LeaseEnded, SampleScored
+from april.broker.journal import Journal
+from tests.run.processes import APRIL, Job, assert_closed
+
+WILD = """
+import os, sys, time
+
+def loop(response, label, finish_reason):
+    while True: pass
+
+def fork(response, label, finish_reason):
+    for _ in range(30):
+        if os.fork() == 0:
+            time.sleep(1000)
+    time.sleep(1000)
+
+def crash(response, label, finish_reason):
+    os._exit(7)
+
+def flood(response, label, finish_reason):
+    while True: os.write(1, b"x" * 1_000_000)
+
+def memory(response, label, finish_reason):
+    return float(len([0] * (1 << 34)))
+
+def lie(response, label, finish_reason):
+    return float("nan")
+"""
+REASONS = {
+    "loop": "no answer within 1.5 s", "fork": "no answer within 1.5 s", "crash": "exit code 7",
+    "flood": "no answer within 1.5 s", "memory": "MemoryError", "lie": "not finite",
+}  # fmt: skip
+
+
+def test_wild_verifiers_cost_their_own_groups_and_nothing_else(config_file, tmp_path, monkeypatch):
+    (tmp_path / "wild.py").write_text(WILD)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:.")
+    names = dict(zip(range(1, 12, 2), REASONS, strict=True))
+    rows = [{"prompt": f"{row:02d}*3+60=", "label": str(row % 2)} for row in range(64)]
+    for row, name in names.items():
+        rows[row]["reward"] = f"wild:{name}"
+    (tmp_path / "wild.jsonl").write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
+    wild = ["--data.path", str(tmp_path / "wild.jsonl"), "--no-data.shuffle", "--reward.timeout_s", "1.5"]
+    patience = ["--broker.attempts", "2", "--schedule.max_steps", "4", "--reward.processes", "2"]
+    job = Job([*APRIL, "run", str(config_file), *wild, *patience], tmp_path / "output")
+    try:
+        assert job.wait() == 0, job.output
+        assert not job.descendants(), "something that a verifier started is still there"
+    finally:
+        job.end()
+    run_dir = tmp_path / "runs" / "small"
+    summary = assert_closed(run_dir)
+    assert summary["state"] == "finished" and summary["steps"] == 4
+    rows_of, holders, scored, failures = {}, {}, set(), {}
+    journal = Journal(run_dir / "journal")
+    for event, _ in journal.replay():
+        match event:
+            case GroupOpened(evaluation=False):
+                rows_of[event.group] = event.row
+            case Leased():
+                holders[event.token] = (event.group, event.index)
+            case SampleScored():
+                scored.add(rows_of.get(holders[event.token][0]))
+            case LeaseEnded(cause="scoring_failed"):
+                failures.setdefault(rows_of[holders[event.token][0]], []).append(event.error)
+    journal.close()
+    assert not scored & set(names), "what a wild verifier failed at has a reward"
+    assert len(scored) > 10
+    assert len(failures.keys() & names.keys()) > 3, "the last ones may still be open at the end"
+    for row in failures.keys() & names.keys():
+        name = names[row]
+        assert all(f"wild:{name}" in error and REASONS[name] in error for error in failures[row]), failures[row]
+    letters = orjson.loads((run_dir / "dead_letters.json").read_bytes())["letters"]
+    assert {letter["row"] for letter in letters} & names.keys()
+    assert all(letter["attempts"] == 2 and "verifier 'wild:" in letter["error"] for letter in letters)
+    assert summary["discarded_groups"] == {"dead_sample": len({letter["group"] for letter in letters})}

@@ -1,0 +1,65 @@
+"""Whole runs on real SGLang servers: weights broadcast to them, options passed through, a server killed in between."""
+
+import re
+
+import pytest
+
+from tests.run.processes import APRIL, Job, assert_closed, steps_recorded, wait_until
+
+pytestmark = pytest.mark.timeout(1200)
+PATIENCE_S = 600.0
+"""a server takes 20 s to start on idle cores, minutes on busy ones"""
+SGLANG = ["--worker.engine", "sglang", "--worker.count", "1", "--schedule.max_steps", "4"]
+
+
+@pytest.fixture
+def run(config_file, tmp_path):
+    jobs = []
+
+    def start(*overrides):
+        jobs.append(Job([*APRIL, "run", str(config_file), *SGLANG, *overrides], tmp_path / "output"))
+        return jobs[-1]
+
+    yield start
+    for job in jobs:
+        job.end()
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    return tmp_path / "runs" / "small"
+
+
+def test_a_killed_server_is_started_again_and_the_run_comes_to_its_end(run, run_dir):
+    """The learner's broadcast goes to the server itself, also to the new one; the worker keeps its process."""
+    job = run("--engine.weights", "broadcast", "--sampling.max_response_tokens", "120", "--schedule.max_steps", "6")
+    wait_until(lambda: steps_recorded(run_dir) >= 2, job, PATIENCE_S)
+    job.kill("sglang.launch_server")
+    assert job.wait(PATIENCE_S) == 0, job.output
+    found = assert_closed(run_dir)
+    worker_log = (run_dir / "logs/worker-0.log").read_text()
+    assert found["steps"] == 6 and found["state"] == "finished" and "restart" not in job.output
+    assert "the SGLang server serves again" in worker_log
+    assert len(re.findall(r"tensors are those that were sent", worker_log)) >= 2, "compared on every new server"
+    assert found["tokens"]["refused"] == 0 and not found["tokens"]["discarded"]
+    assert job.descendants() == []
+
+
+def test_options_of_the_server_pass_through(run, run_dir):
+    options = {"schedule_policy": "fcfs", "disable_radix_cache": "true", "disable_overlap_schedule": "true",
+               "chunked_prefill_size": "64", "stream_interval": "4"}  # fmt: skip
+    flags = [word for name, value in options.items() for word in (f"--engine.server.{name}", value)]
+    job = run("--engine.weights", "tensor", "--engine.pause", "retract", "--engine.stream_tokens", "1", *flags)
+    assert job.wait(PATIENCE_S) == 0, job.output
+    found = assert_closed(run_dir)
+    server_log = (run_dir / "logs/worker-0-sglang.log").read_text()
+    for setting in ("'disable_radix_cache': True", "'disable_overlap_schedule': True", "'chunked_prefill_size': 64"):
+        assert setting in server_log
+    assert found["steps"] == 4 and found["state"] == "finished"
+
+
+def test_a_server_that_cannot_start_ends_the_run_with_its_own_words(run):
+    job = run("--engine.server.no_such_option", "1")
+    assert job.wait(PATIENCE_S) == 1
+    assert "worker-0 ended with status 2: it refuses to work" in job.output
+    assert "unrecognized arguments: --no-such-option 1" in job.output

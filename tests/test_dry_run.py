@@ -1,0 +1,136 @@
+"""The published experiments as configurations: every combination resolves, says what it needs and what is missing."""
+
+import itertools
+import json
+import tomllib
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as parquet
+import pytest
+
+from april import cli
+from april import config as configuration
+from april.config import ConfigError
+from april.dry_run import describe, missing, read_shape
+from tests.published import RECORDS
+
+FOLDER = Path(__file__).parents[1] / "configs" / "published"
+PARTS = [sorted((FOLDER / part).glob("*.toml")) for part in ("models", "data", "algorithms", "schedules")]
+COMBINATIONS = list(itertools.product(*PARTS))
+
+QWEN3 = {
+    "model_type": "qwen3", "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960,
+}  # fmt: skip
+MODELS = {
+    "Qwen3-4B": QWEN3 | {"hidden_size": 2560, "intermediate_size": 9728, "tie_word_embeddings": True},
+    "Qwen3-8B": QWEN3 | {"hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False},
+    "DeepSeek-R1-Distill-Qwen-1.5B": {
+        "model_type": "qwen2", "num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2,
+        "hidden_size": 1536, "intermediate_size": 8960, "vocab_size": 151936, "max_position_embeddings": 131072,
+        "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+"""The shapes that the models' own config.json have."""
+BILLIONS = {"Qwen3-4B": 4.02, "Qwen3-8B": 8.19, "DeepSeek-R1-Distill-Qwen-1.5B": 1.78}
+DATASETS = {
+    "DAPO-Math-17k": "dapo_math", "DeepScaleR-Preview-Dataset": "deepscaler", "DeepMath-103K": "deepmath",
+    "aime-2024": "aime",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A working folder with models of which only the weights are hollow, and datasets of one row."""
+    root = tmp_path_factory.mktemp("place")
+    for name, shape in MODELS.items():
+        (root / "models" / name).mkdir(parents=True)
+        (root / "models" / name / "config.json").write_text(json.dumps(shape))
+        (root / "models" / name / "model.safetensors").touch()
+    for name, mapping in DATASETS.items():
+        (root / "datasets" / name).mkdir(parents=True)
+        table = pa.Table.from_pylist([RECORDS[mapping]])
+        parquet.write_table(table, root / "datasets" / name / "train-00000-of-00001.parquet")
+    return root
+
+
+@pytest.fixture(autouse=True)
+def here(place, monkeypatch):
+    monkeypatch.chdir(place)
+
+
+def load(combination, *overrides, inputs=True):
+    return configuration.load([FOLDER / "base.toml", *combination], list(overrides), inputs=inputs)
+
+
+def test_there_are_three_of_each():
+    assert [len(part) for part in PARTS] == [3, 3, 3, 3] and len(COMBINATIONS) == 81
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS, ids=lambda parts: "-".join(part.stem for part in parts))
+def test_every_combination_resolves_and_says_what_it_needs(combination):
+    config = load(combination)
+    *_, algorithm, schedule = combination
+    assert config.run.name == "-".join(part.stem for part in combination)
+    assert config.schedule.kind == schedule.stem
+    assert config.schedule.dynamic_sampling == (algorithm.stem == "dapo")
+    assert config.schedule.most_in_flight == (256 if schedule.stem == "sync" else 512)
+    text = describe(config)
+    assert f"{BILLIONS[config.model.path.name]:.2f} billion parameters" in text
+    assert "1 broker, 4 workers, 4 learner ranks, 16 verifiers" in text
+    assert "8 accelerators: 4 for workers, 4 for the learner" in text
+    assert "lanes      4: learner rank 0 to each worker over nccl" in text
+    assert "rewarded by deepscaler" in text and f"staleness at most {config.schedule.max_staleness}" in text
+    assert all("accelerators" in sentence for sentence in missing(config))
+
+
+def test_the_hyper_parameters_are_the_published_ones():
+    config = load(COMBINATIONS[0])
+    schedule, learner, sampling = config.schedule, config.learner, config.sampling
+    assert (schedule.rollout_batch_size, schedule.n_samples_per_prompt) == (32, 8)
+    assert (sampling.max_response_tokens, sampling.temperature, sampling.top_p) == (16384, 0.8, 1.0)
+    assert (learner.lr, learner.weight_decay, learner.betas) == (1e-6, 0.1, (0.9, 0.98))
+    assert (config.data.epochs, config.data.shuffle, config.evaluation.every) == (1, True, 10)
+    [april] = [part for part in PARTS[3] if part.stem == "april"]
+    assert load((*COMBINATIONS[0][:3], april)).schedule.over_sampling_batch_size == 64
+
+
+def test_parameters_are_counted_from_the_shape(policy_folder):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(policy_folder)
+    assert read_shape(policy_folder).parameters == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_what_is_missing_is_said_all_at_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    files = [str(FOLDER / "base.toml"), *map(str, COMBINATIONS[0])]
+    assert cli.main(["run", *files, "--dry-run", "--data.reward", "no_such"]) == 2
+    printed = capsys.readouterr().out
+    for sentence in ("models/", "datasets/", "aime-2024 is not there", "'no_such' is no verifier", "accelerators"):
+        assert f"{sentence}" in printed
+    assert printed.count("missing: ") >= 5
+    assert not list(tmp_path.iterdir()), "a dry run writes nothing"
+
+
+def test_a_run_that_lacks_nothing_says_so(config_file, capsys):
+    assert cli.main(["run", str(config_file), "--dry-run"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "nothing is missing"
+    assert not (config_file.parent / "runs").exists()
+
+
+def test_later_files_win_and_overrides_win_over_all(config_file, tmp_path):
+    (tmp_path / "more.toml").write_text("[schedule]\nmax_steps = 7\n[learner]\nlr = 0.5\n")
+    config = configuration.load([config_file, tmp_path / "more.toml"], ["--learner.lr", "0.25"])
+    assert (config.schedule.max_steps, config.learner.lr, config.schedule.rollout_batch_size) == (7, 0.25, 4)
+    assert config.run.name == "small"
+    with pytest.raises(ConfigError, match=r"nothing\.toml does not exist"):
+        configuration.load([config_file, tmp_path / "nothing.toml"])
+
+
+def test_the_files_hold_nothing_but_keys_that_exist():
+    known = configuration.known_keys()
+    for path in FOLDER.rglob("*.toml"):
+        for section, keys in tomllib.loads(path.read_text()).items():
+            assert all(f"{section}.{key}" in known for key in keys), path
