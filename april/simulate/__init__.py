@@ -1,0 +1,1 @@
+"""The broker's own ledger and schedules on a virtual clock, over an engine cost model."""

@@ -1,0 +1,69 @@
+"""`april simulate`, `april trace`, `april tune` and `april calibrate`: what they print and write."""
+
+from pathlib import Path
+
+from april.config import ConfigError
+from april.config.overrides import parse_overrides
+from april.simulate import experiments, pictures
+from april.simulate.scenario import Scenario, load_scenario
+from april.simulate.sweep import sweeps
+from april.simulate.tune import tune
+from april.simulate.variants import COLUMNS, columns, evaluate, table, variants
+
+EXPERIMENTS = ("lengths", "buffers", "versions")
+
+
+def read(path: Path, cost: str | None, overrides: list[str]) -> Scenario:
+    return load_scenario(path, parse_overrides(overrides), cost)
+
+
+def compare(scenario: Scenario) -> None:
+    """The table of all schedules."""
+    print(table([columns(evaluate(name, one)) for name, one in variants(scenario).items()], COLUMNS))
+
+
+def sweep(scenario: Scenario, out: Path) -> None:
+    for number, one in enumerate(sweeps(scenario), start=1):
+        print(f"{one.title}\n{one.table()}")
+        print(f"{pictures.draw(out / f'sweep-{number}.png', lambda one=one: pictures.sweep_picture(one))}\n")
+
+
+def experiment(name: str, scenario: Scenario, out: Path) -> None:
+    text, found = getattr(experiments, name)(scenario)
+    picture = getattr(pictures, f"{name}_picture")
+    print(text)
+    print(pictures.draw(out / f"{name}.png", lambda: picture(found)))
+
+
+def choose(scenario: Scenario, mean_staleness: float | None) -> None:
+    choice = tune(scenario, mean_staleness)
+    print(choice.table)
+    print(f"\n{choice.key} = {choice.value}: {choice.why}")
+
+
+def trace(run_dir: Path, out: Path) -> None:
+    from april.simulate.recording import record_trace
+    from april.simulate.trace import write_trace
+
+    groups = record_trace(run_dir)
+    write_trace(out, groups)
+    samples = sum(len(group.response_tokens) for group in groups)
+    print(f"{out}: {len(groups)} groups, {samples} responses, {sum(map(total, groups)):,} tokens")
+
+
+def total(group) -> int:
+    return sum(group.response_tokens)
+
+
+def calibrate(model: Path, slots: int, out: Path) -> None:
+    from april.simulate.calibrate import TorchProbe, fit, measure
+
+    try:
+        probe = TorchProbe(model, slots)
+    except ImportError:
+        raise ConfigError("calibrating needs torch; run `pip install 'april-rl[worker]'`") from None
+    fitted = fit(measure(probe), f"measured on the torch engine with {slots} slots")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(fitted.to_toml())
+    print(fitted.describe())
+    print(out)

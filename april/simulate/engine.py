@@ -1,0 +1,270 @@
+"""One engine on the virtual clock: between two events its decode steps are counted, not taken one by one."""
+
+import heapq
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from april.simulate.costs import EngineCost
+from april.version import Version
+
+KV_HEADROOM = 0.05
+"""share of the KV cache that is free after a retraction, and that an admission leaves free"""
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """A sample in an engine's hands."""
+
+    token: int
+    """of its lease"""
+    prompt_tokens: int
+    acknowledged: int
+    """response tokens that it came with"""
+    left: int
+    """response tokens still to come"""
+    arrives_s: float
+    generated: int = 0
+    """in this engine, up to when it was last admitted or retracted"""
+    pieces: list[tuple[Version, int]] = field(default_factory=list)
+    """(version, tokens) generated up to then"""
+    begun: int = 0
+    """the engine's step count when it was last admitted"""
+    retracted: bool = False
+
+    @property
+    def context(self) -> int:
+        """Tokens in KV when it is admitted."""
+        return self.prompt_tokens + self.acknowledged + self.generated
+
+
+class SimulatedEngine:
+    """Continuous batching: what arrives joins at the end of a decode step, and what runs goes on.
+
+    `wake` is called at `next_event_s` and says which samples have ended; requests made meanwhile (`submit`,
+    `take_back`, `load_weights`) move that instant to the end of the decode step that is under way.
+    """
+
+    def __init__(self, name: str, cost: EngineCost, slots: int, slowdown: float = 1.0, keep_kv: bool = True):
+        self.name, self.cost, self.slots, self.slowdown, self.keep_kv = name, cost, slots, slowdown, keep_kv
+        self.load = 0
+        """samples leased to it and not handed in"""
+        self.version = Version(0, 0)
+        self.clock_s = 0.0
+        """the instant up to which its steps are counted; ahead of now while it computes context or takes weights"""
+        self.steps = 0
+        self.kv = 0
+        """tokens in its cache"""
+        self.running: dict[int, Run] = {}
+        self.waiting: deque[Run] = deque()
+        self.next_event_s = float("inf")
+        self.generated = 0
+        """response tokens, up to `clock_s`"""
+        self.prefilled_tokens = 0
+        """context computed"""
+        self.recomputed_tokens = 0
+        """of it response tokens that had been generated before"""
+        self.retractions = 0
+        self.kv_peak = 0
+        self.pause_slot_s = 0.0
+        """slot-seconds in which weights were taken in"""
+        self.kv_wait_slot_s = 0.0
+        """slot-seconds in which samples waited for room in the cache"""
+        self.transit_slot_s = 0.0
+        """slot-seconds in which samples were on their way in"""
+        self._finishes: list[tuple[int, int]] = []
+        """heap of (step, token)"""
+        self._changes: tuple[list[int], list[Version]] = ([0], [Version(0, 0)])
+        """from which step on which version"""
+        self._staged: tuple[float, Version, float] | None = None
+        self._take_back_s: float | None = None
+        self._planned_steps = 0
+        self._full = False
+        """the first that waits has no room"""
+
+    # --- requests -------------------------------------------------------------------------------------------
+
+    def submit(self, run: Run) -> None:
+        self.waiting.append(run)
+        self._plan()
+
+    def take_back(self, now: float) -> None:
+        """Have everything handed back at the end of the step that is under way."""
+        self._take_back_s = now
+        self._plan()
+
+    def load_weights(self, version: Version, now: float, pause_s: float) -> None:
+        """Swap weights at the end of the step that is under way; newer ones replace those not yet taken in."""
+        self._staged = (now, version, pause_s)
+        self._plan()
+
+    # --- events ---------------------------------------------------------------------------------------------
+
+    def wake(self) -> tuple[list[Run], list[Run]]:
+        """The event at `next_event_s`: (samples that have ended, samples handed back)."""
+        now = self.next_event_s
+        self._count(self._planned_steps)
+        self.kv_peak = max(self.kv_peak, self.kv)
+        self.clock_s = now
+        ended = list(self._pop_finished())
+        handed_back = []
+        if self._take_back_s is not None and self._take_back_s <= now:
+            handed_back = self._take_all_back()
+        if self._staged and self._staged[0] <= now:
+            self._swap_weights()
+        self._retract()
+        self._admit(now)
+        self._plan()
+        return ended, handed_back
+
+    def fail(self, now: float) -> list[Run]:
+        """Everything it held, with what was generated up to now."""
+        steps = self.cost.steps_until((now - self.clock_s) / self.slowdown, len(self.running), self.kv)
+        self._count(max(0, steps - 1) if self.running else 0)
+        lost = self._take_all_back()
+        self.clock_s, self._staged = now, None
+        self._plan()
+        return lost
+
+    def drop(self, token: int) -> Run | None:
+        """Stop generating a sample whose lease is void."""
+        run = self.running.get(token)
+        if run is None:
+            self.waiting = deque(run for run in self.waiting if run.token != token)
+        else:
+            self._settle(run)
+            self._remove(run)
+            self._order_finishes()
+        self._full = False
+        self._plan()
+        return run
+
+    # --- inside ---------------------------------------------------------------------------------------------
+
+    def _count(self, steps: int) -> None:
+        """Decode steps that are over."""
+        running = len(self.running)
+        self.steps += steps
+        self.kv += steps * running
+        self.generated += steps * running
+
+    def _plan(self) -> None:
+        """When to look at it next: at a finish, when the cache is full, or for what has been requested."""
+        running = len(self.running)
+        wanted_s = self._wanted_s()
+        if not running:
+            self._planned_steps, self.next_event_s = 0, max(self.clock_s, wanted_s)
+            return
+        steps = self._finishes[0][0] - self.steps
+        until_full = (self.cost.kv_tokens - self.kv) // running
+        if until_full < steps and running > 1:
+            steps = max(1, until_full)
+        if wanted_s < float("inf"):
+            until_wanted = self.cost.steps_until((wanted_s - self.clock_s) / self.slowdown, running, self.kv)
+            steps = min(steps, until_wanted)
+        self._planned_steps = steps
+        self.next_event_s = self.clock_s + self.slowdown * self.cost.steps_s(steps, running, self.kv)
+
+    def _wanted_s(self) -> float:
+        wanted_s = float("inf")
+        if self._take_back_s is not None:
+            wanted_s = self._take_back_s
+        if self._staged:
+            wanted_s = min(wanted_s, self._staged[0])
+        if self.waiting and not self._full and len(self.running) < self.slots:
+            wanted_s = min(wanted_s, self.waiting[0].arrives_s)
+        return wanted_s
+
+    def _pop_finished(self) -> Iterator[Run]:
+        while self._finishes and self._finishes[0][0] <= self.steps:
+            _, token = heapq.heappop(self._finishes)
+            run = self.running[token]
+            self._settle(run)
+            self._remove(run)
+            self._full = False
+            yield run
+
+    def _take_all_back(self) -> list[Run]:
+        for run in self.running.values():
+            self._settle(run)
+        taken = [*self.running.values(), *self.waiting]
+        self.running.clear()
+        self.waiting.clear()
+        self._finishes.clear()
+        self.kv, self._take_back_s, self._full = 0, None, False
+        return taken
+
+    def _settle(self, run: Run) -> None:
+        """Enter in the sample what it has generated since it was admitted, split by version."""
+        at, end = run.begun, self.steps
+        first_steps, versions = self._changes
+        index = bisect_right(first_steps, at) - 1
+        while at < end:
+            until = min(end, first_steps[index + 1]) if index + 1 < len(first_steps) else end
+            if until > at:
+                run.pieces.append((versions[index], until - at))
+            at, index = until, index + 1
+        run.generated += end - run.begun
+        run.left -= end - run.begun
+        run.begun = end
+
+    def _remove(self, run: Run) -> None:
+        del self.running[run.token]
+        self.kv -= run.context
+
+    def _swap_weights(self) -> None:
+        _, version, pause_s = self._staged
+        self._staged = None
+        self.version = version
+        self._changes[0].append(self.steps)
+        self._changes[1].append(version)
+        if not self.keep_kv and self.kv:
+            pause_s += self.kv * self.cost.prefill_s * self.slowdown
+            self.prefilled_tokens += self.kv
+            prompts = sum(run.prompt_tokens for run in self.running.values())
+            self.recomputed_tokens += self.kv - prompts
+        self.clock_s += pause_s
+        self.pause_slot_s += pause_s * len(self.running)
+
+    def _retract(self) -> None:
+        """If the next step does not fit, those that have generated least wait until there is room."""
+        if self.kv + len(self.running) <= self.cost.kv_tokens or len(self.running) < 2:
+            return
+        youngest_first = sorted(self.running.values(), key=lambda run: run.generated + self.steps - run.begun)
+        for run in youngest_first[:-1]:
+            if self.kv <= self.cost.kv_tokens * (1 - KV_HEADROOM):
+                break
+            self._settle(run)
+            self._remove(run)
+            run.arrives_s, run.retracted = self.clock_s, True
+            self.waiting.appendleft(run)
+            self.retractions += 1
+            self._full = True
+        self._order_finishes()
+
+    def _order_finishes(self) -> None:
+        self._finishes = [(run.begun + run.left, run.token) for run in self.running.values()]
+        heapq.heapify(self._finishes)
+
+    def _admit(self, now: float) -> None:
+        while self.waiting and len(self.running) < self.slots and self.waiting[0].arrives_s <= now:
+            run = self.waiting[0]
+            room = self.cost.kv_tokens * (1 - KV_HEADROOM) - self.kv
+            if run.context > room and self.running:
+                self._full = True
+                return
+            self.waiting.popleft()
+            waited_s = now - run.arrives_s
+            if run.retracted or self._full:
+                self.kv_wait_slot_s += waited_s
+            else:
+                self.transit_slot_s += waited_s
+            self.kv += run.context
+            self.prefilled_tokens += run.context
+            self.recomputed_tokens += run.context - run.prompt_tokens
+            self.clock_s += run.context * self.cost.prefill_s * self.slowdown
+            run.begun = self.steps
+            self.running[run.token] = run
+            heapq.heappush(self._finishes, (self.steps + run.left, run.token))
+        self._full = False if not self.waiting else self._full

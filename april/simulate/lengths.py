@@ -1,0 +1,84 @@
+"""Response lengths of the groups of a run: a named family, or a trace. The same group always has the same lengths."""
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from pydantic import Field
+
+from april.config import ConfigError
+from april.config.sections import Section
+from april.simulate.trace import read_trace
+
+BLOCK_GROUPS = 1024
+"""groups whose lengths are drawn together"""
+BLOCKS_KEPT = 128
+
+
+class LengthsSection(Section):
+    family: Literal["lognormal", "pareto", "bimodal", "equal", "trace"] = Field(
+        "lognormal", description="distribution of response lengths"
+    )
+    median_tokens: float = Field(
+        4500, gt=0, description="lognormal: median over prompts; equal: every response (tokens)"
+    )
+    sigma_between: float = Field(0.6, ge=0, description="lognormal: of the logarithm, between prompts")
+    sigma_within: float = Field(0.35, ge=0, description="lognormal: of the logarithm, within a group")
+    smallest_tokens: float = Field(100, gt=0, description="pareto: shortest response (tokens)")
+    alpha: float = Field(1.5, gt=0, description="pareto: P(length > x) = (smallest / x) ** alpha")
+    short_tokens: int = Field(100, ge=1, description="bimodal: most responses (tokens)")
+    long_tokens: int = Field(50_000, ge=1, description="bimodal: the others (tokens)")
+    long_share: float = Field(0.01, ge=0, le=1, description="bimodal: share of the others")
+    longest_tokens: int = Field(16_384, ge=1, description="every response is cut here (tokens)")
+    prompt_tokens: int = Field(200, ge=0, description="of every prompt; a trace has its own (tokens)")
+    path: Path | None = Field(None, description="trace: JSONL of `april trace`")
+
+
+class Lengths:
+    """int lengths of group g, the same whatever the schedule: the g-th of a stream that the seed fixes."""
+
+    def __init__(self, section: LengthsSection, group_size: int, seed: int):
+        self.section, self.group_size, self.seed = section, group_size, seed
+        if (section.family == "trace") != (section.path is not None):
+            raise ConfigError(
+                f"key 'lengths.path' = {str(section.path)!r} does not fit lengths.family = {section.family!r}; "
+                "a trace, and only a trace, has a path"
+            )
+        self.trace = read_trace(section.path) if section.path else []
+        self._block = lru_cache(maxsize=BLOCKS_KEPT)(self._draw_block)
+
+    def of(self, group: int) -> list[int]:
+        """Response lengths of its samples (tokens)."""
+        return self._block(group // BLOCK_GROUPS)[1][group % BLOCK_GROUPS]
+
+    def prompt_of(self, group: int) -> int:
+        """Length of its prompt (tokens)."""
+        return self._block(group // BLOCK_GROUPS)[0][group % BLOCK_GROUPS]
+
+    def sample(self, groups: int) -> np.ndarray:
+        """int [groups, n]: lengths of the first groups."""
+        return np.array([self.of(group) for group in range(groups)])
+
+    def _draw_block(self, block: int) -> tuple[list[int], list[list[int]]]:
+        rng = np.random.default_rng([self.seed, block])
+        section, shape = self.section, (BLOCK_GROUPS, self.group_size)
+        prompts = [section.prompt_tokens] * BLOCK_GROUPS
+        if section.family == "lognormal":
+            between = section.sigma_between * rng.standard_normal((BLOCK_GROUPS, 1))
+            drawn = section.median_tokens * np.exp(between + section.sigma_within * rng.standard_normal(shape))
+        elif section.family == "pareto":
+            drawn = section.smallest_tokens * (1 - rng.random(shape)) ** (-1 / section.alpha)
+        elif section.family == "bimodal":
+            drawn = np.where(rng.random(shape) < section.long_share, section.long_tokens, section.short_tokens)
+        elif section.family == "equal":
+            drawn = np.full(shape, section.median_tokens)
+        else:
+            chosen = [self.trace[at] for at in rng.integers(0, len(self.trace), BLOCK_GROUPS)]
+            prompts = [group.prompt_tokens for group in chosen]
+            drawn = np.array([self._of_traced(group.response_tokens, rng) for group in chosen])
+        return prompts, np.clip(np.rint(drawn), 1, section.longest_tokens).astype(int).tolist()
+
+    def _of_traced(self, lengths: list[int], rng: np.random.Generator) -> np.ndarray:
+        """n lengths of a traced group, none twice unless it has fewer."""
+        return rng.choice(lengths, self.group_size, replace=len(lengths) < self.group_size)

@@ -1,0 +1,39 @@
+"""The no-barrier limit: what the engines generate when every slot is refilled at once and nothing else happens."""
+
+import itertools
+
+from april.simulate.engine import Run, SimulatedEngine
+from april.simulate.lengths import Lengths
+from april.simulate.scenario import Scenario
+
+WARM_UP_RUNS = 6
+"""responses of a slot before the measurement"""
+
+
+def no_barrier_limit(scenario: Scenario) -> float:
+    """Tokens generated a second by the scenario's engines with as many samples in flight as its schedule wants."""
+    lengths, engines = scenario.make_lengths(), scenario.engines
+    per_engine, more = divmod(scenario.slots_wanted, engines.count)
+    groups = itertools.count()
+    speeds = {}
+    for slots in {per_engine + 1 if more else per_engine, per_engine} - {0}:
+        speeds[slots] = _engine_limit(scenario, lengths, slots, groups)
+    return speeds.get(per_engine, 0.0) * (engines.count - more) + (speeds[per_engine + 1] * more if more else 0.0)
+
+
+def _engine_limit(scenario: Scenario, lengths: Lengths, slots: int, groups: itertools.count) -> float:
+    engine = SimulatedEngine("limit", scenario.cost, slots)
+    samples = ((lengths.prompt_of(group), length) for group in groups for length in lengths.of(group))
+    runs = (Run(number, prompt, 0, left, 0.0) for number, (prompt, left) in enumerate(samples))
+    for _ in range(slots):
+        engine.submit(next(runs))
+    ended, first = 0, None
+    while ended < WARM_UP_RUNS * slots + scenario.limit_responses:
+        for _ in engine.wake()[0]:
+            ended += 1
+            run = next(runs)
+            run.arrives_s = engine.clock_s
+            engine.submit(run)
+        if first is None and ended >= WARM_UP_RUNS * slots:
+            first = engine.clock_s, engine.generated
+    return (engine.generated - first[1]) / (engine.clock_s - first[0])

@@ -1,0 +1,216 @@
+"""What a simulated run is judged by, over the batches after the warm-up."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from april.broker.recorder import BYTES_PER_TOKEN, describe_ages, tokens_by_age
+from april.broker.samples import Group
+from april.simulate.scenario import Scenario
+
+if TYPE_CHECKING:
+    from april.simulate.pipeline import Pipeline
+
+IDLE_CAUSES = ("admission", "barrier", "update", "pipeline")
+
+
+@dataclass
+class Totals:
+    """Sums since the start; a difference of two is an interval."""
+
+    time_s: float = 0.0
+    rollout_s: float = 0.0
+    """time in which something was leased"""
+    training_s: float = 0.0
+    consumed: int = 0
+    generated: int = 0
+    """tokens that engines generated"""
+    discarded: int = 0
+    lost: int = 0
+    prefilled: int = 0
+    recomputed: int = 0
+    retractions: int = 0
+    leased_slot_s: float = 0.0
+    idle_slot_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(IDLE_CAUSES, 0.0))
+    kv_wait_slot_s: float = 0.0
+
+    def __sub__(self, earlier: "Totals") -> "Totals":
+        return Totals(**{name: _minus(value, getattr(earlier, name)) for name, value in vars(self).items()})
+
+
+def _minus(value, earlier):
+    return {key: value[key] - earlier[key] for key in value} if isinstance(value, dict) else value - earlier
+
+
+@dataclass(frozen=True)
+class TrainedStep:
+    """One batch of the measured ones."""
+
+    step: int
+    time_s: float
+    tokens: int
+    tokens_by_age: dict[int, int]
+    lengths: list[int]
+
+
+class Measures:
+    def __init__(self, scenario: Scenario, pipeline: "Pipeline"):
+        self.scenario, self.pipeline = scenario, pipeline
+        self.steps: list[TrainedStep] = []
+        self.training_s = 0.0
+        self.buffer_peak_tokens = 0
+        """generated, neither trained nor discarded: in flight, waiting, ready, or in the batch being trained"""
+        self._leased_slot_s = self._rollout_s = 0.0
+        self._unleased_slot_s = Counter()
+        self._before = self._after = Totals()
+        self._kv_peaks: list[int] = []
+
+    # --- while it runs --------------------------------------------------------------------------------------
+
+    def passed(self, seconds: float) -> None:
+        """Nothing has changed for so long."""
+        ledger, wanted = self.pipeline.ledger, self.scenario.slots_wanted
+        leased = ledger.generating
+        self._leased_slot_s += leased * seconds
+        if leased:
+            self._rollout_s += seconds
+        if leased < wanted:
+            self._unleased_slot_s[self._cause()] += (wanted - leased) * seconds
+
+    def _cause(self) -> str:
+        """Why a slot has no sample now."""
+        if not self.pipeline.by_rounds:
+            return "admission"
+        ledger, floor = self.pipeline.ledger, self.pipeline.schedule.floor(self.pipeline.ledger)
+        waits_for_weights = ledger.round_open and ledger.consumed >= floor
+        waits_for_weights = waits_for_weights and all(engine.version.step < floor for engine in self.pipeline.engines)
+        return "update" if waits_for_weights else "barrier"
+
+    def delivered(self, step: int) -> None:
+        """Batch `step` has been handed to the learner, which is when most is held."""
+        if step >= self.scenario.first_measured:
+            ledger, totals = self.pipeline.ledger, self._totals()
+            held = totals.generated - totals.lost - ledger.tokens["trained"] - sum(ledger.discarded.values())
+            self.buffer_peak_tokens = max(self.buffer_peak_tokens, held)
+
+    def trained(self, step: int, groups: list[Group]) -> None:
+        if step >= self.scenario.first_measured:
+            lengths = [sample.length for group in groups for sample in group.samples]
+            ages = dict(tokens_by_age(groups, step))
+            self.steps.append(TrainedStep(step, self.pipeline.now_s, sum(ages.values()), ages, lengths))
+        if step == self.scenario.first_measured - 1:
+            self._before = self._totals()
+
+    def finish(self) -> None:
+        """Let go of the run."""
+        self._after = self._totals()
+        self._kv_peaks = [engine.kv_peak for engine in self.pipeline.engines]
+        self.measured = self._after - self._before
+        del self.pipeline
+
+    def _totals(self) -> Totals:
+        pipeline, engines, ledger = self.pipeline, self.pipeline.engines, self.pipeline.ledger
+        latency_s = self.scenario.engines.latency_s
+        idle_slot_s = {cause: self._unleased_slot_s[cause] for cause in IDLE_CAUSES}
+        idle_slot_s["update"] += sum(engine.pause_slot_s for engine in engines)
+        idle_slot_s["pipeline"] += latency_s * pipeline.handed_out + sum(engine.transit_slot_s for engine in engines)
+        return Totals(
+            time_s=pipeline.now_s,
+            rollout_s=self._rollout_s,
+            training_s=self.training_s,
+            consumed=ledger.tokens["trained"],
+            generated=sum(engine.generated for engine in engines),
+            discarded=sum(ledger.discarded.values()),
+            lost=pipeline.lost_tokens,
+            prefilled=sum(engine.prefilled_tokens for engine in engines),
+            recomputed=sum(engine.recomputed_tokens for engine in engines),
+            retractions=sum(engine.retractions for engine in engines),
+            leased_slot_s=self._leased_slot_s,
+            idle_slot_s=idle_slot_s,
+            kv_wait_slot_s=sum(engine.kv_wait_slot_s for engine in engines),
+        )
+
+    # --- results --------------------------------------------------------------------------------------------
+
+    @property
+    def consumed_per_s(self) -> float:
+        """Tokens consumed by the learner a second of wall time."""
+        return self.measured.consumed / self.measured.time_s
+
+    @property
+    def consumed_per_rollout_s(self) -> float:
+        """The same over the time in which something was leased."""
+        return self.measured.consumed / self.measured.rollout_s
+
+    @property
+    def generated_per_s(self) -> float:
+        return self.measured.generated / self.measured.time_s
+
+    @property
+    def wasted_share(self) -> float:
+        """Generated tokens that were discarded or lost."""
+        return (self.measured.discarded + self.measured.lost) / self.measured.generated
+
+    @property
+    def recomputed_share(self) -> float:
+        """Response tokens whose context was computed again, over generated tokens."""
+        return self.measured.recomputed / self.measured.generated
+
+    @property
+    def slot_s(self) -> float:
+        """Slot-seconds of the slots that the schedule wants to fill."""
+        return self.scenario.slots_wanted * self.measured.time_s
+
+    @property
+    def idle_share(self) -> dict[str, float]:
+        return {cause: seconds / self.slot_s for cause, seconds in self.measured.idle_slot_s.items()}
+
+    @property
+    def occupancy(self) -> float:
+        return 1 - sum(self.idle_share.values())
+
+    @property
+    def learner_share(self) -> float:
+        return self.measured.training_s / self.measured.time_s
+
+    @property
+    def tokens_by_age(self) -> Counter[int]:
+        ages: Counter[int] = Counter()
+        for step in self.steps:
+            ages.update(step.tokens_by_age)
+        return ages
+
+    @property
+    def staleness_mean(self) -> float:
+        return describe_ages(self.tokens_by_age)["mean"]
+
+    @property
+    def staleness_max(self) -> int:
+        return max(self.tokens_by_age)
+
+    @property
+    def off_policy_share(self) -> float:
+        ages = self.tokens_by_age
+        return 1 - ages[0] / ages.total()
+
+    @property
+    def step_s(self) -> tuple[float, float]:
+        """Median and 95th percentile of the time between two batches."""
+        times = [self._before.time_s, *(step.time_s for step in self.steps)]
+        p50, p95 = np.percentile(np.diff(times), [50, 95])
+        return float(p50), float(p95)
+
+    @property
+    def kv_peak_share(self) -> float:
+        """Of the engine that held most, at any time."""
+        return max(self._kv_peaks) / self.scenario.cost.kv_tokens
+
+    @property
+    def buffer_peak_bytes(self) -> int:
+        return self.buffer_peak_tokens * BYTES_PER_TOKEN
+
+    @property
+    def mean_length(self) -> float:
+        return float(np.mean([length for step in self.steps for length in step.lengths]))

@@ -1,0 +1,317 @@
+"""The broker's ledger and schedule between simulated engines and a simulated learner, on one virtual clock."""
+
+import heapq
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+
+from april.broker.ledger import Ledger, Rules, Verdict
+from april.broker.plan import make_schedule
+from april.broker.rounds import RoundSchedule
+from april.broker.schedule import choose_sample
+from april.simulate.engine import Run, SimulatedEngine
+from april.simulate.measures import Measures
+from april.simulate.scenario import Scenario
+from april.version import Version
+
+INFINITY = float("inf")
+LEARNER = -1
+"""its place where events are numbered by engine"""
+
+
+class EndlessPrompts:
+    """As many prompts as a run asks for; their tokens are never looked at."""
+
+    def draw(self, cursor: tuple[int, int]) -> tuple[int, int, bytes]:
+        return *cursor, b""
+
+
+@dataclass(frozen=True)
+class Stuck(RuntimeError):
+    """Nothing will ever happen again although the run is not over."""
+
+    step: int
+    now_s: float
+
+    def __str__(self) -> str:
+        return f"the simulated run stands still at step {self.step}, {self.now_s:.1f} s"
+
+
+class Pipeline:
+    """One run. `run()` simulates until `steps` batches after the warm-up are trained, and gives what was measured.
+
+    What a worker reports is in the ledger when it happens; a grant arrives `latency_s` later. Tokens are handed in when
+    a sample ends or comes back, version by version, which the ledger cannot tell from chunks that came in time.
+    """
+
+    def __init__(self, scenario: Scenario):
+        self.scenario = scenario
+        schedule = scenario.schedule
+        self.last_step = scenario.first_measured + scenario.steps
+        beyond_the_end = schedule.model_copy(update={"max_steps": self.last_step + 2 * (schedule.max_staleness + 2)})
+        self.schedule = make_schedule(beyond_the_end, EndlessPrompts())
+        self.by_rounds = isinstance(self.schedule, RoundSchedule)
+        self.ledger = Ledger(
+            Rules(
+                schedule.rollout_batch_size,
+                schedule.n_samples_per_prompt,
+                schedule.max_staleness,
+                min_group_size=schedule.min_group_size,
+                max_response_tokens=scenario.lengths.longest_tokens,
+            )
+        )
+        self.ledger.start_learner(0)
+        self.lengths = scenario.make_lengths()
+        self.random = np.random.default_rng([scenario.seed, 1])
+        self.engines = self._make_engines()
+        self.number_of = {engine.name: number for number, engine in enumerate(self.engines)}
+        self.measures = Measures(scenario, self)
+        self.now_s = 0.0
+        self.training = False
+        self.lost_tokens = 0
+        """generated, and lost with an engine before they were acknowledged"""
+        self.handed_out = 0
+        self._events: list[tuple[float, int, int]] = []
+        """heap of (instant, running number, engine or LEARNER)"""
+        self._numbers = itertools.count()
+        self._due = [INFINITY] * len(self.engines)
+        """the instant of each engine's event that counts"""
+        self._by_load: list[tuple[float, int, int]] = []
+        """heap of (share of slots that is leased, engine, its load); an entry with another load is out of date"""
+        self._failures: list[tuple[float, int]] = []
+        """heap of (instant, engine), a failure if the engine is up, otherwise its return"""
+        self._down: set[int] = set()
+
+    def _make_engines(self) -> list[SimulatedEngine]:
+        engines, cost = self.scenario.engines, self.scenario.cost
+        slowdowns = 1 + engines.speed_spread * np.linspace(-1, 1, engines.count) if engines.count > 1 else [1.0]
+        return [
+            SimulatedEngine(f"engine-{number}", cost, engines.slots, float(slowdown), self.scenario.weights.keep_kv)
+            for number, slowdown in enumerate(slowdowns)
+        ]
+
+    # --- the clock ------------------------------------------------------------------------------------------
+
+    def run(self) -> "Measures":
+        for number in range(len(self.engines)):
+            self._has_room(number)
+            self._schedule_failure(number)
+        self._after_change()
+        while self.ledger.consumed < self.last_step:
+            self._next_instant()
+        self.measures.finish()
+        return self.measures
+
+    def _next_instant(self) -> None:
+        """All events of the next instant, then what the broker makes of them: a turn of its loop takes all messages."""
+        at_s = min(
+            self._events[0][0] if self._events else INFINITY, self._failures[0][0] if self._failures else INFINITY
+        )
+        if at_s == INFINITY:
+            raise Stuck(self.ledger.next_step, self.now_s)
+        self._move_clock(at_s)
+        changed = False
+        while self._failures and self._failures[0][0] == at_s:
+            self._fail_or_return(heapq.heappop(self._failures)[1])
+            changed = True
+        while self._events and self._events[0][0] == at_s:
+            _, _, number = heapq.heappop(self._events)
+            if number == LEARNER:
+                self._trained()
+                changed = True
+            elif at_s == self._due[number]:
+                changed |= self._wake(number)
+        if changed:
+            self._after_change()
+
+    def _move_clock(self, now_s: float) -> None:
+        if now_s > self.now_s:
+            self.measures.passed(now_s - self.now_s)
+            self.now_s = now_s
+
+    def _replan(self, number: int) -> None:
+        at_s = self.engines[number].next_event_s
+        if at_s != self._due[number]:
+            self._due[number] = at_s
+            if at_s < INFINITY:
+                heapq.heappush(self._events, (at_s, next(self._numbers), number))
+
+    # --- engines --------------------------------------------------------------------------------------------
+
+    def _wake(self, number: int) -> bool:
+        """An event of an engine; whether it is one for the broker, too."""
+        engine = self.engines[number]
+        version = engine.version
+        ended, handed_back = engine.wake()
+        self._due[number] = INFINITY
+        self._replan(number)
+        for run in ended:
+            self._hand_in(run, "length" if run.acknowledged + run.generated == self.longest else "stop")
+        for run in handed_back:
+            self._hand_in(run)
+            self.ledger.end_lease(run.token, "abort")
+        if ended or handed_back:
+            engine.load -= len(ended) + len(handed_back)
+            self._has_room(number)
+        elif engine.version is not version:
+            self._has_room(number)
+        return bool(ended or handed_back or engine.version is not version)
+
+    @property
+    def longest(self) -> int:
+        return self.scenario.lengths.longest_tokens
+
+    def _hand_in(self, run: Run, finish_reason: str = "") -> None:
+        """Report what a sample has become, version by version, and its score if it is complete."""
+        ledger, start = self.ledger, run.acknowledged
+        last = len(run.pieces) - 1
+        for place, (version, count) in enumerate(run.pieces):
+            verdict = ledger.add_chunk(run.token, start, count, version, finish_reason if place == last else "")
+            assert verdict is Verdict.OK, f"{verdict}: {run}"
+            start += count
+        if finish_reason:
+            ledger.score(run.token, 1.0)
+
+    def _schedule_failure(self, number: int) -> None:
+        if every_s := self.scenario.engines.failure_every_s:
+            heapq.heappush(self._failures, (self.now_s + self.random.exponential(every_s), number))
+
+    def _fail_or_return(self, number: int) -> None:
+        engine = self.engines[number]
+        if number in self._down:
+            self._down.remove(number)
+            engine.version = Version(0, self.ledger.consumed)
+            engine.load_weights(engine.version, self.now_s, 0.0)
+            self._replan(number)
+            self._has_room(number)
+            self._schedule_failure(number)
+        else:
+            self._down.add(number)
+            for run in engine.fail(self.now_s):
+                self._lose(engine, run)
+            self._drop_voided()
+            self._replan(number)
+            heapq.heappush(self._failures, (self.now_s + self.scenario.engines.restart_s, number))
+
+    def _lose(self, engine: SimulatedEngine, run: Run) -> None:
+        """Of what it generated here only whole chunks had reached the broker, and nothing if its group has ended."""
+        if run.token not in self.ledger.leases:
+            self.lost_tokens += run.generated
+            return
+        engine.load -= 1
+        whole = run.generated - run.generated % self.scenario.engines.chunk_tokens
+        self.lost_tokens += run.generated - whole
+        kept, pieces = 0, []
+        for version, count in run.pieces:
+            if take := min(count, whole - kept):
+                pieces.append((version, take))
+                kept += take
+        run.pieces = pieces
+        self._hand_in(run)
+        self.ledger.end_lease(run.token, "lost", f"{engine.name} has failed", self.now_s)
+
+    # --- the learner ----------------------------------------------------------------------------------------
+
+    def _train(self) -> None:
+        """Start on the next batch if there is one and the learner is free."""
+        step = self.ledger.consumed
+        if self.training or step == self.ledger.next_step:
+            return
+        self.training = True
+        tokens = sum(group.tokens for group in self.ledger.deliveries[step])
+        self.measures.delivered(step)
+        cost = self.scenario.learner
+        duration_s = cost.step_s + cost.token_s * tokens
+        self.measures.training_s += duration_s
+        heapq.heappush(self._events, (self.now_s + duration_s, next(self._numbers), LEARNER))
+
+    def _trained(self) -> None:
+        step = self.ledger.consumed
+        self.training = False
+        self.ledger.consume(step)
+        self.measures.trained(step, self.ledger.deliveries[step])
+        self.ledger.checkpoint(step + 1, step + 1)
+        weights = self.scenario.weights
+        version = Version(0, step + 1)
+        for number, engine in enumerate(self.engines):
+            if number not in self._down:
+                engine.load_weights(version, self.now_s + weights.transfer_s, weights.pause_s)
+                self._replan(number)
+
+    # --- the broker -----------------------------------------------------------------------------------------
+
+    def _after_change(self) -> None:
+        """What the broker does after it has handled messages."""
+        while self.schedule.advance(self.ledger):
+            self._abort()
+        self._drop_voided()
+        self._train()
+        self._hand_out()
+
+    def _drop_voided(self) -> None:
+        """Samples whose group has ended without them."""
+        voided, self.ledger.voided = self.ledger.voided, []
+        for name, token in voided:
+            number = self.number_of[name]
+            run = self.engines[number].drop(token)
+            self.lost_tokens += run.generated if run else 0
+            self.engines[number].load -= 1
+            self._replan(number)
+            self._has_room(number)
+
+    def _abort(self) -> None:
+        for number, engine in enumerate(self.engines):
+            if engine.load:
+                engine.take_back(self.now_s)
+                self._replan(number)
+
+    def _has_room(self, number: int) -> None:
+        engine = self.engines[number]
+        if engine.load < engine.slots and number not in self._down:
+            heapq.heappush(self._by_load, (engine.load / engine.slots, number, engine.load))
+            if len(self._by_load) > 4 * len(self.engines) + 64:
+                self._by_load = [
+                    (engine.load / engine.slots, number, engine.load)
+                    for number, engine in enumerate(self.engines)
+                    if engine.load < engine.slots and number not in self._down
+                ]
+                heapq.heapify(self._by_load)
+
+    def _hand_out(self) -> None:
+        """Fill every engine as far as it has room, the emptiest first, as the broker's `WorkerDesk` does."""
+        nothing_up_to, set_aside = -1, []
+        newest = self.ledger.consumed
+        while self._by_load and nothing_up_to < newest:
+            entry = heapq.heappop(self._by_load)
+            _, number, load = entry
+            engine = self.engines[number]
+            if load != engine.load or number in self._down or (set_aside and entry == set_aside[-1]):
+                continue
+            step = engine.version.step
+            if step <= nothing_up_to or not self._grant_one(engine):
+                nothing_up_to = max(nothing_up_to, step)
+                set_aside.append(entry)
+                continue
+            self._replan(number)
+            self._has_room(number)
+        for entry in set_aside:
+            heapq.heappush(self._by_load, entry)
+
+    def _grant_one(self, engine: SimulatedEngine) -> bool:
+        ledger = self.ledger
+        sample = choose_sample(self.schedule, ledger, engine.version.step)
+        if sample is None:
+            return False
+        group = sample.group.id
+        lease = ledger.lease(sample, engine.name, engine.version.step, INFINITY)
+        left = self.lengths.of(group)[sample.index] - sample.length
+        arrives_s = self.now_s + self.scenario.engines.latency_s
+        engine.submit(Run(lease.token, self.lengths.prompt_of(group), sample.length, left, arrives_s))
+        engine.load += 1
+        self.handed_out += 1
+        return True
+
+
+def simulate(scenario: Scenario) -> Measures:
+    return Pipeline(scenario).run()

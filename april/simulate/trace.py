@@ -1,0 +1,39 @@
+"""Length traces: one JSON object a group, recorded from the journal of any run, read back by the simulator."""
+
+from pathlib import Path
+
+import msgspec
+
+from april.config import ConfigError
+
+
+class TracedGroup(msgspec.Struct, forbid_unknown_fields=True):
+    """A line of a trace."""
+
+    prompt_tokens: int
+    response_tokens: list[int]
+    """of each sample that was generated to its end"""
+
+
+def read_trace(path: Path) -> list[TracedGroup]:
+    if not path.is_file():
+        raise ConfigError(f"trace {path} does not exist; record one with `april trace RUN --out {path}`")
+    decoder, groups = msgspec.json.Decoder(TracedGroup), []
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            group = decoder.decode(line)
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"{path} line {number} is not a group of a trace ({error}); mend or remove it") from None
+        if group.prompt_tokens < 0 or not group.response_tokens or min(group.response_tokens) < 1:
+            raise ConfigError(f"{path} line {number} has no or empty responses; remove that line")
+        groups.append(group)
+    if not groups:
+        raise ConfigError(f"trace {path} has no group; record one with `april trace` of a run that has trained")
+    return groups
+
+
+def write_trace(path: Path, groups: list[TracedGroup]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"".join(msgspec.json.encode(group) + b"\n" for group in groups))

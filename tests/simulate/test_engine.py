@@ -1,0 +1,114 @@
+"""The cost model and the simulated engine, against stepping by hand."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from april.simulate.costs import EngineCost
+from april.simulate.engine import Run, SimulatedEngine
+from april.version import Version
+
+COST = EngineCost(decode_base_s=5e-3, decode_running_s=1e-4, decode_kv_s=1e-6, prefill_s=1e-5)
+
+
+def run_until_idle(engine):
+    """[(instant, token)] of every end."""
+    ends = []
+    while engine.next_event_s < float("inf"):
+        at_s = engine.next_event_s
+        ends += [(at_s, run) for run in engine.wake()[0]]
+    return ends
+
+
+@given(st.integers(0, 5000), st.integers(1, 600), st.integers(0, 10**6))
+def test_many_steps_take_what_they_take_one_by_one(steps, running, kv):
+    one_by_one = sum(COST.steps_s(1, running, kv + step * running) for step in range(min(steps, 300)))
+    assert COST.steps_s(min(steps, 300), running, kv) == pytest.approx(one_by_one)
+
+
+@given(st.floats(1e-3, 1e4), st.integers(1, 600), st.integers(0, 10**6))
+def test_the_fewest_steps_that_take_so_long(seconds, running, kv):
+    steps = COST.steps_until(seconds, running, kv)
+    assert COST.steps_s(steps, running, kv) >= seconds * (1 - 1e-9)
+    assert COST.steps_s(steps - 1, running, kv) < seconds * (1 + 1e-9)
+
+
+@settings(max_examples=50)
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 60), st.floats(0, 1)), min_size=1, max_size=12))
+def test_it_ends_samples_when_an_engine_that_takes_every_step_would(requests):
+    """Requests of (prompt, response, arrival), three slots: against a loop over single steps."""
+    engine = SimulatedEngine("e", COST, slots=3)
+    requests = sorted(requests, key=lambda one: one[2])
+    for token, (prompt, left, at) in enumerate(requests):
+        engine.submit(Run(token, prompt, 0, left, at))
+    found = {run.token: at for at, run in run_until_idle(engine)}
+
+    clock, waiting, running, expected = 0.0, list(enumerate(requests)), {}, {}
+    while waiting or running:
+        if not running:
+            clock = max(clock, waiting[0][1][2])
+        while waiting and len(running) < 3 and waiting[0][1][2] <= clock:
+            token, (prompt, left, _) = waiting.pop(0)
+            running[token] = [prompt, left]
+            clock += prompt * COST.prefill_s
+        clock += COST.steps_s(1, len(running), sum(kv for kv, _ in running.values()))
+        for state in running.values():
+            state[0] += 1
+            state[1] -= 1
+        expected |= {token: clock for token, (_, left) in running.items() if not left}
+        running = {token: state for token, state in running.items() if state[1]}
+    assert found == pytest.approx(expected)
+
+
+def test_new_weights_split_a_sample_and_stop_the_engine_for_a_moment():
+    engine = SimulatedEngine("e", COST, slots=2)
+    engine.submit(Run(1, 0, 0, 10, 0.0))
+    engine.wake()
+    three_steps_s = COST.steps_s(3, 1, 0)
+    engine.load_weights(Version(0, 1), three_steps_s - 1e-6, pause_s=0.5)
+    ((end_s, run),) = run_until_idle(engine)
+    assert run.pieces == [(Version(0, 0), 3), (Version(0, 1), 7)]
+    assert end_s == pytest.approx(COST.steps_s(10, 1, 0) + 0.5)
+
+
+def test_recomputing_the_cache_takes_a_prefill_of_everything():
+    ends = []
+    for keep in (True, False):
+        engine = SimulatedEngine("e", COST, slots=2, keep_kv=keep)
+        engine.submit(Run(1, 100, 20, 10, 0.0))
+        engine.wake()
+        engine.load_weights(Version(0, 1), engine.clock_s + COST.steps_s(3, 1, 120) - 1e-6, pause_s=0.0)
+        ends.append(run_until_idle(engine)[0][0])
+    assert ends[1] - ends[0] == pytest.approx(123 * COST.prefill_s)
+    assert engine.recomputed_tokens == 20 + 23
+
+
+def test_what_is_taken_back_has_what_it_generated_up_to_the_end_of_the_step():
+    engine = SimulatedEngine("e", COST, slots=1)
+    engine.submit(Run(1, 5, 0, 10, 0.0))
+    engine.submit(Run(2, 5, 7, 10, 0.0))
+    engine.wake()
+    engine.take_back(engine.clock_s + COST.steps_s(4, 1, 5) - 1e-6)
+    ended, back = engine.wake()
+    assert not ended and [(run.token, run.generated, run.left) for run in back] == [(1, 4, 6), (2, 0, 10)]
+    assert engine.kv == 0 and engine.next_event_s == float("inf")
+
+
+def test_a_full_cache_sends_those_that_have_generated_least_to_wait():
+    cost = COST.model_copy(update={"kv_tokens": 200})
+    engine = SimulatedEngine("e", cost, slots=8)
+    for token in range(4):
+        engine.submit(Run(token, 10, 0, 90, 0.1 * token))
+    ends = run_until_idle(engine)
+    assert ends[0][1].token == 0 and len(ends) == 4
+    assert engine.retractions > 0 and engine.kv_peak <= 200
+    assert all(sum(count for _, count in run.pieces) == run.generated == 90 for _, run in ends)
+    assert engine.generated == 4 * 90, "nothing is generated twice"
+
+
+def test_a_failure_gives_up_everything_with_what_it_had():
+    engine = SimulatedEngine("e", COST, slots=2)
+    engine.submit(Run(1, 0, 0, 100, 0.0))
+    engine.wake()
+    (lost,) = engine.fail(COST.steps_s(7, 1, 0) + 1e-6)
+    assert lost.generated == 7 and engine.next_event_s == float("inf")

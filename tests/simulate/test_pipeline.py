@@ -1,0 +1,199 @@
+"""The simulated pipeline: the ledger's rules hold in it, tiny cases come out as computed by hand."""
+
+import pytest
+
+from april.broker.events import BatchDelivered, ChunkAccepted
+from april.simulate.costs import EngineCost
+from april.simulate.limit import no_barrier_limit
+from april.simulate.pipeline import Pipeline, simulate
+from april.simulate.scenario import Scenario
+from april.simulate.variants import variants
+
+MILLISECOND = 1e-3
+PLAIN = EngineCost(decode_base_s=10 * MILLISECOND, decode_running_s=0.0, decode_kv_s=0.0, prefill_s=0.0)
+GROWING = EngineCost(decode_base_s=5e-3, decode_running_s=4e-5, decode_kv_s=3e-8, prefill_s=1e-5, kv_tokens=60_000)
+
+
+def scenario(cost=PLAIN, **keys) -> Scenario:
+    small = {
+        "schedule__rollout_batch_size": 4,
+        "schedule__n_samples_per_prompt": 2,
+        "engines__count": 2,
+        "engines__slots": 16,
+        "lengths__median_tokens": 300,
+        "lengths__longest_tokens": 2000,
+        "lengths__prompt_tokens": 20,
+        "steps": 12,
+    }
+    return Scenario(cost=cost).with_keys(**small | keys)
+
+
+HARD = {
+    "engines__failure_every_s": 8.0,
+    "engines__restart_s": 2.0,
+    "engines__chunk_tokens": 64,
+    "engines__speed_spread": 0.3,
+    "learner__token_s": 1e-4,
+    "weights__transfer_s": 0.5,
+    "weights__pause_s": 0.1,
+}
+SCHEDULES = {
+    "sync": {"schedule__kind": "sync"},
+    "april": {"schedule__kind": "april", "schedule__over_sampling_batch_size": 8},
+    "in steps": {"schedule__kind": "april", "schedule__over_sampling_batch_size": 2},
+    "dropped": {
+        "schedule__kind": "april", "schedule__over_sampling_batch_size": 8, "schedule__partial_rollout": False,
+    },
+    "overlap": {"schedule__kind": "april", "schedule__over_sampling_batch_size": 8, "schedule__overlap": True},
+    "continuous": {"schedule__kind": "continuous", "schedule__in_flight": 16},
+    "bounded": {"schedule__kind": "continuous", "schedule__in_flight": 16, "schedule__max_staleness": 1},
+    "recomputed": {"schedule__kind": "continuous", "schedule__in_flight": 16, "weights__keep_kv": False},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("circumstances", [{}, HARD], ids=["calm", "hard"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_ledger_closes_the_bound_holds_and_no_token_is_made_up(schedule, circumstances):
+    pipeline = Pipeline(scenario(cost=GROWING, **SCHEDULES[schedule] | circumstances))
+    ledger = pipeline.ledger
+    accepted = 0
+
+    def check(event, arrays):
+        nonlocal accepted
+        assert ledger.closed
+        assert ledger.bound.holds(ledger.next_step)
+        if isinstance(event, ChunkAccepted):
+            accepted += event.count
+        if isinstance(event, BatchDelivered):
+            oldest = min(ledger.groups[group].opened_at for group in event.groups)
+            assert event.step - oldest <= ledger.rules.max_staleness
+
+    ledger.record = check
+    engines = pipeline.engines
+    measures = pipeline.run()
+    assert measures.staleness_max <= ledger.rules.max_staleness
+    in_engines = 0
+    for engine in engines:
+        for run in [*engine.running.values(), *engine.waiting]:
+            in_engines += run.generated + (engine.steps - run.begun if run.token in engine.running else 0)
+    assert sum(engine.generated for engine in engines) == ledger.tokens["generated"] + in_engines + pipeline.lost_tokens
+    assert accepted == ledger.tokens["generated"]
+    assert len(measures.steps) == 12
+    assert sum(step.tokens for step in measures.steps) == measures.measured.consumed
+    assert sum(measures.idle_share.values()) + measures.occupancy == pytest.approx(1)
+    assert (pipeline.lost_tokens > 0) == bool(circumstances)
+
+
+def test_every_response_that_is_trained_has_the_length_it_was_given():
+    pipeline = Pipeline(scenario(**SCHEDULES["april"]))
+    lengths, trained = pipeline.lengths, []
+    note = pipeline.measures.trained
+
+    def compare(step, groups):
+        for group in groups:
+            trained.append(group.id)
+            assert [sample.length for sample in group.samples] == lengths.of(group.id)
+        note(step, groups)
+
+    pipeline.measures.trained = compare
+    pipeline.run()
+    assert len(set(trained)) == len(trained) == 4 * pipeline.ledger.consumed
+
+
+def test_sync_takes_as_long_as_its_longest_response_and_what_follows_it():
+    """Equal engines, 10 ms a step: a batch is the longest of its responses, then training, transfer and pause."""
+    one = scenario(
+        **SCHEDULES["sync"], learner__step_s=2.0, weights__transfer_s=0.5, weights__pause_s=0.25,
+        engines__latency_s=0.125, warmup_steps=1, steps=5,
+    )  # fmt: skip
+    measures = simulate(one)
+    lengths = one.make_lengths()
+    expected_s = sum(
+        0.01 * max(max(lengths.of(group)) for group in range(4 * step, 4 * step + 4)) + 2.0 + 0.5 + max(0.25, 0.125)
+        for step in range(1, 6)
+    )
+    assert measures.measured.time_s == pytest.approx(expected_s)
+    assert measures.learner_share == pytest.approx(10.0 / expected_s)
+    assert measures.staleness_max == 0 and measures.wasted_share == 0
+
+
+def test_continuous_at_equal_lengths_is_as_fast_as_the_engines():
+    one = scenario(
+        **SCHEDULES["continuous"], lengths__family="equal", lengths__median_tokens=100, engines__latency_s=0.0
+    )
+    measures = simulate(one)
+    assert measures.generated_per_s == pytest.approx(16 / 0.01, rel=1e-9)
+    assert no_barrier_limit(one) == pytest.approx(16 / 0.01, rel=1e-3)
+    assert measures.consumed_per_s == pytest.approx(16 / 0.01, rel=0.02)
+
+
+def test_dropped_work_is_counted_and_shortens_what_is_trained():
+    kept, dropped = (simulate(scenario(steps=60, **SCHEDULES[name])) for name in ("april", "dropped"))
+    assert kept.wasted_share == 0 < 0.2 < dropped.wasted_share
+    assert dropped.mean_length < 0.9 * kept.mean_length
+
+
+def test_recomputing_the_cache_costs_throughput():
+    keys = SCHEDULES["continuous"] | {"schedule__max_staleness": 8}
+    kept, again = (simulate(scenario(cost=GROWING, **keys, weights__keep_kv=keep)) for keep in (True, False))
+    assert kept.recomputed_share == 0 < again.recomputed_share
+    assert again.consumed_per_s < kept.consumed_per_s
+
+
+def test_the_same_seed_gives_the_same_run_and_another_seed_another():
+    found = [simulate(scenario(seed=seed, **SCHEDULES["continuous"] | HARD)) for seed in (3, 3, 4)]
+    assert found[0].steps == found[1].steps and found[0].measured == found[1].measured
+    assert found[0].steps != found[2].steps
+
+
+def test_complete_groups_do_not_pile_up_behind_a_straggler():
+    """1 % of the responses a hundred times as long as the others: what is ready stays near two batches."""
+    pipeline = Pipeline(
+        scenario(
+            schedule__kind="continuous", schedule__in_flight=48, engines__slots=64, lengths__family="bimodal",
+            lengths__short_tokens=20, lengths__long_tokens=2000, steps=40,
+        )
+    )  # fmt: skip
+    most_ready = 0
+
+    def look(event, arrays):
+        nonlocal most_ready
+        most_ready = max(most_ready, len(pipeline.ledger.ready))
+
+    pipeline.ledger.record = look
+    pipeline.run()
+    assert 2 * 4 <= most_ready <= 2 * 4 + 48 / 2
+
+
+def test_every_variant_of_a_scenario_runs():
+    for name, one in variants(scenario(steps=3)).items():
+        assert simulate(one).consumed_per_s > 0, name
+
+
+def test_many_engines_need_no_more_memory_after_more_steps():
+    """64 engines of 32 slots, all full: what the run holds is bounded by what is in flight."""
+    pipeline = Pipeline(
+        scenario(
+            schedule__kind="continuous", schedule__rollout_batch_size=128, schedule__n_samples_per_prompt=8,
+            schedule__in_flight=2048, schedule__max_staleness=12, engines__count=64, engines__slots=32, steps=6,
+            warmup_steps=4,
+        )
+    )  # fmt: skip
+    measures = pipeline.run()
+    ledger = pipeline.ledger
+    assert measures.occupancy > 0.9
+    assert len(ledger.groups) <= 6 * 128 and len(ledger.deliveries) <= 1
+    assert len(pipeline._by_load) <= 5 * 64 + 64 and len(ledger._expiries) == 0
+    assert len(ledger.cohorts.waiting) < 12
+
+
+def test_a_sample_that_dies_with_its_engines_takes_its_group_along():
+    """Engines fail so often that long responses use up their attempts; their siblings go, and the run goes on."""
+    pipeline = Pipeline(
+        scenario(**SCHEDULES["april"] | HARD | {"engines__failure_every_s": 3.0, "engines__chunk_tokens": 2000})
+    )
+    pipeline.run()
+    ledger = pipeline.ledger
+    assert ledger.counts["dead_sample"] > 0
+    assert ledger.closed
+    assert all(engine.load == len(ledger.held.get(engine.name, ())) for engine in pipeline.engines)

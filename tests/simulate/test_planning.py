@@ -1,0 +1,241 @@
+"""Scenarios, lengths, traces, tuning, calibration and the commands around the simulated pipeline."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from april.broker import events
+from april.broker.journal import Journal
+from april.cli import main
+from april.config import ConfigError
+from april.simulate.calibrate import Timing, fit, measure
+from april.simulate.costs import EngineCost
+from april.simulate.lengths import Lengths, LengthsSection
+from april.simulate.recording import record_trace
+from april.simulate.scenario import Scenario, load_scenario
+from april.simulate.trace import TracedGroup, read_trace, write_trace
+from april.simulate.tune import tune
+from april.version import Version
+
+PUBLISHED = Path(__file__).parents[2] / "configs" / "published.toml"
+COST = EngineCost(decode_base_s=5e-3, decode_running_s=1e-4, decode_kv_s=1e-8, prefill_s=1e-5)
+
+SMALL = """
+steps = 4
+limit_responses = 300
+[schedule]
+kind = "april"
+rollout_batch_size = 4
+over_sampling_batch_size = 8
+n_samples_per_prompt = 2
+[lengths]
+median_tokens = 200
+longest_tokens = 1000
+[engines]
+count = 2
+slots = 16
+[cost]
+decode_base_s = 0.01
+decode_running_s = 0.0001
+decode_kv_s = 0.0
+prefill_s = 0.00001
+"""
+
+
+@pytest.fixture
+def small(tmp_path):
+    path = tmp_path / "small.toml"
+    path.write_text(SMALL)
+    return path
+
+
+# --- lengths ------------------------------------------------------------------------------------------------
+
+
+def drawn(groups=4000, **keys):
+    return Lengths(LengthsSection(**keys), 8, seed=1).sample(groups)
+
+
+def test_lognormal_lengths_have_the_median_and_the_spreads_they_were_given():
+    lengths = drawn(median_tokens=1000, sigma_between=0.6, sigma_within=0.35, longest_tokens=10**6)
+    logs = np.log(lengths)
+    assert np.median(lengths) == pytest.approx(1000, rel=0.05)
+    assert logs.var(axis=1, ddof=1).mean() == pytest.approx(0.35**2, rel=0.05)
+    assert logs.mean(axis=1).var() == pytest.approx(0.6**2 + 0.35**2 / 8, rel=0.1)
+
+
+def test_the_other_families():
+    assert (drawn(10, family="equal", median_tokens=77) == 77).all()
+    bimodal = drawn(family="bimodal", longest_tokens=50_000)
+    assert set(np.unique(bimodal)) == {100, 50_000} and (bimodal == 50_000).mean() == pytest.approx(0.01, rel=0.15)
+    pareto = drawn(family="pareto", alpha=1.2, longest_tokens=10**6)
+    assert pareto.min() == 100 and (pareto > 1000).mean() == pytest.approx(10**-1.2, rel=0.1)
+
+
+def test_responses_are_cut_and_a_group_has_the_same_lengths_whoever_asks():
+    assert drawn(longest_tokens=3000).max() == 3000
+    one, other = (Lengths(LengthsSection(), 8, seed=5) for _ in range(2))
+    assert [one.of(group) for group in (5000, 3)] == [other.of(group) for group in (3, 5000)][::-1]
+    assert one.of(3) != Lengths(LengthsSection(), 8, seed=6).of(3)
+
+
+# --- traces -------------------------------------------------------------------------------------------------
+
+
+def test_a_trace_comes_back_as_it_was_written_and_gives_its_groups(tmp_path):
+    groups = [TracedGroup(7, [10, 20]), TracedGroup(9, [300, 400])]
+    path = tmp_path / "deep" / "trace.jsonl"
+    write_trace(path, groups)
+    assert read_trace(path) == groups
+    lengths = Lengths(LengthsSection(family="trace", path=path), 2, seed=0)
+    found = {(lengths.prompt_of(group), *sorted(lengths.of(group))) for group in range(50)}
+    assert found == {(7, 10, 20), (9, 300, 400)}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("", "has no group"), ('{"prompt_tokens": 1}', "line 1"), ("\n{", "line 2"),
+                       ('{"prompt_tokens": 1, "response_tokens": [0]}', "line 1")],
+)  # fmt: skip
+def test_a_bad_trace_is_refused(tmp_path, text, said):
+    path = tmp_path / "trace.jsonl"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        read_trace(path)
+
+
+def test_a_journal_becomes_a_trace_of_its_complete_groups(tmp_path):
+    """Group 0 is complete, with a sample that was resumed; 1 lacks a response; 2 is evaluation; the tail is torn."""
+    journal = Journal(tmp_path / "journal")
+    token = 0
+    for group, evaluation, lengths in [(0, False, [40, 5]), (1, False, [3, None]), (2, True, [9, 9])]:
+        journal.append(events.GroupOpened(group, evaluation, 0, group, 2, 0, 11 + group))
+        for index, length in enumerate(lengths):
+            for start in (0, 2):
+                token += 1
+                journal.append(events.Leased(token, group, index, "w", 0, False))
+                end = start == 2 and length is not None
+                count = length - 2 if end else 2
+                journal.append(events.ChunkAccepted(token, start, count, Version(0, 0), "stop" if end else ""))
+                if not end:
+                    journal.append(events.LeaseEnded(token, "abort"))
+    journal.sync()
+    journal.close()
+    (segment,) = (tmp_path / "journal").glob("*.msgpack")
+    segment.write_bytes(segment.read_bytes() + b"\x93\xcf")
+    assert record_trace(tmp_path) == [TracedGroup(11, [40, 5])]
+    assert segment.read_bytes().endswith(b"\x93\xcf"), "nothing was touched"
+    with pytest.raises(ConfigError, match="no journal"):
+        record_trace(tmp_path / "journal")
+
+
+# --- scenarios ----------------------------------------------------------------------------------------------
+
+
+def test_the_published_setting_is_what_it_says():
+    scenario = load_scenario(PUBLISHED)
+    schedule = scenario.schedule
+    assert (schedule.rollout_batch_size, schedule.groups_per_round, schedule.n_samples_per_prompt) == (32, 64, 8)
+    assert scenario.lengths.longest_tokens == 16_384
+    assert {load_scenario(PUBLISHED, cost=name).cost.source != "" for name in ("h100", "mi300x", "plain")} == {True}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ([("engines.cuont", 3)], "engines.cuont"),
+        ([("cost.kv_tokens", 100)], "cost.kv_tokens"),
+        ([("lengths.family", "trace")], "lengths.path"),
+        ([("schedule.kind", "sync")], "over_sampling_batch_size"),
+    ],
+)
+def test_a_scenario_that_cannot_work_is_refused(small, overrides, said):
+    with pytest.raises(ConfigError, match=said):
+        load_scenario(small, overrides).make_lengths()
+
+
+def test_a_cost_model_that_is_not_there_is_refused(small):
+    with pytest.raises(ConfigError, match="h100, mi300x, plain"):
+        load_scenario(PUBLISHED, cost="h200")
+    with pytest.raises(ConfigError, match="h200"):
+        load_scenario(small, cost="h200")
+
+
+# --- tuning and calibration ---------------------------------------------------------------------------------
+
+
+def test_tuning_takes_the_smallest_that_is_nearly_best_within_the_staleness(small):
+    free = tune(load_scenario(small))
+    bounded = tune(load_scenario(small), most_staleness=0.8)
+    assert free.key == "schedule.over_sampling_batch_size" and bounded.value < free.value
+    assert "0.8" in bounded.why and "too stale" in bounded.table
+    with pytest.raises(ConfigError, match="--mean-staleness"):
+        tune(load_scenario(small), most_staleness=0.0)
+
+
+def test_tuning_continuous_chooses_the_samples_in_flight(small):
+    scenario = load_scenario(small, [("schedule.kind", "continuous")])
+    choice = tune(scenario)
+    assert choice.key == "schedule.in_flight" and 1 <= choice.value <= 32
+
+
+def test_a_fit_finds_the_costs_that_made_the_timings():
+    class Exact:
+        slots, longest_context = 32, 4096
+
+        def time(self, running, context, steps):
+            took = [COST.steps_s(1, running, running * (context + step)) for step in range(steps)]
+            return running * context * COST.prefill_s + took[0], took
+
+    found = fit(measure(Exact()), "here")
+    assert found.cost.decode_base_s == pytest.approx(COST.decode_base_s, rel=0.01)
+    assert found.cost.decode_running_s == pytest.approx(COST.decode_running_s, rel=0.02)
+    assert found.cost.decode_kv_s == pytest.approx(COST.decode_kv_s, rel=0.05)
+    assert found.cost.prefill_s == pytest.approx(COST.prefill_s, rel=0.01)
+    assert np.abs(found.errors).max() < 0.01
+
+
+def test_a_fit_has_no_negative_costs():
+    """Steps that become shorter with more in the cache are noise."""
+    timings = [Timing(running, kv, 0.01 - 1e-8 * kv, 0.0) for running in (1, 8) for kv in (100.0, 1000.0, 9000.0)]
+    cost = fit(timings, "").cost
+    assert cost.decode_kv_s == 0 and cost.decode_running_s >= 0 and cost.decode_base_s > 0
+
+
+# --- commands -----------------------------------------------------------------------------------------------
+
+
+def test_the_commands_print_and_draw(small, tmp_path, capsys):
+    assert main(["simulate", str(small), "--steps", "3"]) == 0
+    out = capsys.readouterr().out
+    assert "consumed/s" in out and "continuous, 16 in flight" in out
+    for name in ("lengths", "buffers", "versions"):
+        assert main(["simulate", str(small), "--experiment", name, "--out", str(tmp_path)]) == 0
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    out = capsys.readouterr().out
+    assert "buffer_peak_tokens" in out and "p99 over median" in out and "age (policy steps)" in out
+    assert main(["simulate", str(small), "--sweep", "--out", str(tmp_path), "--steps", "2"]) == 0
+    assert len(list(tmp_path.glob("sweep-*.png"))) == 4
+    assert main(["tune", str(small)]) == 0
+    assert "schedule.over_sampling_batch_size = " in capsys.readouterr().out
+
+
+def test_tuning_takes_lengths_from_a_trace(small, tmp_path, capsys):
+    trace = tmp_path / "trace.jsonl"
+    write_trace(trace, [TracedGroup(5, [100, 100])])
+    assert main(["tune", str(small), "--trace", str(trace)]) == 0
+    assert "schedule.over_sampling_batch_size = " in capsys.readouterr().out
+    assert main(["tune", str(small), "--trace", str(tmp_path / "none")]) == 2
+    assert "april trace" in capsys.readouterr().err
+
+
+def test_what_cannot_work_ends_with_a_sentence(small, capsys):
+    assert main(["simulate", str(small), "--engines.slots", "0"]) == 2
+    assert "engines.slots" in capsys.readouterr().err
+
+
+def test_changing_a_key_of_a_scenario_keeps_the_others():
+    scenario = Scenario(cost=COST)
+    changed = scenario.with_keys(schedule__max_staleness=7, seed=3)
+    assert changed.schedule.max_staleness == 7 and changed.seed == 3
+    assert changed.lengths == scenario.lengths and changed.cost == COST
