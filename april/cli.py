@@ -36,6 +36,9 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
 
     run = add(commands, "run", run_command, "train: start broker, workers and learner on this machine", config=True)
+    run.add_argument(
+        "--dry-run", action="store_true", help="only say what would run, what it needs and what is missing"
+    )
     run.add_argument("--resume", action="store_true", help="go on with the run folder of that name [default off]")
 
     add(commands, "broker", broker_command, "the broker of a run alone", config=True)
@@ -55,6 +58,31 @@ def build_parser() -> argparse.ArgumentParser:
     letters.add_argument(
         "--requeue", metavar="GROUP|all", help="draw the prompt of a discarded group again [default none]"
     )
+
+    simulate = add(
+        commands, "simulate", simulate_command, "plan a run on a virtual clock: schedules compared", overrides=True
+    )
+    add_scenario(simulate)
+    simulate.add_argument(
+        "--sweep", action="store_true", help="over-sampling, in flight, staleness, engines [default off]"
+    )
+    simulate.add_argument(
+        "--experiment",
+        choices=("lengths", "buffers", "versions"),
+        help="one of: response lengths; N' against the largest buffer; trained tokens by age [default none]",
+    )
+    simulate.add_argument("--out", type=Path, default=Path("simulated"), help="of pictures [default simulated]")
+    tune = add(commands, "tune", tune_command, "choose N' or the samples in flight, and say why", overrides=True)
+    add_scenario(tune)
+    tune.add_argument("--mean-staleness", type=float, help="largest of the mean over trained tokens [default none]")
+    tune.add_argument("--trace", type=Path, help="lengths from this file of `april trace` [default the scenario's]")
+    trace = add(commands, "trace", trace_command, "write the response lengths of a run as a trace")
+    trace.add_argument("run", type=Path, help="a run folder, such as runs/quickstart")
+    trace.add_argument("--out", type=Path, required=True, help="JSONL file")
+    calibrate = add(commands, "calibrate", calibrate_command, "measure an engine, and fit the simulator's cost model")
+    calibrate.add_argument("--model", type=Path, required=True, help="Hugging Face folder; runs on the torch engine")
+    calibrate.add_argument("--slots", type=int, default=64, help="sequences decoded together [default 64]")
+    calibrate.add_argument("--out", type=Path, default=Path("cost.toml"), help="[cost] section [default cost.toml]")
 
     keygen = add(commands, "keygen", keygen_command, "make the keys of a run, or those of one more peer")
     keygen.add_argument("folder", type=Path, metavar="KEYS", help="folder of the keys and the allow-list")
@@ -84,7 +112,14 @@ def add_operation(commands, name: str, command, help: str) -> argparse.ArgumentP
     return parser
 
 
-def add(commands, name: str, command, help: str, config: bool = False) -> argparse.ArgumentParser:
+def add_scenario(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("scenario", type=Path, help="TOML file, such as configs/published.toml")
+    parser.add_argument("--cost", help="cost model of the file's [costs] [default the first]")
+
+
+def add(
+    commands, name: str, command, help: str, config: bool = False, overrides: bool = False
+) -> argparse.ArgumentParser:
     parser = commands.add_parser(
         name,
         help=help,
@@ -93,9 +128,9 @@ def add(commands, name: str, command, help: str, config: bool = False) -> argpar
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.set_defaults(command=command, takes_overrides=config)
+    parser.set_defaults(command=command, takes_overrides=config or overrides)
     if config:
-        parser.add_argument("config", type=Path, help="TOML file of the run")
+        parser.add_argument("config", type=Path, nargs="+", help="TOML file of the run; of several, later ones win")
     return parser
 
 
@@ -103,6 +138,8 @@ def add(commands, name: str, command, help: str, config: bool = False) -> argpar
 
 
 def run_command(options, overrides: list[str]) -> int:
+    if options.dry_run:
+        return dry_run_command(options, overrides)
     from april import preflight
     from april.broker.plan import describe_plan
     from april.report.html import write_report
@@ -130,6 +167,18 @@ def run_command(options, overrides: list[str]) -> int:
     if failure:
         print(f"april run: {failure}", file=sys.stderr)
     return {"finished": 0, "stopped": INTERRUPTED, "failed": 1}[state]
+
+
+def dry_run_command(options, overrides: list[str]) -> int:
+    from april.dry_run import describe, missing
+
+    config = configuration.load(options.config, overrides, inputs=False)
+    print(describe(config))
+    lacking = missing(config)
+    for sentence in lacking:
+        print(f"missing: {sentence}")
+    print("something is missing" if lacking else "nothing is missing")
+    return REFUSED if lacking else 0
 
 
 def broker_command(options, overrides: list[str]) -> int:
@@ -226,6 +275,42 @@ def report_command(options, overrides: list[str]) -> int:
     from april.report.html import write_report
 
     print(write_report(options.run))
+    return 0
+
+
+def simulate_command(options, overrides: list[str]) -> int:
+    from april.simulate import command
+
+    scenario = command.read(options.scenario, options.cost, overrides)
+    if options.experiment:
+        command.experiment(options.experiment, scenario, options.out)
+    elif options.sweep:
+        command.sweep(scenario, options.out)
+    else:
+        command.compare(scenario)
+    return 0
+
+
+def tune_command(options, overrides: list[str]) -> int:
+    from april.simulate import command
+
+    if options.trace:
+        overrides = [*overrides, "--lengths.family", "trace", "--lengths.path", str(options.trace)]
+    command.choose(command.read(options.scenario, options.cost, overrides), options.mean_staleness)
+    return 0
+
+
+def trace_command(options, overrides: list[str]) -> int:
+    from april.simulate import command
+
+    command.trace(options.run, options.out)
+    return 0
+
+
+def calibrate_command(options, overrides: list[str]) -> int:
+    from april.simulate import command
+
+    command.calibrate(options.model, options.slots, options.out)
     return 0
 
 

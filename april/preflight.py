@@ -5,6 +5,7 @@ from pathlib import Path
 
 import orjson
 
+from april.broker.filters import GroupFilters
 from april.broker.journal import Journal, JournalError
 from april.broker.prompts import PromptBook
 from april.broker.recorder import replace_file
@@ -16,17 +17,21 @@ from april.workers.rewards.verifiers import check_verifier
 
 def check_inputs(config: Config) -> None:
     """Read model folder and datasets as the parts will. Raises ConfigError."""
+    check_weights(config)
+    check_keys(config.security.keys)
+    GroupFilters(config.schedule)
+    check_verifier(config.reward.name, url=config.reward.url)
+    book = PromptBook(config)
+    for name in sorted(book.rows.rewards | book.evaluation_rows.rewards):
+        check_verifier(name, "reward of a row", config.reward.url)
+
+
+def check_weights(config: Config) -> None:
     folder = config.model.path
     if not any(folder.glob("*.safetensors")):
         raise ConfigError(
             f"key 'model.path' = {str(folder)!r} has no weights (*.safetensors); give a whole Hugging Face folder"
         )
-    check_keys(config.security.keys)
-    check_verifier(config.reward.name)
-    book = PromptBook(config)
-    for path, rows in ((config.data.path, book.rows), (config.data.eval_path, book.evaluation_rows)):
-        for name in {row.reward for row in rows if row.reward}:
-            check_verifier(name, f"reward of a row in {path}")
 
 
 def check_keys(folder: Path | None) -> None:

@@ -44,6 +44,19 @@ def file(tmp_path):
         ([*CONTINUOUS, "--no-partial-rollout"], ["schedule.partial_rollout", "False", "'april'"]),
         ([*CONTINUOUS, "--schedule.overlap"], ["schedule.overlap", "True", "'april'"]),
         (["--schedule.min_group_size", "9"], ["min_group_size", "9", "n = 8"]),
+        (
+            ["--algorithm.proximal", "behaviour", "--algorithm.corrections", '["icepop"]'],
+            ["algorithm.corrections", "icepop", "weighs 1", "'recomputed' or 'interpolated'"],
+        ),
+        (
+            ["--algorithm.proximal", "recomputed", "--algorithm.corrections", '["icepop", "truncated"]'],
+            ["algorithm.corrections", "twice", "only one"],
+        ),
+        (["--algorithm.corrections", '["geometric", "geometric"]'], ["algorithm.corrections", "geometric", "once"]),
+        (["--algorithm.loss", "gspo", "--algorithm.dual_clip", "3"], ["algorithm.dual_clip", "3", "'ppo'", "'gspo'"]),
+        (["--algorithm.constant_tokens", "100"], ["algorithm.constant_tokens", "100", "'constant'", "'token_mean'"]),
+        (["--algorithm.icepop_low", "5"], ["algorithm.icepop_low", "5", "algorithm.icepop_high", "lower"]),
+        (["--algorithm.preset", "ppo"], ["algorithm.preset", "ppo", "'grpo', 'dapo' or 'gspo'"]),
         (["--sampling.top_p", "0.9"], ["sampling.top_p", "0.9", "biased"]),
         (["--sampling.top_k", "5"], ["sampling.top_k", "5", "biased"]),
         (["--broker.renew_s", "60"], ["broker.renew_s", "60", "lower"]),
@@ -59,6 +72,13 @@ def file(tmp_path):
         (["--broker.bind", "tcp://127.0.0.1:99999"], ["broker.bind", "99999", "tcp://INTERFACE:PORT"]),
         (["--sampling.max_response_tokens", "2000"], ["max_response_tokens", "2000", "1024", "lower it"]),
         (["--sampling.stop_token_ids", "[-1]"], ["sampling.stop_token_ids", "-1"]),
+        (["--reward.overlong_buffer_tokens", "600"], ["reward.overlong_buffer_tokens", "600", "512"]),
+        (["--reward.code_memory_mb", "8192"], ["reward.code_memory_mb", "8192", "4096", "raise"]),
+        (["--reward.url", "localhost:80"], ["reward.url", "localhost:80", "http://"]),
+        (["--reward.format_pattern", "("], ["reward.format_pattern", "'('", "regular expression"]),
+        (["--data.sources", '[{path = "x.jsonl", weight = 0}]'], ["data.sources.0.weight", "0", "greater than 0"]),
+        (["--data.sources", '[{path = "x.jsonl"}]'], ["data.path", "data.sources", "leave one out"]),
+        (["--data.mapping", "gsm8k"], ["data.mapping", "gsm8k", "'dapo_math'"]),
         (["--model", "3"], ["'model'", "3", "[model]"]),
     ],
 )
@@ -102,6 +122,42 @@ def test_every_key_can_be_overridden_on_the_command_line(file):
         value = getattr(getattr(config, section) if section else config, name)
         if isinstance(value, int | float | str) and not isinstance(value, bool):
             assert configuration.load(file, [f"--{key}", str(value)]) == config
+
+
+def test_stale_tokens_are_corrected_unless_told_otherwise(file):
+    algorithm = configuration.load(file).algorithm
+    assert (algorithm.proximal, algorithm.corrections) == ("recomputed", ("truncated_sequence",))
+    assert (algorithm.sequence_truncation, algorithm.behaviour_coef) == (2.0, 0.3)
+
+
+def test_a_preset_sets_what_its_paper_sets(file):
+    dapo = configuration.load(file, ["--algorithm.preset", "dapo", "--sampling.max_response_tokens", "500"])
+    assert (dapo.algorithm.clip_low, dapo.algorithm.clip_high, dapo.algorithm.kl_coef) == (0.2, 0.28, 0)
+    assert (dapo.algorithm.normalisation, dapo.schedule.dynamic_sampling) == ("token_mean", True)
+    assert (dapo.reward.overlong_buffer_tokens, dapo.reward.overlong_penalty) == (100, 1.0)
+    gspo = configuration.load(file, ["--algorithm.preset", "gspo"])
+    assert (gspo.algorithm.loss, gspo.algorithm.clip_low, gspo.algorithm.clip_high) == ("gspo", 3e-4, 4e-4)
+    grpo = configuration.load(file, ["--algorithm.preset", "grpo"])
+    assert (grpo.algorithm.kl_coef, grpo.algorithm.kl_estimator, grpo.algorithm.clip_high) == (0.04, "k3", 0.2)
+    for preset in (dapo, gspo, grpo):
+        assert (preset.algorithm.proximal, preset.algorithm.corrections) == ("behaviour", ())
+        assert preset.algorithm.behaviour_coef == 0
+
+
+def test_a_key_that_is_given_wins_over_its_preset(file):
+    config = configuration.load(
+        file, ["--algorithm.preset", "dapo", "--algorithm.clip_high", "0.4", "--no-schedule.dynamic_sampling"]
+    )
+    assert (config.algorithm.clip_high, config.algorithm.clip_low) == (0.4, 0.2)
+    assert not config.schedule.dynamic_sampling
+
+
+@pytest.mark.parametrize("preset", ["grpo", "dapo", "gspo"])
+def test_a_resolved_preset_reads_back_unchanged(file, tmp_path, preset):
+    config = configuration.load(file, ["--algorithm.preset", preset])
+    resolved = tmp_path / "resolved.toml"
+    resolved.write_text(config.to_toml())
+    assert configuration.load(resolved) == config
 
 
 def test_the_resolved_configuration_reads_back_unchanged(file, tmp_path):

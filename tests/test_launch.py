@@ -45,6 +45,7 @@ def write_wheel(folder: Path, name: str, version: str, requires: str = "") -> No
         wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{requirement}")
         wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         wheel.writestr(f"{info}/RECORD", "")
+        wheel.writestr(f"{name}/__init__.py", "")
 
 
 class Checkout:
@@ -58,12 +59,12 @@ class Checkout:
         (self.root / "pyproject.toml").write_text(PYPROJECT)
         (self.root / "backend.py").write_text(BACKEND)
 
-    def install(self, *arguments: str, **settings: str) -> subprocess.CompletedProcess:
+    def install(self, *arguments: str, script: str = "install.sh", **settings: str) -> subprocess.CompletedProcess:
         outer = {key: value for key, value in os.environ.items() if not key.startswith(("PIP_", "APRIL_"))}
         pip = {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(self.wheels)}
         april = {"APRIL_PYTHON": sys.executable, "APRIL_DEVICES_DIR": str(self.devices)}
         return run_script(
-            self.root / "launch" / "install.sh",
+            self.root / "launch" / script,
             *arguments,
             cwd="/",
             env=outer | pip | april | settings | {"PATH": self.path_without_nvidia_smi(outer["PATH"])},
@@ -222,3 +223,24 @@ def test_the_learner_refuses_a_bad_configuration_in_one_sentence(tmp_path, confi
 def test_a_worker_without_a_name_gets_one(tmp_path, config):
     result = run_part(tmp_path, "worker", str(config), "--connect", "tcp://10.0.0.5:5555")
     assert result.stdout.startswith(f"april worker {config} --connect tcp://10.0.0.5:5555 --name ")
+
+
+def test_sglang_has_an_environment_of_its_own_and_the_second_call_does_nothing(checkout):
+    """With an accelerator it is the ordinary package; the recipe for a CPU is what the suite itself runs on."""
+    (checkout.devices / "nvidia0").touch()
+    write_wheel(checkout.wheels, "sglang", "0.5.23")
+    shutil.copytree(checkout.root / ".venv", checkout.root / ".venv-sglang", symlinks=True)
+    first = checkout.install(script="install-sglang.sh")
+    assert first.returncode == 0, first.stderr
+    assert list(checkout.root.glob(".venv-sglang/lib/python*/site-packages/sglang-0.5.23.dist-info"))
+    assert checkout.installed == set(), "April's own environment is left alone"
+    shutil.rmtree(checkout.wheels)
+    assert checkout.install(script="install-sglang.sh").stdout == "april: SGLang is already installed\n"
+
+
+def test_sglang_that_cannot_be_fetched_is_one_sentence(checkout):
+    (checkout.devices / "nvidia0").touch()
+    shutil.copytree(checkout.root / ".venv", checkout.root / ".venv-sglang", symlinks=True)
+    result = checkout.install(script="install-sglang.sh")
+    assert result.returncode == 1
+    assert "pip could not install sglang==0.5.23" in result.stderr and "is the package index reachable" in result.stderr

@@ -8,10 +8,10 @@ snapshot would have been due. Its pages are dropped from the system's cache befo
 import os
 import signal
 import time
-import zlib
 from pathlib import Path
 
 import orjson
+from zlib_ng.zlib_ng import crc32
 
 from april import clock, wire
 from april.broker.journal import SUFFIX, Journal
@@ -68,7 +68,7 @@ def _write_and_die(pipe, config: Config, size_bytes: int) -> None:
     service.tick(clock.now())
     while sample := service.schedule.next_sample(ledger, 0):
         ledger.lease(sample, f"worker-{sample.index}", 0, clock.now() + 60)
-    arrays = [(zlib.crc32(data), data) for data in (os.urandom(4 * CHUNK_TOKENS), os.urandom(4 * CHUNK_TOKENS))]
+    arrays = [(crc32(data), data) for data in (os.urandom(4 * CHUNK_TOKENS), os.urandom(4 * CHUNK_TOKENS))]
     length = 0
     while True:
         for token in ledger.leases:

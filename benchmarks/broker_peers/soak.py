@@ -180,7 +180,7 @@ def attend(ready, window: Window, address: str, number: int, crowd: Crowd, front
             worker = owners[socket]
             while socket.poll(0):
                 received = wire.decode(socket.recv_multipart())
-                worker.received_bytes += sum(array.nbytes for array in received.arrays)
+                worker.received_bytes += received.array_bytes
                 take_in(worker, received, streams, chance)
         now = time.monotonic()
         for worker in itertools.islice(beats, sessions):

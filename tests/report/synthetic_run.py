@@ -81,6 +81,10 @@ def make_records(steps: int, workers: int, rng: random.Random) -> list[dict]:
                     "grad_norm": 0.4,
                     "clip_fraction": 0.02,
                     "entropy": 1.1,
+                    "ess": 0.97,
+                    "off_policy_share": stale / tokens,
+                    f"version_share_{step}": 1 - stale / tokens,
+                    f"version_share_{step - 1}": stale / tokens,
                     "step_s": 0.6,
                 },
             }

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from april.report.corrections import corrections_picture, version_dots
 from april.report.lanes import busy_share, make_lanes, merge_spans, thin
 from april.report.pictures import length_density
 from april.report.run_folder import Run
@@ -68,3 +69,12 @@ def test_equally_likely_lengths_are_drawn_without_steps_from_rounding():
         histogram[index] = histogram.get(index, 0) + weight
     _, density = length_density(run_with(histogram), "trained_histogram")
     assert density == pytest.approx(np.full(len(density), 0.1))
+
+
+def test_a_dot_for_every_version_that_has_sampled_a_part_of_a_batch():
+    shares = {"version_share_3": 0.75, "version_share_1": 0.25, "version_share_older": 0.0, "ess": 0.9}
+    records = [{"step": 3, "learner": shares}, {"step": 4, "learner": {"loss": 0.1}}, {"step": 5}]
+    run = Run(Path("demo"), "", {}, records, {})
+    assert version_dots(run).tolist() == [[3, 3, 0.75], [3, 1, 0.25]]
+    assert "effective sample share" in corrections_picture(run)
+    assert corrections_picture(Run(Path("demo"), "", {}, records[1:], {})) is None

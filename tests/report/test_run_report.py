@@ -94,7 +94,7 @@ def test_null_pieces_are_left_out_everywhere(tmp_path):
     write_report(run_dir)
 
 
-@pytest.mark.parametrize(("steps", "pictures"), [(0, 0), (1, 5), (30, 5), (200, 5)])
+@pytest.mark.parametrize(("steps", "pictures"), [(0, 0), (1, 6), (30, 6), (200, 6)])
 def test_report_is_one_file_that_loads_nothing(tmp_path, steps, pictures):
     page = write_report(write_run(tmp_path / "demo", steps=steps)).read_text()
     assert page.count("<svg") == pictures

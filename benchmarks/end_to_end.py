@@ -1,0 +1,156 @@
+"""`april run` against TRL's GRPOTrainer, end to end: generated-and-trained tokens/s, and time to a mean reward of 0.8.
+
+Both from the start of their processes to the end of the last step, on the quickstart's policy, prompts and verifier,
+with the same loss, learning rate, samples a step, sampling, fp32 and two cores; lengths are long-tailed. The seeds
+are paired, and who goes first alternates.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import orjson
+from common import Row, parser, report
+
+from april import config as configuration
+from april.data.make_data import make_data
+from april.policy.make_policy import make_policy
+from april.policy.warm_start import Recipe
+
+ROOT = Path(__file__).parent.parent
+STEPS, SEEDS = 24, 5
+REWARD = 0.8
+WINDOW_STEPS = 3
+"""the reward is a mean over the last so many steps"""
+CORES = 2
+LONGEST_S = 3600.0
+"""a run that takes longer has failed"""
+
+
+@dataclass(frozen=True)
+class Course:
+    """What a run has reached when: seconds since its processes were started."""
+
+    seconds: list[float]
+    rewards: list[float]
+    tokens: int
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds[-1]
+
+    def seconds_to(self, reward: float) -> float | None:
+        """Until the mean over the last steps reaches `reward`; None if it never does."""
+        for end in range(WINDOW_STEPS, len(self.rewards) + 1):
+            if sum(self.rewards[end - WINDOW_STEPS : end]) / WINDOW_STEPS >= reward:
+                return self.seconds[end - 1]
+        return None
+
+
+def run_april(folder: Path, policy: Path, prompts: Path, seed: int, overrides: list[str]) -> Course:
+    chosen = ["--run.dir", str(folder), "--run.name", f"april{seed}", "--seed", str(seed)]
+    paths = ["--model.path", str(policy), "--data.path", str(prompts)]
+    command = [sys.executable, "-m", "april.cli", "run", str(configuration_file(folder)), *chosen, *paths, *overrides]
+    started = time.time()
+    execute(command, folder / f"april{seed}.log", threads=1)
+    steps = [orjson.loads(line) for line in (folder / f"april{seed}/metrics.jsonl").read_bytes().splitlines()]
+    return Course(
+        [step["time"] - started for step in steps],
+        [step["reward"] for step in steps],
+        sum(step["tokens"] for step in steps),
+    )
+
+
+def run_trl(folder: Path, policy: Path, prompts: Path, seed: int, overrides: list[str], backend: str) -> Course:
+    config = configuration.load(
+        configuration_file(folder), ["--model.path", str(policy), "--data.path", str(prompts), *overrides]
+    )
+    settings = {
+        "policy": str(policy),
+        "prompts": str(prompts),
+        "seed": seed,
+        "threads": CORES,
+        "groups": config.schedule.rollout_batch_size,
+        "group_size": config.schedule.n_samples_per_prompt,
+        "max_response_tokens": config.sampling.max_response_tokens,
+        "steps": config.schedule.max_steps,
+        "lr": config.learner.lr,
+        "warmup_steps": config.learner.warmup_steps,
+        "betas": config.learner.betas,
+        "backend": backend,
+    }
+    path, log = folder / f"trl{seed}.json", folder / f"trl{seed}.jsonl"
+    path.write_bytes(orjson.dumps(settings))
+    script = Path(__file__).with_name("trl_run.py")
+    started = time.time()
+    execute([sys.executable, str(script), str(path), str(log)], folder / f"trl{seed}.log", threads=CORES)
+    steps = [orjson.loads(line) for line in log.read_bytes().splitlines()]
+    return Course(
+        [step["time"] - started for step in steps], [step["reward"] for step in steps], int(steps[-1]["tokens"])
+    )
+
+
+def configuration_file(folder: Path) -> Path:
+    """The quickstart's, without evaluation."""
+    path = folder / "quickstart.toml"
+    lines = (ROOT / "configs/quickstart.toml").read_text().splitlines()
+    path.write_text("\n".join(line for line in lines if not line.startswith("eval_path")))
+    return path
+
+
+def execute(command: list[str], log: Path, threads: int) -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(threads)}
+    with log.open("wb") as output:
+        done = subprocess.run(command, stdout=output, stderr=output, env=environment, cwd=ROOT, timeout=LONGEST_S)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)} ended with status {done.returncode}:\n{log.read_text()[-3000:]}")
+
+
+def main() -> None:
+    arguments = parser(__doc__.partition("\n")[0])
+    arguments.add_argument("--backend", choices=("generate", "continuous"), default="generate", help="TRL's generation")
+    arguments.add_argument("--steps", type=int, default=STEPS)
+    arguments.add_argument("--seeds", type=int, default=SEEDS)
+    options = arguments.parse_args()
+    steps, seeds, wanted, overrides = options.steps, options.seeds, REWARD, []
+    if options.quick:
+        steps, seeds, wanted = WINDOW_STEPS, 1, 0.0
+        overrides = ["--schedule.rollout_batch_size", "4", "--schedule.over_sampling_batch_size", "6"]
+        overrides += ["--sampling.max_response_tokens", "64"]
+    overrides += ["--schedule.max_steps", str(steps)]
+    courses = {"april": [], "trl": []}
+    with tempfile.TemporaryDirectory(prefix="april-end-to-end-") as made:
+        folder = Path(made)
+        recipe = Recipe(easy_steps=2, clean_steps=2, noisy_steps=2) if options.quick else Recipe()
+        policy = make_policy(folder / "policy", recipe=recipe)
+        prompts, _ = make_data(folder / "data")
+        for seed in range(seeds):
+            runs = {
+                "april": lambda seed=seed: run_april(folder, policy, prompts, seed, overrides),
+                "trl": lambda seed=seed: run_trl(folder, policy, prompts, seed, overrides, options.backend),
+            }
+            for name in sorted(runs, reverse=bool(seed % 2)):
+                courses[name].append(runs[name]())
+    pairs = list(zip(courses["april"], courses["trl"], strict=True))
+    times = [(ours.seconds_to(wanted), theirs.seconds_to(wanted)) for ours, theirs in pairs]
+    if any(ours is None for ours, _ in times):
+        sys.exit(f"april did not reach a reward of {wanted} in {steps} steps: {[c.rewards for c in courses['april']]}")
+    whole = [theirs or pair[1].seconds[-1] for (_, theirs), pair in zip(times, pairs, strict=True)]
+    rows = [
+        Row("e2e_vs_trl", [ours.tokens_per_s / theirs.tokens_per_s for ours, theirs in pairs], "ratio"),
+        Row("time_to_reward_vs_trl", [ours / t for (ours, _), t in zip(times, whole, strict=True)], "ratio"),
+        Row("april_tokens_per_s", [ours.tokens_per_s for ours, _ in pairs], "tokens/s"),
+        Row("trl_tokens_per_s", [theirs.tokens_per_s for _, theirs in pairs], "tokens/s"),
+        Row("april_time_to_reward", [ours for ours, _ in times], "s"),
+        Row("trl_time_to_reward", whole, "s"),
+        Row("trl_seeds_that_never_reached_it", [float(sum(theirs is None for _, theirs in times))], "seeds"),
+    ]
+    report(rows, options.json)
+
+
+if __name__ == "__main__":
+    main()

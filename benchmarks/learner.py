@@ -1,0 +1,218 @@
+"""The learner's training step against a bare loop, padded batches and TRL; its head's memory; its ranks' balance.
+
+All on one thread. Response lengths are lognormal, σ = 1, median 128, sequences cut at 2,048 tokens, half the token
+budget of a forward pass. The model is a random Qwen3 of 3 million parameters.
+"""
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import head_memory
+import numpy as np
+import torch
+import torch.distributed as dist
+import trl_trainer
+from common import Row, parser, report
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils import logging
+
+from april.config import Config
+from april.learner import flops
+from april.learner.batch import Batch, TrainSample
+from april.learner.model import Policy, load, score_tokens
+from april.learner.packing import input_tokens, pack, plan
+from april.learner.trainer import Trainer
+from april.version import Version
+
+BUDGET_TOKENS = 4096
+LONGEST = 2048
+GROUP = 8
+RANKS = 4
+LR = 1e-6
+CPU = torch.device("cpu")
+
+
+def make_model(folder: Path) -> Qwen3Config:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=4096, hidden_size=192, intermediate_size=512, num_hidden_layers=4, num_attention_heads=6,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=4096, tie_word_embeddings=True,
+        bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    return config
+
+
+def longtail_batch(vocabulary: int, groups: int, seed: int) -> Batch:
+    rng = np.random.default_rng(seed)
+
+    def sample() -> TrainSample:
+        prompt = int(rng.integers(8, 25))
+        response = int(np.clip(rng.lognormal(np.log(128), 1.0), 1, LONGEST - prompt))
+        tokens = rng.integers(2, vocabulary, prompt + response).astype(np.int32)
+        logprobs = np.full(response, -np.log(vocabulary), np.float32)
+        return TrainSample(tokens, prompt, logprobs, float(rng.normal()), ((0, response, Version(0, 0)),))
+
+    return Batch(0, [[sample() for _ in range(GROUP)] for _ in range(groups)])
+
+
+class Bare:
+    """Packed forward, backward and AdamW in the plainest way: no shards, all logits of a pass at once."""
+
+    def __init__(self, folder: Path, batch: Batch):
+        self.policy = load(folder, temperature=1.0)
+        self.optimizer = torch.optim.AdamW(self.policy.parameters(), lr=LR, fused=True)
+        self.samples = batch.samples
+        lengths = [input_tokens(sample) for sample in self.samples]
+        planned = plan(lengths, 1, BUDGET_TOKENS, flops.cost(self.policy.lm).quadratic)
+        self.packs = [pack([self.samples[i] for i in indices], CPU) for (indices,) in planned]
+        self.tokens = sum(sample.response_tokens for sample in self.samples)
+
+    def step(self) -> None:
+        lm = self.policy.lm
+        for micro in self.packs:
+            hidden = lm.base_model(
+                input_ids=micro.ids, position_ids=micro.positions, use_cache=False, seq_lens=micro.seq_lens
+            ).last_hidden_state
+            distribution = torch.log_softmax(lm.lm_head(hidden[0, micro.target_rows]), -1)
+            (distribution.gather(-1, micro.targets[:, None]).sum() / -self.tokens).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+class Padded:
+    """Rows in the order of arrival, as many as fit the budget when padded to the longest.
+
+    What packing replaces and nothing else: the learner's own head scores every position behind a row's prompt,
+    and a mask takes those of the padding out of the loss.
+    """
+
+    def __init__(self, folder: Path, batch: Batch):
+        self.lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").train()
+        self.optimizer = torch.optim.AdamW(self.lm.parameters(), lr=LR, fused=True)
+        self.tokens = sum(sample.response_tokens for sample in batch.samples)
+        self.passes = [self.pad(samples) for samples in fill(batch.samples)]
+
+    def pad(self, samples: list[TrainSample]) -> tuple[torch.Tensor, ...]:
+        width = max(map(input_tokens, samples))
+        ids, mask, targets = torch.zeros(3, len(samples), width, dtype=torch.int64)
+        behind_prompt = torch.zeros(len(samples), width, dtype=torch.bool)
+        for row, sample in enumerate(samples):
+            tokens = torch.from_numpy(sample.tokens.astype(np.int64))
+            ids[row, : input_tokens(sample)], targets[row, : input_tokens(sample)] = tokens[:-1], tokens[1:]
+            mask[row, : input_tokens(sample)] = 1
+            behind_prompt[row, sample.prompt_tokens - 1 :] = True
+        return ids, mask, behind_prompt, targets[behind_prompt]
+
+    def step(self) -> None:
+        for ids, mask, behind_prompt, targets in self.passes:
+            hidden = self.lm.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+            logprobs, _ = score_tokens(hidden[behind_prompt], self.lm.lm_head.weight, targets, 1.0)
+            ((logprobs * mask[behind_prompt]).sum() / -self.tokens).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def fill(samples: list[TrainSample]) -> list[list[TrainSample]]:
+    """Consecutive samples whose padded rows hold at most the budget."""
+    passes = [[]]
+    for sample in samples:
+        longest = max(map(input_tokens, [*passes[-1], sample]))
+        if longest * (len(passes[-1]) + 1) > BUDGET_TOKENS:
+            passes.append([])
+        passes[-1].append(sample)
+    return passes
+
+
+def seconds(work: Callable[[], None]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def compare(name: str, ours: Callable, theirs: Callable, rounds: int) -> Row:
+    """Speed of ours over theirs on the same work, taking turns at going first; the first round is for warming up."""
+    ratios = []
+    for turn in range(rounds + 1):
+        order = (ours, theirs) if turn % 2 else (theirs, ours)
+        taken = {side: seconds(side) for side in order}
+        ratios.append(taken[theirs] / taken[ours])
+    return Row(name, ratios[1:], "ratio")
+
+
+def rank_imbalance(policy: Policy, batch: Batch, rounds: int) -> Row:
+    """The slowest of `RANKS` over their mean, of passes that run side by side and wait for each other.
+
+    Each pass is timed alone, so that ranks do not compete for this machine's cores; the median of its times counts.
+    """
+    lengths = [input_tokens(sample) for sample in batch.samples]
+    planned = plan(lengths, RANKS, BUDGET_TOKENS, flops.cost(policy.lm).quadratic)
+    packs = [[pack([batch.samples[i] for i in indices], CPU) for indices in abreast] for abreast in planned]
+
+    def run(micro) -> float:
+        return seconds(lambda: policy(micro)[0].sum().backward())
+
+    run(packs[0][0])
+    times = [[[run(micro) for micro in abreast] for abreast in packs] for _ in range(rounds)]
+    times = [
+        [statistics.median(of_pass) for of_pass in zip(*abreast, strict=True)] for abreast in zip(*times, strict=True)
+    ]
+    slowest, mean = sum(map(max, times)), sum(map(statistics.fmean, times))
+    return Row("rank_imbalance", [slowest / mean], "ratio")
+
+
+def main() -> None:
+    options = parser(__doc__.partition("\n")[0]).parse_args()
+    torch.set_num_threads(1)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    rounds, groups = (1, 1) if options.quick else (5, 6)
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made) / "model"
+        shape = make_model(folder)
+        dist.init_process_group("cpu:gloo", store=dist.HashStore(), rank=0, world_size=1)
+        config = Config.model_validate(
+            {
+                "model": {"path": folder},
+                "data": {"path": "none.jsonl"},
+                "run": {"dir": made},
+                "learner": {"lr": LR, "device": "cpu", "microbatch_tokens": BUDGET_TOKENS},
+            }
+        )
+        batch = longtail_batch(shape.vocab_size, groups, seed=1)
+        trainer = Trainer(config, CPU)
+
+        def ours(batch: Batch = batch) -> None:
+            assert not trainer.step(batch)["update_skipped"]
+
+        rows = [
+            compare("step_vs_bare", ours, Bare(folder, batch).step, rounds),
+            compare("step_vs_padded", ours, Padded(folder, batch).step, rounds),
+        ]
+        small, our_seconds = longtail_batch(shape.vocab_size, min(groups, 4), seed=2), []
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        steps = 2 if options.quick else 4
+        their_seconds = trl_trainer.train_steps(
+            model, shape.vocab_size, small, steps, LR, between=lambda: our_seconds.append(seconds(lambda: ours(small)))
+        )
+        ratios = [theirs / mine for theirs, mine in zip(their_seconds, our_seconds, strict=True)]
+        rows.append(Row("step_vs_trl", ratios[1:], "ratio"))
+        many = longtail_batch(shape.vocab_size, 4 if options.quick else 32, seed=3)
+        rows.append(rank_imbalance(load(folder, temperature=1.0), many, rounds=1 if options.quick else 3))
+        dist.destroy_process_group()
+    peaks = [head_memory.peak_bytes(score, options.quick) for score in (head_memory.ours, head_memory.ordinary)]
+    rows.append(Row("logits_memory_ratio", [peaks[0] / peaks[1]], "ratio"))
+    rows.append(Row("logits_memory", [peaks[0] / 2**20], "MiB"))
+    report(rows, options.json)
+
+
+if __name__ == "__main__":
+    main()

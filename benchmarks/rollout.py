@@ -1,0 +1,211 @@
+"""Rollout throughput by schedule, in consumed tokens/s; `--simulated`: the published setting on a virtual clock.
+
+Simulated rows depend on the scenario and the seed alone, not on the machine. Without a suffix they are those of the
+scenario's first cost model; the others have its name as a suffix.
+"""
+
+import sys
+import tomllib
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import numpy as np
+from common import Row, parser, report
+
+from april.simulate.scenario import Scenario, load_scenario
+from april.simulate.variants import COLUMNS, Outcome, columns, evaluate, table, variants, with_schedule
+
+PUBLISHED = Path(__file__).parent.parent / "configs" / "published.toml"
+OVER_SAMPLED = (1.5, 2, 3)
+"""N' over N for the comparison at equal staleness"""
+IN_FLIGHT = (64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+"""of `continuous`, from which the best at a staleness is chosen"""
+LOOSE = {"schedule__max_staleness": 240, "warmup_steps": 350, "steps": 250}
+"""a bound so large that the cap is 1 for the extreme lengths, and a run that is long against the longest of them"""
+BIMODAL = {"lengths__family": "bimodal", "lengths__longest_tokens": 50_000}
+"""1 % of 50,000 tokens, the rest 100"""
+PARETO = {
+    "lengths__family": "pareto",
+    "lengths__smallest_tokens": 100,
+    "lengths__alpha": 1.2,
+    "lengths__longest_tokens": 50_000,
+}
+
+
+class Results:
+    """Outcomes of scenarios, each simulated once, and the rows made of them over all seeds."""
+
+    def __init__(self, pool: ProcessPoolExecutor, seeds: range):
+        self.pool, self.seeds = pool, seeds
+        self._waiting: dict[str, list] = {}
+
+    def start(self, scenario: Scenario) -> list:
+        key = scenario.model_dump_json()
+        if key not in self._waiting:
+            seeded = [scenario.with_keys(seed=seed) for seed in self.seeds]
+            self._waiting[key] = [self.pool.submit(evaluate, "", one) for one in seeded]
+        return self._waiting[key]
+
+    def of(self, scenario: Scenario) -> list[Outcome]:
+        return [waiting.result() for waiting in self.start(scenario)]
+
+    def gain(self, ours: Scenario, theirs: Scenario) -> list[float]:
+        """Consumed tokens/s over wall time, ours over theirs less 1, seed by seed."""
+        return [a.consumed_per_s / b.consumed_per_s - 1 for a, b in zip(self.of(ours), self.of(theirs), strict=True)]
+
+    def gain_in_rollout(self, ours: Scenario, theirs: Scenario) -> list[float]:
+        return [
+            a.measures.consumed_per_rollout_s / b.measures.consumed_per_rollout_s - 1
+            for a, b in zip(self.of(ours), self.of(theirs), strict=True)
+        ]
+
+
+def best_at_same_staleness(results: Results, april: Scenario, others: list[Scenario]) -> list[float]:
+    """Consumed tokens/s of the best of `others` with no higher mean staleness, over those of `april`; seed by seed."""
+    ratios = []
+    for place, reached in enumerate(results.of(april)):
+        candidates = [results.of(other)[place] for other in others]
+        fresh = [one for one in candidates if one.measures.staleness_mean <= reached.measures.staleness_mean]
+        ratios.append(max(one.consumed_per_s for one in fresh) / reached.consumed_per_s)
+    return ratios
+
+
+WINDOW_STEPS = 20
+"""in which the lengths trained are compared with those of `sync`"""
+
+
+def window_ratios(ours: Outcome, sync: Outcome, statistic) -> float:
+    """Of the lengths trained in each window over those that `sync` trains in it, the ratio farthest from 1."""
+    ratios = []
+    for start in range(0, len(sync.measures.steps) - WINDOW_STEPS + 1, WINDOW_STEPS):
+        mine, theirs = (
+            np.concatenate([step.lengths for step in one.measures.steps[start : start + WINDOW_STEPS]])
+            for one in (ours, sync)
+        )
+        ratios.append(statistic(mine) / statistic(theirs))
+    return max(ratios, key=lambda ratio: abs(ratio - 1))
+
+
+def p95(lengths: np.ndarray) -> float:
+    return float(np.percentile(lengths, 95))
+
+
+def simulated_rows(results: Results, base: Scenario, suffix: str) -> list[Row]:
+    """The rows of one cost model."""
+    n = base.schedule.n_samples_per_prompt
+    sync = with_schedule(base, "sync")
+    sync_equal = with_schedule(base, "sync", rollout_batch_size=64)
+    april = with_schedule(base, "april", over_sampling_batch_size=64)
+    continuous = {count: with_schedule(base, "continuous", in_flight=count) for count in IN_FLIGHT}
+    most = continuous[64 * n]
+    recomputed = most.with_keys(weights__keep_kv=False)
+    aprils = [with_schedule(base, "april", over_sampling_batch_size=round(32 * factor)) for factor in OVER_SAMPLED]
+    overlaps = [
+        with_schedule(base, "april", over_sampling_batch_size=groups, overlap=True) for groups in (40, 48, 56, 64, 96)
+    ]
+    equal = {"lengths__family": "equal"}
+    april_equal, sync_equal_lengths = april.with_keys(**equal), sync.with_keys(**equal)
+    first = [one.with_keys(warmup_steps=0, steps=base.schedule.max_staleness + 1) for one in (sync, april, most)]
+    for scenario in (*first, sync, sync_equal, april, *continuous.values(), recomputed, *aprils, *overlaps, april_equal,
+                     sync_equal_lengths):  # fmt: skip
+        results.start(scenario)
+
+    same_staleness = [best_at_same_staleness(results, one, [*continuous.values(), *overlaps]) for one in aprils]
+    worst = [min(seed) for seed in zip(*same_staleness, strict=True)]
+    in_flight_256, in_flight_512 = results.of(continuous[256]), results.of(most)
+    rows = {
+        "april_gain_simulated": (results.gain(april, sync), "fraction"),
+        "april_gain_simulated_rollout_time": (results.gain_in_rollout(april, sync), "fraction"),
+        "april_gain_simulated_equal_concurrency": (results.gain(april, sync_equal), "fraction"),
+        "april_gain_simulated_equal_concurrency_rollout_time": (results.gain_in_rollout(april, sync_equal), "fraction"),
+        "continuous_gain_simulated_equal_concurrency": (results.gain(most, sync_equal), "fraction"),
+        "continuous_gain_simulated_equal_concurrency_rollout_time": (
+            results.gain_in_rollout(most, sync_equal), "fraction"),
+        "continuous_gain_simulated_reprefill": (results.gain(recomputed, sync_equal), "fraction"),
+        "no_barrier_gain_simulated_equal_concurrency": (
+            [a.limit / b.consumed_per_s - 1 for a, b in zip(in_flight_512, results.of(sync_equal), strict=True)],
+            "fraction"),
+        "continuous_vs_april_same_peak": ([gain + 1 for gain in results.gain(most, april)], "ratio"),
+        "mean_staleness_512": ([one.measures.staleness_mean for one in in_flight_512], "steps"),
+        "mean_staleness_512_limit": ([one.limit_share for one in in_flight_512], "fraction"),
+        "best_vs_april_same_staleness": (worst, "ratio"),
+        **{
+            f"best_vs_april_same_staleness_{factor:g}N": (ratios, "ratio")
+            for factor, ratios in zip(OVER_SAMPLED, same_staleness, strict=True)
+        },
+        "equal_lengths_april_vs_sync": ([gain + 1 for gain in results.gain(april_equal, sync_equal_lengths)], "ratio"),
+        "continuous_limit_simulated": ([one.limit_share for one in in_flight_256], "fraction"),
+        "continuous_limit_simulated_512": ([one.cap_share for one in in_flight_512], "fraction"),
+        "idle_slot_share_total": ([1 - one.measures.occupancy for one in in_flight_512], "fraction"),
+        **{
+            f"idle_slot_share_{cause}": ([one.measures.idle_share[cause] for one in in_flight_512], "fraction")
+            for cause in ("admission", "barrier", "update")
+        },
+        "idle_slot_share": ([one.measures.idle_share["pipeline"] for one in in_flight_512], "fraction"),
+        **{
+            f"length_window_{name}_{kind}": (
+                [window_ratios(a, b, statistic) for a, b in zip(results.of(one), results.of(sync), strict=True)],
+                "ratio")
+            for kind, one in (("april", april), ("continuous", most))
+            for name, statistic in (("mean", np.mean), ("p95", p95))
+        },
+        **{
+            f"length_first_steps_{kind}": (
+                [a.measures.mean_length / b.measures.mean_length
+                 for a, b in zip(results.of(one), results.of(first[0]), strict=True)], "ratio")
+            for kind, one in (("april", first[1]), ("continuous", first[2]))
+        },
+        "learner_share_max": (
+            [max(shares) for shares in zip(*([one.measures.learner_share for one in results.of(scenario)]
+             for scenario in (sync, sync_equal, april, most)), strict=True)], "fraction"),
+    }  # fmt: skip
+    return [Row(name + suffix, values, unit) for name, (values, unit) in rows.items()]
+
+
+def extreme_rows(results: Results, base: Scenario) -> list[Row]:
+    """A few responses hundreds of times as long as the others."""
+    most = with_schedule(base, "continuous", in_flight=512)
+    extremes = {"": most.with_keys(**BIMODAL), "_pareto": most.with_keys(**PARETO)}
+    loose = {name: one.with_keys(**LOOSE) for name, one in extremes.items()}
+    for scenario in (*extremes.values(), *loose.values()):
+        results.start(scenario)
+    shares = {f"extreme_cap_share{name}": [one.cap_share for one in results.of(extremes[name])] for name in extremes}
+    shares |= {f"extreme_limit_share{name}": [one.limit_share for one in results.of(loose[name])] for name in loose}
+    return [Row(name, values, "fraction") for name, values in shares.items()]
+
+
+def main() -> int:
+    arguments = parser(__doc__.partition("\n")[0])
+    arguments.add_argument("--simulated", action="store_true", help="the published setting on a virtual clock")
+    arguments.add_argument(
+        "--scenario", type=Path, default=PUBLISHED, help="TOML file [default configs/published.toml]"
+    )
+    arguments.add_argument("--processes", type=int, default=2, help="simulations at a time [default 2]")
+    arguments.add_argument(
+        "--part", help="a cost model's rows alone, or those of extreme lengths: extreme [default all]"
+    )
+    arguments.add_argument("--seeds", type=int, default=3, help="of lengths; a row's n [default 3]")
+    options = arguments.parse_args()
+    if not options.simulated:
+        arguments.error("say --simulated")
+    costs = list(tomllib.loads(options.scenario.read_text())["costs"])
+    parts = [options.part] if options.part else [*costs, "extreme"]
+    seeds, steps = (range(1), WINDOW_STEPS) if options.quick else (range(options.seeds), 60)
+    rows = []
+    with ProcessPoolExecutor(options.processes) as pool:
+        results = Results(pool, seeds)
+        for part in parts:
+            base = load_scenario(options.scenario, [("steps", steps)], None if part == "extreme" else part)
+            if part == "extreme":
+                rows += extreme_rows(results, base)
+                continue
+            outcomes = [(name, results.start(scenario)) for name, scenario in variants(base).items()]
+            lines = [[name, *columns(found[0].result())[1:]] for name, found in outcomes]
+            print(f"cost model {part}: {base.cost.source}\n{table(lines, COLUMNS)}\n", flush=True)
+            rows += simulated_rows(results, base, "" if part == costs[0] else f"_{part}")
+    report(rows, options.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,294 @@
+"""A worker on SGLang against the same server driven directly: the same requests, one server, alternating.
+
+`pipeline_ratio`: tokens/s through broker and worker over those of a saturating client, 128 requests at a time.
+`abort_to_journal_s`: from the broker's broadcast to the last partial in its journal with 128 requests running.
+`update_stall_s`: from the call that changes the weights to the next token, with 128 requests running.
+`restart_lost_tokens_max`: tokens of one sample that a server which died at that instant would have taken with it; an
+upper bound, since it is what an abort at that instant still brings.
+"""
+
+import asyncio
+import contextlib
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import orjson
+from common import Row, parser, report
+
+from april import wire
+from april.config import WeightsSection
+from april.data.tokenizer import Tokenizer
+from april.learner.source import BrokerSource
+from april.operate import Target
+from april.policy.make_policy import make_policy
+from april.version import Version
+from april.weights.publisher import WeightPublisher
+from april.workers.engines.base import Request
+from april.workers.engines.sglang import SGLangEngine
+from april.workers.engines.sglang_client import SGLangClient
+from april.workers.engines.sglang_server import ServerSettings, SGLangServer
+from april.workers.engines.torch_engine import load_folder_weights
+
+ROOT = Path(__file__).parent.parent
+APRIL = [sys.executable, "-m", "april.cli"]
+CONCURRENT = 128
+GROUP = 8
+RESPONSE_TOKENS = 512
+CONTEXT_TOKENS = 640
+PATIENCE_S = 300.0
+POLL_S = 0.005
+V0, V1 = Version(0, 0), Version(0, 1)
+
+
+class Failed(RuntimeError):
+    pass
+
+
+class Bench:
+    """One server, a policy, and as many prompts as are asked for."""
+
+    def __init__(self, folder: Path, policy: Path):
+        self.folder, self.policy = folder, policy
+        self.tokenizer = Tokenizer(policy)
+        self.tensors = load_folder_weights(policy)
+        settings = ServerSettings(
+            ROOT / ".venv-sglang/bin/python", policy, folder / "server.log", slots=CONCURRENT,
+            context_tokens=CONTEXT_TOKENS,
+        )  # fmt: skip
+        self.server = SGLangServer(settings)
+        self.engine = SGLangEngine(policy, 71, CONTEXT_TOKENS, slots=CONCURRENT, server=self.server)
+        self.engine.load_weights(V0, self.tensors)
+
+    def prompts(self, rows: int) -> list[str]:
+        return [f"{row % 90 + 10:02d}*{row % 7 + 2}+{row % 50 + 10:02d}=" for row in range(rows)]
+
+
+# --- the same requests on both sides --------------------------------------------------------------------------
+
+
+def direct(bench: Bench, rows: int) -> float:
+    """Tokens/s of a client that keeps CONCURRENT whole responses under way and does nothing else."""
+    sampling = {
+        "max_new_tokens": RESPONSE_TOKENS, "temperature": 1.0, "stop_token_ids": sorted(bench.tokenizer.eos_token_ids)
+    }  # fmt: skip
+    bodies = [
+        {"input_ids": ids.tolist(), "sampling_params": sampling, "return_logprob": True}
+        for ids in map(bench.tokenizer.encode_prompt, bench.prompts(rows))
+        for _ in range(GROUP)
+    ]
+
+    async def run() -> int:
+        client, gate = SGLangClient(bench.server.url), asyncio.Semaphore(CONCURRENT)
+
+        async def one(body: dict) -> int:
+            async with gate:
+                answer = await client.call("/generate", body, PATIENCE_S)
+                return len(answer["output_ids"])
+
+        try:
+            return sum(await asyncio.gather(*map(one, bodies)))
+        finally:
+            await client.close()
+
+    started = time.monotonic()
+    tokens = asyncio.run(run())
+    return tokens / (time.monotonic() - started)
+
+
+def pipeline(bench: Bench, rows: int) -> float:
+    """Tokens/s from the first to the last acknowledged token of one round of all the requests."""
+    with run_parts(bench, rows) as target:
+        tokens, first_at, last_at = 0, 0.0, 0.0
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:
+            status = target.status()
+            if status["tokens"]["generated"] > tokens:
+                tokens, last_at = status["tokens"]["generated"], time.monotonic()
+            if not first_at and status["leased"]:
+                first_at = time.monotonic()
+            if first_at and status["groups_open"] == 0:
+                return tokens / (last_at - first_at)
+            time.sleep(0.1)
+    raise Failed("the round did not end")
+
+
+@contextlib.contextmanager
+def run_parts(bench: Bench, rows: int) -> Iterator[Target]:
+    """Broker and worker in processes of their own, the weights from here."""
+    with tempfile.TemporaryDirectory(prefix="run-", dir=bench.folder) as folder, contextlib.ExitStack() as parts:
+        config = write_run(Path(folder), bench, rows)
+        processes = []
+        parts.callback(lambda: [end(process) for process in processes])
+        processes.append(start(["broker", str(config)], Path(folder) / "broker.log"))
+        address_file = Path(folder) / "runs/sglang/address"
+        wait_for(address_file.exists, "the broker's address")
+        address = address_file.read_text()
+        publisher = WeightPublisher(WeightsSection(), "sglang", "cpu")
+        parts.callback(publisher.close)
+        source = BrokerSource(address, publisher.address, PATIENCE_S)
+        parts.callback(source.close)
+        processes.append(
+            start(["worker", str(config), "--connect", address, "--name", "w0"], Path(folder) / "worker.log")
+        )
+        branch, _ = source.start(0)
+        beat = Beat(source)
+        parts.callback(beat.stop)
+        publisher.publish(Version(branch, 0), bench.tensors)
+        yield Target(None, address, None)
+
+
+class Beat:
+    """Keeps the learner's session alive."""
+
+    def __init__(self, source: BrokerSource):
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(source,), daemon=True)
+        self._thread.start()
+
+    def _run(self, source: BrokerSource) -> None:
+        while not self._ended.wait(1.0):
+            for _ in source.connection.receive(0):
+                pass
+            source.connection.beat()
+
+    def stop(self) -> None:
+        self._ended.set()
+        self._thread.join()
+
+
+def write_run(folder: Path, bench: Bench, rows: int) -> Path:
+    lines = [orjson.dumps({"prompt": prompt, "label": "0"}) + b"\n" for prompt in bench.prompts(rows)]
+    (folder / "prompts.jsonl").write_bytes(b"".join(lines))
+    path = folder / "run.toml"
+    path.write_text(f"""
+run = {{ name = "sglang", dir = "{folder}/runs" }}
+model = {{ path = "{bench.policy.absolute()}" }}
+data = {{ path = "{folder}/prompts.jsonl", epochs = 1 }}
+schedule = {{ kind = "sync", rollout_batch_size = {rows}, n_samples_per_prompt = {GROUP}, max_steps = 1 }}
+sampling = {{ max_response_tokens = {RESPONSE_TOKENS} }}
+worker = {{ engine = "sglang", slots = {CONCURRENT} }}
+engine = {{ url = "{bench.server.url}" }}
+learner = {{ ranks = 1 }}
+""")
+    return path
+
+
+def start(arguments: list[str], log: Path) -> subprocess.Popen:
+    with log.open("wb") as output:
+        return subprocess.Popen([*APRIL, *arguments], stdout=output, stderr=output)
+
+
+def end(process: subprocess.Popen) -> None:
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(10.0)
+    process.kill()
+    process.wait()
+
+
+def wait_for(condition, what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        if time.monotonic() > deadline:
+            raise Failed(f"{what}: not within {PATIENCE_S:g} s")
+        time.sleep(POLL_S)
+
+
+# --- abort, update, loss --------------------------------------------------------------------------------------
+
+
+def abort_to_journal(bench: Bench, turns: int) -> list[float]:
+    """A drain broadcasts an abort; over when no lease is out, each partial acknowledged and so on disk."""
+    found = []
+    with run_parts(bench, 1024) as target:
+        for _ in range(turns):
+            wait_for(lambda: target.status()["leased"] >= CONCURRENT, "128 running")
+            time.sleep(1.0)
+            started = time.monotonic()
+            target.ask(wire.Drain(True))
+            wait_for(lambda: target.status()["leases"] == 0, "the last partial")
+            found.append(time.monotonic() - started)
+            target.ask(wire.Drain(False))
+    return found
+
+
+def fill(bench: Bench) -> None:
+    """CONCURRENT long requests, running."""
+    rng = np.random.default_rng(0)
+    for i in range(CONCURRENT):
+        bench.engine.submit(Request(i, rng.integers(2, 71, 16).astype(np.int32), 600, seed=i))
+    before = bench.engine.generated_tokens
+    while bench.engine.generated_tokens < before + 20 * CONCURRENT:
+        bench.engine.step()
+
+
+def update_stall(bench: Bench, turns: int) -> list[float]:
+    found = []
+    for turn in range(turns):
+        fill(bench)
+        version = Version(1, turn)
+        started = time.monotonic()
+        bench.engine.load_weights(version, bench.tensors)
+        before = bench.engine.generated_tokens
+        while bench.engine.generated_tokens == before:
+            bench.engine.step()
+        found.append(time.monotonic() - started)
+        bench.engine.cancel_all(range(CONCURRENT))
+    return found
+
+
+def restart_lost(bench: Bench, turns: int) -> list[float]:
+    found = []
+    for _ in range(turns):
+        fill(bench)
+        bench.engine.step()
+        had = {key: len(run.generated) for key, run in bench.engine._streaming.items()}
+        runs = dict(bench.engine._streaming)
+        bench.engine.cancel_all(range(CONCURRENT))
+        found.append(float(max(len(run.generated) - had[key] for key, run in runs.items())))
+    return found
+
+
+def main() -> None:
+    arguments = parser(__doc__.partition("\n")[0])
+    arguments.add_argument("--policy", type=Path, default=ROOT / "cache/policy", help="made where there is none")
+    options = arguments.parse_args()
+    make_policy(options.policy, 0)
+    rows, turns, repeats = (16, 1, 2) if options.quick else (96, 5, 7)
+    with tempfile.TemporaryDirectory(prefix=f"april-sglang-{uuid.uuid4().hex[:6]}-") as folder:
+        bench = Bench(Path(folder), options.policy)
+        try:
+            speeds: dict = {pipeline: [], direct: []}
+            for turn in range(turns):
+                for side in (pipeline, direct) if turn % 2 == 0 else (direct, pipeline):
+                    speeds[side].append(side(bench, rows))
+                    print(f"  {side.__name__}: {speeds[side][-1]:,.0f} tokens/s", file=sys.stderr, flush=True)
+            ratios = [ours / theirs for ours, theirs in zip(speeds[pipeline], speeds[direct], strict=True)]
+            aborts = abort_to_journal(bench, repeats)
+            bench.engine.load_weights(V1, bench.tensors)
+            result = [
+                Row("pipeline_ratio", ratios, "ratio"),
+                Row("pipeline_tokens_per_s", speeds[pipeline], "tokens/s"),
+                Row("direct_tokens_per_s", speeds[direct], "tokens/s"),
+                Row("abort_to_journal_s", aborts, "s"),
+                Row("update_stall_s", update_stall(bench, repeats), "s"),
+                Row("restart_lost_tokens_max", restart_lost(bench, repeats), "tokens"),
+            ]
+        finally:
+            bench.engine.close()
+    report(result, options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,240 @@
+"""How well the quickstart's policy learns from stale samples: the default correction at forced staleness 0, 2, 5, 8.
+
+Engine and trainer are those of a run, in one process with a queue of weight versions between them: batch t is
+sampled from weights t - k (the starting policy up to t = k), and a run of staleness k trains 20 + k batches.
+Seeds are paired: the same prompts and sample seeds at every level. Held-out accuracy is at temperature 1.
+"""
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import sys
+import tempfile
+import tomllib
+from collections import deque
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from pathlib import Path
+from random import Random
+from statistics import fmean
+
+import numpy as np
+import orjson
+import torch
+import torch.distributed as dist
+from common import Row, parser, report
+
+from april.config import Config
+from april.data.arithmetic import Task, draw_task
+from april.data.tokenizer import Tokenizer
+from april.learner.batch import Batch, TrainSample
+from april.learner.trainer import Trainer
+from april.policy.make_policy import make_policy
+from april.version import Version
+from april.workers.engines.base import Request
+from april.workers.engines.torch_engine import TorchEngine, load_folder_weights
+from april.workers.rewards.verifiers import final_answer
+
+ROOT = Path(__file__).parent.parent
+LEVELS = (0, 2, 5, 8)
+STEPS = 20
+"""batches on-policy; staleness k trains k more"""
+GROUPS, SAMPLES, RESPONSE_TOKENS = 32, 8, 512
+HELD_OUT = 2048
+SLOTS = 128
+COLLAPSED = (0.05, 3)
+"""a run ends early after so many batches in a row below this reward: it costs ten times the time of a healthy one"""
+
+WEIGHED = {"proximal": "recomputed", "behaviour_coef": 0.0}
+SEQUENCE = WEIGHED | {"corrections": ["truncated_sequence"]}
+CORRECTIONS = {
+    "default": {},
+    "none": WEIGHED | {"corrections": []},
+    "clip": WEIGHED | {"proximal": "behaviour", "corrections": []},
+    "truncated": WEIGHED | {"corrections": ["truncated"]},
+    "truncated+pull": {"proximal": "recomputed", "corrections": ["truncated"], "behaviour_coef": 0.3},
+    "truncated_sequence_2": SEQUENCE | {"sequence_truncation": 2.0},
+    "truncated_sequence_1": SEQUENCE | {"sequence_truncation": 1.0},
+    "truncated_sequence_1+pull": SEQUENCE | {"sequence_truncation": 1.0, "behaviour_coef": 0.3},
+    "icepop": WEIGHED | {"corrections": ["icepop"]},
+    "geometric": WEIGHED | {"proximal": "behaviour", "corrections": ["geometric"]},
+    "truncated+geometric": WEIGHED | {"corrections": ["truncated", "geometric"]},
+    "decoupled": WEIGHED | {"proximal": "interpolated", "corrections": ["truncated"]},
+}
+"""what `--all` compares; decoupled around the recomputed proximal policy is `truncated`, with one step a batch, and
+`on_policy_only` trains nothing where every token is stale"""
+
+
+@dataclass(frozen=True)
+class Job:
+    name: str
+    """of CORRECTIONS"""
+    staleness: int
+    seed: int
+    steps: int
+    held_out: int
+    policy: Path
+    algorithm: dict = field(default_factory=dict)
+    """further keys of the configuration's [algorithm]"""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    job: Job
+    held_out: float
+    rewards: list[float]
+    """of each batch, as it was sampled"""
+    metrics: dict[str, float]
+    """means over the batches"""
+
+
+class Sampler:
+    """The torch engine, the task's prompts and its verifier."""
+
+    def __init__(self, policy: Path):
+        self.tokenizer = Tokenizer(policy)
+        self.engine = TorchEngine(policy, slots=SLOTS, max_context=RESPONSE_TOKENS + 32)
+        self.stop = frozenset(self.tokenizer.eos_token_ids)
+
+    def sample(self, tasks: list[Task], seed: int) -> list[TrainSample]:
+        """One scored response to each task, under the weights that the engine holds."""
+        prompts = [self.tokenizer.encode_prompt(task.prompt) for task in tasks]
+        for i, prompt in enumerate(prompts):
+            tokens = np.asarray(prompt, np.int32)
+            self.engine.submit(Request(i, tokens, RESPONSE_TOKENS, seed=seed + i, stop_token_ids=self.stop))
+        chunks, ended = [[] for _ in tasks], {}
+        while self.engine.live:
+            for chunk in self.engine.step():
+                chunks[chunk.id].append(chunk)
+                if chunk.finish_reason:
+                    ended[chunk.id] = chunk.finish_reason
+        return [
+            self.scored(task, np.asarray(prompt, np.int32), of_sample, ended[i])
+            for i, (task, prompt, of_sample) in enumerate(zip(tasks, prompts, chunks, strict=True))
+        ]
+
+    def scored(self, task: Task, prompt: np.ndarray, chunks: list, reason: str) -> TrainSample:
+        response = np.concatenate([chunk.tokens for chunk in chunks])
+        logprobs = np.concatenate([chunk.logprobs for chunk in chunks])
+        reward = final_answer(self.tokenizer.decode(response), task.answer, reason)
+        segments = ((0, len(response), self.engine.version),)
+        return TrainSample(np.concatenate([prompt, response]), len(prompt), logprobs, reward, segments)
+
+    def held_out(self, count: int) -> float:
+        """Accuracy of one response to each of `count` held-out prompts, the same ones every time."""
+        random = Random("held-out")
+        samples = self.sample([draw_task(random, "heldout") for _ in range(count)], seed=10**9)
+        return fmean(sample.reward for sample in samples)
+
+
+def train(job: Job) -> Outcome:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            trainer = Trainer(configuration(job, Path(folder)), torch.device("cpu"))
+        sampler, history = Sampler(job.policy), deque(maxlen=job.staleness + 1)
+        rewards, metrics = [], []
+        for step in range(job.steps + job.staleness):
+            history.append(trainer.weights())
+            sampler.engine.load_weights(Version(0, max(0, step - job.staleness)), history[0])
+            metrics.append(trainer.step(draw_batch(sampler, job.seed, step)))
+            rewards.append(metrics[-1]["reward"])
+            least, in_a_row = COLLAPSED
+            if len(rewards) >= in_a_row and max(rewards[-in_a_row:]) < least:
+                break
+        sampler.engine.load_weights(Version(0, len(rewards)), trainer.weights())
+        means = {name: fmean(m[name] for m in metrics if name in m) for name in sorted(set().union(*metrics))}
+        return Outcome(job, sampler.held_out(job.held_out), rewards, means)
+    finally:
+        dist.destroy_process_group()
+
+
+def configuration(job: Job, folder: Path) -> Config:
+    """The quickstart's, with this job's correction."""
+    tree = tomllib.loads((ROOT / "configs/quickstart.toml").read_text())
+    tree["model"], tree["run"] = {"path": job.policy}, {"dir": folder}
+    tree["learner"] |= {"ranks": 1, "device": "cpu"}
+    tree["algorithm"] = tree.get("algorithm", {}) | CORRECTIONS[job.name] | job.algorithm
+    return Config.model_validate(tree)
+
+
+def draw_batch(sampler: Sampler, seed: int, step: int) -> Batch:
+    random = Random(f"{seed} {step}")
+    tasks = [task for _ in range(GROUPS) for task in [draw_task(random)] * SAMPLES]
+    samples = sampler.sample(tasks, seed=(seed * 1000 + step) * len(tasks))
+    return Batch(step, [samples[first : first + SAMPLES] for first in range(0, len(samples), SAMPLES)])
+
+
+def start(policy: Path, held_out: int) -> float:
+    """Held-out accuracy of the policy that every run starts from."""
+    torch.set_num_threads(1)
+    sampler = Sampler(policy)
+    sampler.engine.load_weights(Version(0, 0), load_folder_weights(policy))
+    return sampler.held_out(held_out)
+
+
+def rows_of(outcomes: list[Outcome], started: float) -> list[Row]:
+    """Held-out accuracy by correction and staleness, and how far below the same seed's on-policy run it is."""
+    found = {(o.job.name, o.job.staleness, o.job.seed): o.held_out for o in outcomes}
+    on_policy = {o.job.seed: o.held_out for o in outcomes if o.job.staleness == 0}
+    rows = [Row("heldout_start", [started], "accuracy")]
+    for name, staleness in dict.fromkeys((o.job.name, o.job.staleness) for o in outcomes):
+        seeds = [seed for n, k, seed in found if (n, k) == (name, staleness)]
+        label = f"staleness_{staleness}" if name == "default" else f"{name}_staleness_{staleness}"
+        reached = [found[name, staleness, seed] for seed in seeds]
+        rows.append(Row(f"heldout_{label}", reached, "accuracy", mean=True))
+        if staleness and on_policy:
+            gaps = [on_policy[seed] - at for seed, at in zip(seeds, reached, strict=True)]
+            rows.append(Row(f"heldout_gap_{label}", gaps, "accuracy", mean=True))
+        if staleness == max(LEVELS):
+            rows.append(Row(f"seeds_below_start_{label}", [sum(at < started for at in reached)], "seeds"))
+    return rows
+
+
+def main() -> None:
+    arguments = parser(__doc__.partition("\n")[0])
+    arguments.add_argument("--all", action="store_true", help="every correction, about an hour on two cores")
+    arguments.add_argument("--only", nargs="+", choices=CORRECTIONS, metavar="NAME", help="these corrections")
+    arguments.add_argument(
+        "--levels", nargs="+", type=int, default=LEVELS, metavar="K", help="these levels of staleness"
+    )
+    arguments.add_argument("--seeds", nargs="+", type=int, default=range(5), metavar="N", help="these seeds")
+    arguments.add_argument("--set", default="{}", metavar="JSON", help="further keys of [algorithm]")
+    arguments.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="runs side by side")
+    arguments.add_argument("--runs", type=Path, metavar="FILE", help="where each run is written as a line of JSON")
+    options = arguments.parse_args()
+    steps, held_out = (3, 64) if options.quick else (STEPS, HELD_OUT)
+    levels, seeds = ((0, 2), range(1)) if options.quick else (options.levels, options.seeds)
+    policy = make_policy(ROOT / "cache/policy", log=lambda line: print(line, file=sys.stderr))
+    names = options.only or (list(CORRECTIONS) if options.all else ["default"])
+    jobs = [
+        Job(name, staleness, seed, steps, held_out, policy, orjson.loads(options.set))
+        for seed in seeds
+        for name in names
+        for staleness in levels
+        if staleness or name == names[0]
+    ]
+    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
+        started = pool.submit(start, policy, held_out)
+        outcomes = []
+        for outcome in pool.map(train, jobs):
+            outcomes.append(outcome)
+            log(outcome, options.runs)
+        report(rows_of(outcomes, started.result()), options.json)
+
+
+def log(outcome: Outcome, path: Path | None) -> None:
+    job = outcome.job
+    print(f"{job.name}, staleness {job.staleness}, seed {job.seed}: held out {outcome.held_out:.4f}", file=sys.stderr)
+    if path:
+        facts = {"name": job.name, "staleness": job.staleness, "seed": job.seed, "algorithm": job.algorithm}
+        facts |= {"held_out": outcome.held_out, "rewards": outcome.rewards, "metrics": outcome.metrics}
+        with open(path, "ab") as file:
+            file.write(orjson.dumps(facts) + b"\n")
+
+
+if __name__ == "__main__":
+    main()

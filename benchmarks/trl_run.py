@@ -1,0 +1,108 @@
+"""TRL's GRPOTrainer on the quickstart's policy, prompts and verifier; a process of its own.
+
+    python benchmarks/trl_run.py SETTINGS.json LOG.jsonl
+
+Writes a line {"step", "time", "reward", "tokens"} after each optimizer step, `time` in Unix seconds, `tokens` generated
+and trained so far.
+"""
+
+import os
+
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import orjson
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+from april.workers.rewards.verifiers import final_answer
+
+ROWS = 32
+"""of a micro-batch"""
+
+
+class StepLog(TrainerCallback):
+    def __init__(self, path: Path):
+        self.path, self.tokens = path, 0
+        self.rewards: list[float] = []
+
+    def on_step_end(self, arguments, state, control, **_) -> None:
+        line = {
+            "step": state.global_step,
+            "time": time.time(),
+            "reward": sum(self.rewards) / len(self.rewards),
+            "tokens": self.tokens,
+        }
+        self.rewards.clear()
+        with self.path.open("ab") as file:
+            file.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
+
+
+def main(settings: dict, log_path: Path) -> None:
+    torch.set_num_threads(settings["threads"])
+    log = StepLog(log_path)
+    tokenizer = AutoTokenizer.from_pretrained(settings["policy"])
+    rows = [orjson.loads(line) for line in Path(settings["prompts"]).read_bytes().splitlines()]
+
+    def reward(completions, completion_ids, label, **_) -> list[float]:
+        ends = ["stop" if ids and ids[-1] == tokenizer.eos_token_id else "length" for ids in completion_ids]
+        log.tokens += sum(map(len, completion_ids))
+        found = [
+            final_answer(completion[0]["content"], answer, end)
+            for completion, answer, end in zip(completions, label, ends, strict=True)
+        ]
+        log.rewards += found
+        return found
+
+    samples = settings["groups"] * settings["group_size"]
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = GRPOConfig(
+            output_dir=folder,
+            seed=settings["seed"],
+            per_device_train_batch_size=min(ROWS, samples),
+            gradient_accumulation_steps=max(1, samples // ROWS),
+            num_generations=settings["group_size"],
+            max_completion_length=settings["max_response_tokens"],
+            max_steps=settings["steps"],
+            learning_rate=settings["lr"],
+            lr_scheduler_type="constant_with_warmup",
+            warmup_steps=settings["warmup_steps"],
+            adam_beta1=settings["betas"][0],
+            adam_beta2=settings["betas"][1],
+            weight_decay=0.0,
+            max_grad_norm=1.0,
+            beta=0.0,
+            epsilon=0.2,
+            epsilon_high=0.28,
+            loss_type="dapo",
+            temperature=1.0,
+            top_p=1.0,
+            top_k=0,
+            use_transformers_continuous_batching=settings["backend"] == "continuous",
+            gradient_checkpointing=False,
+            bf16=False,
+            use_cpu=True,
+            report_to=[],
+            save_strategy="no",
+            logging_strategy="no",
+            disable_tqdm=True,
+        )
+        trainer = GRPOTrainer(
+            model=AutoModelForCausalLM.from_pretrained(settings["policy"], dtype=torch.float32),
+            reward_funcs=reward,
+            args=arguments,
+            train_dataset=Dataset.from_list([{"prompt": row["prompt"], "label": row["label"]} for row in rows]),
+            processing_class=tokenizer,
+            callbacks=[log],
+        )
+        trainer.train()
+
+
+if __name__ == "__main__":
+    main(orjson.loads(Path(sys.argv[1]).read_bytes()), Path(sys.argv[2]))
