@@ -14,14 +14,15 @@ class Limits:
     frame_bytes: int
     frames: int
     """of a message, header and body included"""
+    arrays: int
     message_bytes: int
     body_bytes: int
     """once for every array of the message, at least once"""
 
 
-FROM_PEER = Limits(frame_bytes=4 << 20, frames=4, message_bytes=8 << 20, body_bytes=256 << 10)
+FROM_PEER = Limits(frame_bytes=4 << 20, frames=3, arrays=2, message_bytes=8 << 20, body_bytes=256 << 10)
 """to the broker or the learner's publisher: the largest are chunks, two arrays"""
-FROM_BROKER = Limits(frame_bytes=1 << 30, frames=2 + 0xFFFF, message_bytes=16 << 30, body_bytes=1 << 20)
+FROM_BROKER = Limits(frame_bytes=1 << 30, frames=2 + 0xFFFF, arrays=0xFFFF, message_bytes=16 << 30, body_bytes=1 << 20)
 """to a peer: the largest are batches, two arrays for each group"""
 
 UPLOAD_QUEUE_MESSAGES = 128

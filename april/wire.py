@@ -1,8 +1,8 @@
 """The messages between broker, workers and learner, and how they travel over ZeroMQ.
 
 A message is a multipart of: a fixed 24-byte header, a MessagePack body holding one typed struct and the
-description of the arrays, then one raw little-endian frame per array. Nothing is pickled; whatever does not
-decode raises `WireError` and nothing else.
+description of the arrays, then the raw little-endian arrays one behind the other, many to a frame. Nothing is pickled;
+whatever does not decode raises `WireError` and nothing else.
 """
 
 import struct
@@ -17,9 +17,11 @@ from april.limits import FROM_BROKER, Limits, clip
 from april.version import Number, Version
 
 MAGIC = b"AP"
-PROTOCOL = 2
+PROTOCOL = 3
 HEADER = struct.Struct("<2sBxIQQ")
 """magic, protocol, number of arrays, session, sequence number: 24 bytes"""
+JOINED_BYTES = 4 << 20
+"""arrays are joined up to so much: ZeroMQ carries one frame of 64 KB almost twice as often as two of 32 KB"""
 
 DTYPES = {"i4": np.dtype("<i4"), "f4": np.dtype("<f4"), "u1": np.dtype("u1")}
 
@@ -392,7 +394,7 @@ for _kind in MESSAGES[1:]:
 
 class ArrayHead(msgspec.Struct, array_like=True, frozen=True):
     dtype: str
-    shape: list[int]
+    length: int
     checksum: int
 
 
@@ -401,6 +403,7 @@ class Body(msgspec.Struct, array_like=True, frozen=True):
     arrays: list[ArrayHead]
 
 
+NOTHING = memoryview(b"")
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Body)
 _codes = {dtype: code for code, dtype in DTYPES.items()}
@@ -440,14 +443,25 @@ def pack(array: np.ndarray) -> Packed:
 
 
 def encode(message: Message, arrays: Sequence[np.ndarray | Packed] = (), session: int = 0, sequence: int = 0) -> list:
-    """Frames to send. Arrays are int32, float32 or uint8, flat, and sent without a copy."""
-    frames, heads = [], []
+    """Frames to send. Arrays are int32, float32 or uint8, and flat; one that has a frame of its own is not copied."""
+    heads, parts, frames, size = [], [], [], 0
     for array in arrays:
         packed = array if isinstance(array, Packed) else pack(array)
-        heads.append(ArrayHead(packed.dtype, [len(packed.data) // DTYPES[packed.dtype].itemsize], packed.checksum))
-        frames.append(packed.data)
-    header = HEADER.pack(MAGIC, PROTOCOL, len(frames), session, sequence)
+        data = packed.data
+        heads.append(ArrayHead(packed.dtype, len(data) // DTYPES[packed.dtype].itemsize, packed.checksum))
+        if size and size + len(data) > JOINED_BYTES:
+            frames.append(join(parts))
+            parts, size = [], 0
+        parts.append(data)
+        size += len(data)
+    if size:
+        frames.append(join(parts))
+    header = HEADER.pack(MAGIC, PROTOCOL, len(heads), session, sequence)
     return [header, _encoder.encode(Body(message, heads)), *frames]
+
+
+def join(parts: list[bytes | memoryview]) -> bytes | memoryview:
+    return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 def decode(frames: list, limits: Limits = FROM_BROKER) -> Received:
@@ -460,22 +474,34 @@ def decode(frames: list, limits: Limits = FROM_BROKER) -> Received:
     magic, protocol, count, session, sequence = HEADER.unpack(frames[0])
     if magic != MAGIC or protocol != PROTOCOL:
         raise WireError(f"not a message of protocol {PROTOCOL}")
-    if len(frames) != 2 + count or len(frames[1]) > limits.body_bytes * max(1, count):
-        raise WireError("frames do not agree with the header")
+    if count > limits.arrays or len(frames[1]) > limits.body_bytes * max(1, count):
+        raise WireError("too large: more arrays or a longer body than a message may have")
     try:
         body = _decoder.decode(frames[1])
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise WireError(f"body does not decode: {clip(str(error))}") from None
     if len(body.arrays) != count:
         raise WireError("arrays do not agree with the body")
-    packed = [unpack(head, frame) for head, frame in zip(body.arrays, frames[2:], strict=True)]
-    return Received(body.message, packed, session, sequence)
+    return Received(body.message, unpack(body.arrays, frames[2:]), session, sequence)
 
 
-def unpack(head: ArrayHead, frame: memoryview) -> Packed:
-    dtype = DTYPES.get(head.dtype)
-    if dtype is None or len(head.shape) != 1 or head.shape[0] * dtype.itemsize != len(frame):
-        raise WireError("array of an unknown type, not flat, or of another size than its shape")
-    if crc32(frame) != head.checksum:
-        raise WireError("array checksum does not agree")
-    return Packed(head.dtype, head.checksum, frame)
+def unpack(heads: list[ArrayHead], frames: list[memoryview]) -> list[Packed]:
+    """The arrays that lie in the frames one behind the other, each in one of them."""
+    packed, left = [], iter(frames)
+    frame, end = NOTHING, 0
+    for head in heads:
+        dtype = DTYPES.get(head.dtype)
+        if dtype is None or head.length < 0:
+            raise WireError("array of an unknown type or length")
+        if head.length and end == len(frame):
+            frame, end = next(left, NOTHING), 0
+        start, end = end, end + head.length * dtype.itemsize
+        data = frame[start:end]
+        if len(data) != end - start:
+            raise WireError("array of another size than its frame has room for")
+        if crc32(data) != head.checksum:
+            raise WireError("array checksum does not agree")
+        packed.append(Packed(head.dtype, head.checksum, data))
+    if end != len(frame) or next(left, None) is not None:
+        raise WireError("frames hold more than the arrays")
+    return packed

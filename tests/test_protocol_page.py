@@ -26,23 +26,27 @@ PATIENCE_S = 30.0
 
 def pack(tag, *fields, arrays=(), session=0, sequence=0):
     """Frames of a message; arrays are (dtype, values)."""
-    frames = [struct.pack(f"<{len(values)}{DTYPES[dtype]}", *values) for dtype, values in arrays]
-    heads = [[dtype, [len(values)], zlib.crc32(frame)] for (dtype, values), frame in zip(arrays, frames, strict=True)]
-    header = HEADER.pack(b"AP", 2, 0, len(frames), session, sequence)
-    return [header, msgpack.packb([[tag, *fields], heads]), *frames]
+    raw = [struct.pack(f"<{len(values)}{DTYPES[dtype]}", *values) for dtype, values in arrays]
+    heads = [[dtype, len(values), zlib.crc32(data)] for (dtype, values), data in zip(arrays, raw, strict=True)]
+    header = HEADER.pack(b"AP", 3, 0, len(heads), session, sequence)
+    return [header, msgpack.packb([[tag, *fields], heads]), *([b"".join(raw)] if any(raw) else [])]
 
 
 class Received:
     def __init__(self, frames, connection):
-        header, body, *raw = frames
+        header, body, *frames = frames
         magic, protocol, _, count, self.session, self.sequence = HEADER.unpack(header)
         (self.tag, *self.fields), heads = msgpack.unpackb(body)
-        assert (magic, protocol, count) == (b"AP", 2, len(raw)) and len(heads) == count
+        assert (magic, protocol, count) == (b"AP", 3, len(heads))
         self.connection = connection
         self.arrays = []
-        for (dtype, (length,), checksum), frame in zip(heads, raw, strict=True):
-            assert zlib.crc32(frame) == checksum
-            self.arrays.append(list(struct.unpack(f"<{length}{DTYPES[dtype]}", frame)))
+        raw, at = b"".join(frames), 0
+        for dtype, length, checksum in heads:
+            form = struct.Struct(f"<{length}{DTYPES[dtype]}")
+            data, at = raw[at : at + form.size], at + form.size
+            assert zlib.crc32(data) == checksum
+            self.arrays.append(list(form.unpack(data)))
+        assert at == len(raw)
 
 
 class Client:
@@ -450,7 +454,7 @@ def test_the_page_s_example_is_what_its_client_sends():
 
 
 def test_the_page_states_the_broker_s_limits_and_deadlines():
-    from april import limits
+    from april import limits, wire
     from april.broker import server
     from april.config import BrokerSection
 
@@ -462,7 +466,9 @@ def test_the_page_states_the_broker_s_limits_and_deadlines():
     assert f"`broker.credit_mb` ({broker.credit_mb} MiB)" in PROSE
     assert f"{server.OUTBOX_MESSAGES:,} messages" in PROSE
     to_broker, from_broker = limits.FROM_PEER, limits.FROM_BROKER
-    assert f"at most {to_broker.frames} frames and {to_broker.message_bytes >> 20} MiB" in PROSE
+    limit = f"{to_broker.frames} frames, {to_broker.arrays} arrays and {to_broker.message_bytes >> 20} MiB"
+    assert f"at most {limit}" in PROSE
+    assert f"up to {wire.JOINED_BYTES >> 20} MiB to a frame" in PROSE
     assert f"its body {to_broker.body_bytes >> 10} KiB · max(1, k), a chunk {limits.CHUNK_TOKENS:,} tokens" in PROSE
     assert f"a frame above {to_broker.frame_bytes >> 20} MiB costs" in PROSE
     assert f"a body has at most {from_broker.body_bytes >> 20} MiB · max(1, k)" in PROSE

@@ -76,20 +76,32 @@ def test_a_damaged_message_is_refused_or_harmless(example, data):
     assert which < 2, "damage in an array must be found by its checksum"
 
 
-@pytest.mark.parametrize("shape", [[1] * 100, [2**63, 0], [2**40, 2**40, 0], [-1], [3, 1]])
-def test_an_absurd_shape_is_a_wire_error(shape):
+@pytest.mark.parametrize("length", [2**63, 2**40, -1, 2, 4, [3], "3", None])
+def test_an_array_of_another_length_than_its_bytes_is_a_wire_error(length):
     frames = frames_of(*EXAMPLES[2])
     body = msgspec.msgpack.decode(frames[1])
-    body[1][0][1] = shape
+    body[1][0][1] = length
     frames[1] = msgspec.msgpack.encode(body)
     with pytest.raises(wire.WireError):
         wire.decode(frames)
 
 
-def test_a_huge_claimed_array_is_refused_before_it_is_made():
-    frames = frames_of(*EXAMPLES[2])
-    body = msgspec.msgpack.decode(frames[1])
-    body[1][0][1] = [2**40]
-    frames[1] = msgspec.msgpack.encode(body)
-    with pytest.raises(wire.WireError, match="size"):
-        wire.decode(frames)
+def test_arrays_are_joined_up_to_a_limit_and_a_larger_one_goes_alone(monkeypatch):
+    monkeypatch.setattr(wire, "JOINED_BYTES", 16)
+    arrays = [np.arange(length, dtype="i4") for length in (0, 1, 2, 3, 9, 0, 1, 0)]
+    frames = frames_of(wire.Batch(0, 0, 0, []), arrays)
+    assert [len(frame) for frame in frames[2:]] == [12, 12, 36, 4]
+    assert [array.tolist() for array in wire.decode(frames).arrays] == [array.tolist() for array in arrays]
+
+
+@pytest.mark.parametrize("split", [[8], [4, 4], [0, 8], [8, 0], [3, 5], [8, 1], [7]])
+def test_frames_hold_whole_arrays_and_nothing_else(split):
+    """Two arrays of one token each in frames of these sizes."""
+    header, body, arrays = frames_of(wire.Chunk(7, 0, Version(1, 2)), [np.ones(1, "i4"), np.ones(1, "f4")])
+    rest = iter(arrays + bytes(8))
+    frames = [header, body, *(bytes(next(rest) for _ in range(size)) for size in split)]
+    if split in ([8], [4, 4]):
+        assert [array.tolist() for array in wire.decode(frames).arrays] == [[1], [1.0]]
+    else:
+        with pytest.raises(wire.WireError):
+            wire.decode(frames)

@@ -126,10 +126,10 @@ class Attacker:
     def flipped_array(self):
         worker = self.chance.choice(self.arena.workers)
         frames = self.arena.chunk_frames(worker)
-        at = self.chance.choice([2, 3])
-        place = self.chance.randrange(len(frames[at]))
-        flipped = frames[at][place] ^ (1 << self.chance.randrange(8))
-        frames[at] = frames[at][:place] + bytes([flipped]) + frames[at][place + 1 :]
+        *head, arrays = frames
+        place = self.chance.randrange(len(arrays))
+        flipped = arrays[place] ^ (1 << self.chance.randrange(8))
+        frames = [*head, arrays[:place] + bytes([flipped]) + arrays[place + 1 :]]
         return worker.name.encode() + b"/data", frames, None, "refused"
 
     def mistyped(self):
