@@ -14,7 +14,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -32,6 +32,9 @@ SEGMENT_RECORDS = 250_000
 BUFFERS_PER_WRITE = 1000
 """the kernel takes at most 1024"""
 READ_BYTES = 4 << 20
+CACHED_BYTES, LET_GO_BYTES, PAGE_BYTES = 64 << 20, 1 << 20, 4096
+"""of what was written last, the system keeps so much in its page cache for reading; older pages are let go, so much at
+a time, and used again: taking fresh memory for every record costs more than copying it"""
 SUFFIX = ".msgpack"
 
 Reference = tuple[int, int]
@@ -73,6 +76,9 @@ class Journal:
         self._syncer = ThreadPoolExecutor(1, thread_name_prefix="journal-sync")
         self._syncing: tuple[int, Callable[[], float]] | None = None
         """position up to which the sync under way reaches, and how to wait for it"""
+        self._aside: Future | None = None
+        self.on_sync_ended: Callable[[], None] = lambda: None
+        """called in the thread of a sync aside"""
         self.sync_s = 0.0
         """how long the last sync took"""
         self._encoder = msgspec.msgpack.Encoder()
@@ -80,6 +86,7 @@ class Journal:
         if not self._files:
             self._begin_segment(0)
         self.end = self._synced = self._starts[-1] + self._size(self._starts[-1])
+        self._cached_from = self._synced
         self.bytes_on_disk = sum(map(self._size, self._starts))
 
     def _begin_segment(self, position: int) -> None:
@@ -107,6 +114,11 @@ class Journal:
         return reference
 
     @property
+    def synced(self) -> int:
+        """Position up to which everything is on disk."""
+        return self._synced
+
+    @property
     def unsynced_bytes(self) -> int:
         return self.end - self._synced
 
@@ -123,9 +135,13 @@ class Journal:
             raise self._failed
         if self._synced < self.end:
             start = self._starts[-1]
-            sync = partial(write_and_sync, self._files[start], self._pending, self._synced - start)
+            old = self._old_pages()
+            sync = partial(write_and_sync, self._files[start], self._pending, self._synced - start, old)
             self._pending, self._unwritten, self._in_sync = [], {}, self._unwritten
-            self._syncing = (self.end, self._syncer.submit(sync).result if aside else sync)
+            self._aside = self._syncer.submit(sync) if aside else None
+            self._syncing = (self.end, self._aside.result if aside else sync)
+            if aside:
+                self._aside.add_done_callback(lambda _: self.on_sync_ended())
 
     def finish_sync(self) -> None:
         """Wait until the sync that was begun is done. Raises JournalError, for good, if the disk refuses."""
@@ -140,9 +156,28 @@ class Journal:
         self._synced = end
         self._in_sync = {}
 
+    def _old_pages(self) -> list[tuple[int, int, int]]:
+        """(file, offset, bytes) of what need not be in the page cache any longer."""
+        stretches, until = [], self._synced - CACHED_BYTES
+        while until - self._cached_from >= LET_GO_BYTES:
+            index = max(0, bisect.bisect_right(self._starts, self._cached_from) - 1)
+            start, later = self._starts[index], self._starts[index + 1 :]
+            at = max(start, self._cached_from)
+            stop = min(until - (until - start) % PAGE_BYTES, later[0] if later else until)
+            if at < stop:
+                stretches.append((self._files[start], at - start, stop - at))
+            self._cached_from = stop
+        return stretches
+
     @property
     def syncing(self) -> bool:
+        """Whether a sync was begun and not finished."""
         return self._syncing is not None
+
+    @property
+    def sync_runs(self) -> bool:
+        """Whether `finish_sync` would have to wait for the thread."""
+        return self._aside is not None and not self._aside.done()
 
     def fail(self, error: OSError) -> JournalError:
         """Write no more and forget what no sync has finished: nobody knows what of it is on disk."""
@@ -280,8 +315,12 @@ def good_records(data: bytes) -> Iterator[tuple[int, int]]:
             yield form.start(), record.synced
 
 
-def write_and_sync(file: int, pieces: list[bytes | memoryview], offset: int) -> float:
+def write_and_sync(
+    file: int, pieces: list[bytes | memoryview], offset: int, old_pages: Sequence[tuple[int, int, int]] = ()
+) -> float:
     """Put pieces on disk, one behind the other from `offset` on; how long the sync took (seconds)."""
+    for stretch in old_pages:
+        os.posix_fadvise(*stretch, os.POSIX_FADV_DONTNEED)
     rest = iter(pieces)
     while some := list(itertools.islice(rest, BUFFERS_PER_WRITE)):
         count = os.pwritev(file, some, offset)

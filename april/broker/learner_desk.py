@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 PART_BYTES = 1 << 19
 """arrays in one message of a batch, rounded up to whole groups"""
-TURN_BYTES = 1 << 21
+TURN_BYTES = 1 << 19
 """arrays sent to the learner in one turn, so that nobody else waits long"""
 
 
@@ -28,6 +28,8 @@ class LearnerDesk:
         """a fetch whose batch does not exist yet, or is not sent to its end"""
         self.sent_groups = 0
         """of the batch that is being sent"""
+        self.sendable_from: int | None = None
+        """that batch's delivery is on disk once the journal is, up to here"""
 
     def hello(self, session: Session) -> None:
         for other in list(self.sessions.by_id.values()):
@@ -62,7 +64,7 @@ class LearnerDesk:
             return self._refuse(session, received, "say first which checkpoint you hold")
         if step not in (self.ledger.consumed, min(self.ledger.consumed + 1, self.ledger.next_step)):
             return self._refuse(session, received, f"batch {step} does not follow {self.ledger.consumed} consumed ones")
-        self.waiting, self.sent_groups = (session, received), 0
+        self.waiting, self.sent_groups, self.sendable_from = (session, received), 0, None
         self.answer_fetch()
 
     def answer_fetch(self) -> None:
@@ -76,11 +78,18 @@ class LearnerDesk:
             self.sessions.send(session, wire.Finished(self.service.over), sequence=received.sequence)
             self.waiting = None
         elif step in self.ledger.deliveries:
+            if self.sendable_from is None:
+                self.sendable_from = self.service.journal.end
             bytes_before = session.sent_bytes
-            while session.sent_bytes - bytes_before < TURN_BYTES and self.waiting:
-                if not self.sessions.has_credit(session, self.service.credit_bytes):
-                    return
+            while session.sent_bytes - bytes_before < TURN_BYTES and self.can_send:
                 self._send_part(session, step, received.sequence)
+
+    @property
+    def can_send(self) -> bool:
+        """Whether there is more of a batch that the learner waits for, and takes now."""
+        if self.waiting is None or self.sendable_from is None or self.service.journal.synced < self.sendable_from:
+            return False
+        return self.sessions.has_credit(self.waiting[0], self.service.credit_bytes)
 
     def _send_part(self, session: Session, step: int, sequence: int) -> None:
         """The next groups of the batch, PART_BYTES or one group."""
@@ -93,7 +102,7 @@ class LearnerDesk:
             arrays += group_arrays
             size += sum(len(array.data) for array in group_arrays)
             self.sent_groups += 1
-        self.sessions.send(session, wire.Batch(step, first, len(groups), heads), arrays, sequence)
+        self.sessions.send_at_once(session, wire.Batch(step, first, len(groups), heads), arrays, sequence)
         if self.sent_groups == len(groups):
             self.waiting = None
 

@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from collections import deque
+from functools import partial
 from pathlib import Path
 
 import zmq
@@ -32,6 +33,10 @@ log = logging.getLogger(__name__)
 POLL_MS = 50
 DRAIN_S = 0.004
 """longest handling of messages in one turn: what arrives meanwhile waits, and the answers do"""
+UNSYNCED_BYTES = 32 << 20
+"""most that is handled while a sync is under way; then it is waited for"""
+SMALL_SYNC_BYTES = 256 << 10
+"""so much is sooner on disk than another thread at work"""
 OUTBOX_MESSAGES = 1024
 """most messages kept for a peer that does not read; more end its session"""
 HTTP_FILE = "http"
@@ -75,6 +80,8 @@ class Server:
         self.config = config
         self.door: Door | None = None
         """None where there are no keys"""
+        self._synced = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        """can be read when a sync has ended"""
         self._open(PromptBook(config))
         self.context = zmq.Context()
         self.context.set(ZERO_COPY_RECV, 0)
@@ -92,6 +99,7 @@ class Server:
             self.service.failed_handshakes = self.door.failures
         self._poller = zmq.Poller()
         self._poller.register(self.socket, zmq.POLLIN)
+        self._poller.register(self._synced, zmq.POLLIN)
         self.address_file: Path = config.run_dir / "address"
         self._bind(config.broker.bind)
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
@@ -109,6 +117,7 @@ class Server:
         """Rebuild the service from what is on disk."""
         broker = self.config.broker
         self.journal = Journal(self.config.run_dir / "journal", broker.segment_mb << 20, broker.segment_records)
+        self.journal.on_sync_ended = partial(os.eventfd_write, self._synced, 1)
         self.service = Service(self.config, prompts, self.journal, clock.now())
         if self.door:
             self.service.failed_handshakes = self.door.failures
@@ -151,17 +160,13 @@ class Server:
     def turn(self) -> None:
         """Handle what has arrived, and send the answers that a sync has covered.
 
-        While one turn's records are being synced, the messages that have come meanwhile are handled already; their
-        own answers wait for the next sync.
+        While some records are being synced, what comes meanwhile is handled already; its answers wait for the next
+        sync.
         """
-        waiting = sockets.has_message(self.socket)
-        if not waiting and not self.journal.syncing:
-            waiting = bool(self._poller.poll(POLL_MS))
+        if not sockets.has_message(self.socket):
+            self._poller.poll(0 if self.service.learner.can_send else POLL_MS)
         try:
-            if waiting or not self.journal.syncing:
-                self._work(waiting)
-            else:
-                self._finish_sync()
+            self._work()
         except (JournalError, OSError) as error:
             self._fail(error)
         if self.service.read_only and clock.now() >= self._retry_at:
@@ -169,20 +174,23 @@ class Server:
         if self.exporter:
             self.exporter.turned(clock.now(), self._picture)
 
-    def _work(self, waiting: bool) -> None:
-        caught_up = not waiting or self._drain()
+    def _work(self) -> None:
+        caught_up = self._drain()
         if self.door and self.door.watch() and not self.service.read_only:
             self._end_revoked()
         if self._signal:
             self.service.stop(f"signal {self._signal}", "stopped", clock.now())
         self.service.tick(clock.now(), caught_up)
+        self._send(self.service.sessions.take_at_once())
         if self.service.read_only:
             return self._send(self.service.sessions.take_outgoing())
+        if self.journal.sync_runs and self.journal.unsynced_bytes < UNSYNCED_BYTES:
+            return
         self._finish_sync()
         self._unsent = self.service.sessions.take_outgoing()
-        more = sockets.has_message(self.socket)
-        self.journal.begin_sync(aside=more)
-        if not more or self.journal.segment_full:
+        in_a_thread = self.journal.unsynced_bytes > SMALL_SYNC_BYTES or sockets.has_message(self.socket)
+        self.journal.begin_sync(aside=in_a_thread and not self.journal.segment_full)
+        if not self.journal.sync_runs:
             self._finish_sync()
             self.service.take_snapshot()
 
@@ -190,6 +198,8 @@ class Server:
         """Wait for the sync that is under way, and send what it has covered."""
         if self.journal.syncing:
             self.journal.finish_sync()
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._synced)
             self._sync_times.observe(self.journal.sync_s)
         unsent, self._unsent = self._unsent, []
         self._send(unsent)
@@ -295,6 +305,7 @@ class Server:
         self.socket.close()
         self.context.term()
         self.journal.close()
+        os.close(self._synced)
 
 
 def probe_disk(folder: Path) -> None:

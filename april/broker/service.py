@@ -39,6 +39,10 @@ FILTERED_ROUNDS = 20
 DEAD_ROUNDS = 2
 """rounds in which every group dies before the run is given up"""
 SWEEP_S = 0.25
+SUMMARY_S = 0.25
+"""`summary.json` is written after a step, but not more often"""
+BEHIND_S = 0.05
+"""while messages wait to be handled, work is handed out only so often: what is done is acknowledged first"""
 """how often silent sessions and old leases are looked for"""
 
 MAY_SEND = {
@@ -87,7 +91,8 @@ class Service:
         for step in self.ledger.evaluations:
             self._record_evaluation(step)
         self._last_tick = now
-        self._next_sweep = now
+        self._next_sweep = self._next_hand_out = self._next_summary = now
+        self._summary_is_old = False
 
     # --- start ----------------------------------------------------------------------------------------------
 
@@ -272,12 +277,15 @@ class Service:
         if self.ledger.generating:
             self.recorder.generating(now - self._last_tick)
         self._last_tick = now
+        if self._summary_is_old and now >= self._next_summary:
+            self._write_summary(now)
         if caught_up and now >= self._next_sweep:
             self._sweep(now)
         if not self.over:
             self._advance(now)
         self.learner.answer_fetch()
-        if not self.over:
+        if not self.over and (caught_up or now >= self._next_hand_out):
+            self._next_hand_out = now + BEHIND_S
             self.workers.hand_out(now)
         self.workers.cancel_voided()
         self.monitors.log_deaths()
@@ -336,7 +344,7 @@ class Service:
 
     def step_trained(self, step: int, metrics: dict[str, float], now: float) -> None:
         record = self.recorder.consumed(step, self.ledger, metrics, now)
-        self._write_summary(now)
+        self._summary_is_old = True
         reward, tokens = record["reward"], record["tokens"]
         log.info("step %d trained: reward %.3f, %d tokens", step, reward, tokens, extra={"step": step})
 
@@ -371,6 +379,7 @@ class Service:
         self.snapshots.close()
 
     def _write_summary(self, now: float) -> None:
+        self._summary_is_old, self._next_summary = False, now + SUMMARY_S
         if not self.read_only:
             self.recorder.write_summary(self.ledger, self.state, now, self.prompts.counts())
             self.monitors.write_dead_letters()

@@ -144,6 +144,13 @@ class Sessions:
         session.sent_bytes += sum(len(a.data) if isinstance(a, wire.Packed) else a.nbytes for a in arrays)
         self.outgoing.append(Outgoing(session.data_route, message, list(arrays), session.id, sequence))
 
+    def send_at_once(
+        self, session: Session, message: wire.Message, arrays: list[wire.Packed], sequence: int = 0
+    ) -> None:
+        """What rests on nothing that is not on disk."""
+        session.sent_bytes += sum(len(packed.data) for packed in arrays)
+        self.at_once.append(Outgoing(session.data_route, message, arrays, session.id, sequence))
+
     def refuse(
         self, cause: str, reason: str, route: bytes, token: int = 0, session: int = 0, sequence: int = 0
     ) -> None:

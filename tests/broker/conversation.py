@@ -48,6 +48,9 @@ class Conversation:
         self.now += seconds
         self.service.tick(self.now)
         self.deliver()
+        while self.service.learner.can_send:
+            self.service.tick(self.now)
+            self.deliver()
 
 
 class Peer:
