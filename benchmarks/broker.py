@@ -10,7 +10,7 @@ import resource
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -112,19 +112,24 @@ def under_curve(turns: Turns) -> list[Row]:
 
 def below_ceilings(turns: Turns) -> list[Row]:
     """Each turn: the broker, and what its sockets and its disk can do with the batches it has just made."""
-    shares, sockets, disks, batches = [], [], [], []
+    rates, sockets, disks, batches = [], [], [], []
     for _ in turns.count(OTHER_TURNS):
         ours, batch_bytes = turns.take(measure_with_batches, FULL)
+        rates.append(ours.records_per_s)
         sockets.append(turns.take(ceilings.sockets_per_s, FULL))
         disks.append(turns.take(ceilings.disk_per_s, FULL, int(batch_bytes)))
-        shares.append(ours.records_per_s / min(sockets[-1], disks[-1]))
         batches.append(batch_bytes)
     return [
-        Row("ceiling_share_64k", shares, "share"),
+        Row("ceiling_share_64k", shares(rates, map(min, sockets, disks)), "share"),
+        Row("ceiling_share_sockets_64k", shares(rates, sockets), "share"),
         Row("ceiling_sockets", sockets, "records/s"),
         Row("ceiling_disk", disks, "records/s"),
         Row("sync_batch_bytes", batches, "bytes"),
     ]
+
+
+def shares(rates: Iterable[float], ceilings: Iterable[float]) -> list[float]:
+    return [rate / ceiling for rate, ceiling in zip(rates, ceilings, strict=True)]
 
 
 def measure_with_batches(load: Load, folder: Path) -> tuple[Measured, float]:
