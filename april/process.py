@@ -20,9 +20,6 @@ RUN_FAILED = 3
 SUPERVISED = "APRIL_SUPERVISED_BY"
 """set in the environment of processes whose parent watches them, to the parent's process id"""
 
-REFUSED = 2
-"""exit status of a part that cannot work as it is configured; starting it again would not help"""
-
 
 def die_with_parent() -> None:
     """Let the kernel end this process when its parent dies, if `april run` stands behind it (Linux)."""
@@ -36,6 +33,12 @@ def die_with_parent() -> None:
 
 IDS = ("run", "worker", "role", "group", "sample", "step")
 """what a log line may say it is about, in a field of its own: log.info(..., extra={"worker": name})"""
+
+
+class ToStderr(logging.StreamHandler):
+    """Writes each line to what sys.stderr is at that time."""
+
+    stream = property(lambda self: sys.stderr, lambda self, stream: None)
 
 
 class JsonLines(logging.Formatter):
@@ -64,7 +67,7 @@ class JsonLines(logging.Formatter):
 def log_to_stderr(process: str, log_format: str = "text", **ids: Any) -> None:
     """Set logging up for a process of a run. `log_format`: text | json, where each line has these `ids` and the
     exception that ends the process is a line, too."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = ToStderr()
     if log_format == "json":
         handler.setFormatter(JsonLines(process, ids))
         sys.excepthook = log_exception

@@ -35,3 +35,18 @@ def test_json_lines_carry_ids_and_the_exception_that_ends_the_process():
 
 def test_text_lines_name_the_process():
     assert lines("text")[2].endswith(" worker-0 INFO plain")
+
+
+REPLACED = """
+import logging, sys
+from april.process import log_to_stderr
+log_to_stderr("broker")
+sys.stderr.close()
+sys.stderr = sys.stdout
+logging.getLogger("april.x").info("found")
+"""
+
+
+def test_lines_go_to_what_stderr_is_when_they_are_written():
+    ended = subprocess.run([sys.executable, "-c", REPLACED], capture_output=True, timeout=60)
+    assert ended.stdout.endswith(b" broker INFO found\n")

@@ -65,11 +65,18 @@ def exchange(server, connection, kind):
     raise AssertionError(f"no {kind.__name__}")
 
 
-def handle_one(server):
-    """In the place of a drain: one message, so that more are waiting behind it."""
-    route, *frames = sockets.receive(server.socket)
-    server.service.handle(route.bytes, frames, clock.now())
-    return False
+def take_chunks(server, count):
+    """What a server will find waiting: so many chunks. Whatever comes besides is handled."""
+    chunks, deadline = [], time.monotonic() + 30.0
+    while len(chunks) < count:
+        assert time.monotonic() < deadline, f"{len(chunks)} of {count} chunks"
+        if server.socket.poll(100):
+            route, *frames = sockets.receive(server.socket)
+            if isinstance(wire.decode(frames).message, wire.Chunk):
+                chunks.append((route.bytes, frames))
+            else:
+                server.service.handle(route.bytes, frames, clock.now())
+    return chunks
 
 
 def test_what_comes_during_a_sync_is_handled_and_nothing_is_acknowledged_before_its_own(server, connect, monkeypatch):
@@ -81,12 +88,18 @@ def test_what_comes_during_a_sync_is_handled_and_nothing_is_acknowledged_before_
     disk = HeldBack(monkeypatch)
     for start in range(4):
         worker.send(wire.Chunk(grant.token, start, Version(0, 0)), chunk_arrays(start, 1))
-    while not server.socket.poll(0):
-        time.sleep(0.01)
-    time.sleep(0.2)
+    chunks, has_message = take_chunks(server, 4), sockets.has_message
+
+    def handle_one(server):
+        """In the place of a drain: one message, so that more are waiting behind it."""
+        server.service.handle(*chunks.pop(0), clock.now())
+        return False
 
     with monkeypatch.context() as patch:
         patch.setattr(Server, "_drain", handle_one)
+        patch.setattr(
+            sockets, "has_message", lambda socket: bool(chunks) if socket is server.socket else has_message(socket)
+        )
         disk.permitted.clear()
         server.turn()
         assert server.journal.syncing and disk.waiting.wait(30.0)
@@ -100,6 +113,8 @@ def test_what_comes_during_a_sync_is_handled_and_nothing_is_acknowledged_before_
         assert not any(isinstance(received.message, wire.Acknowledged) for received in worker.receive(200))
         disk.permitted.set()
         turning.join()
+        while chunks:
+            server.turn()
     acknowledged = exchange(server, worker, wire.Acknowledged).message.lengths
     while acknowledged[-1] != (grant.token, 4):
         acknowledged += exchange(server, worker, wire.Acknowledged).message.lengths

@@ -76,7 +76,7 @@ def test_a_worker_that_keeps_dying_ends_the_run(run, run_dir):
 @pytest.mark.parametrize("victim", BROKER_AND_LEARNER)
 def test_a_dead_broker_or_learner_is_restarted_and_the_others_go_on(run, run_dir, victim):
     """Workers keep their process and their tokens; a learner outlives the broker, and goes on from its checkpoint."""
-    job = run("--learner.checkpoint_every", "3")
+    job = run("--learner.checkpoint_every", "3", "--schedule.max_steps", "9")
     wait_until(lambda: steps_recorded(run_dir) >= 2, job)
     part, other = ("broker", "april.learner") if "broker" in victim else ("learner", "april.cli broker")
     survivors = job.descendants(other) + job.descendants("april.cli worker")
@@ -86,7 +86,7 @@ def test_a_dead_broker_or_learner_is_restarted_and_the_others_go_on(run, run_dir
     assert job.wait() == 0, job.output
     assert f"{part} ended with status" in job.output and "restart 1 of 5" in job.output
     found = assert_closed(run_dir)
-    assert found["steps"] == 6 and found["state"] == "finished"
+    assert found["steps"] == 9 and found["state"] == "finished"
     assert found["starts"] == {"broker": 1 + (part == "broker"), "learner": 1 + (part == "learner")}
     assert found["tokens"]["refused"] == 0
     assert job.descendants() == []

@@ -99,7 +99,7 @@ def continuous_facts(run_dir):
 def test_continuous_goes_on_when_learner_broker_and_worker_are_killed(config_file, tmp_path):
     """The learner starts again from an older checkpoint than the weights that workers hold."""
     settings = ["--schedule.kind", "continuous", "--schedule.in_flight", "12", "--schedule.max_staleness", "2"]
-    rarely = ["--learner.checkpoint_every", "3", "--schedule.max_steps", "9", "--sampling.max_response_tokens", "200"]
+    rarely = ["--learner.checkpoint_every", "3", "--schedule.max_steps", "12", "--sampling.max_response_tokens", "200"]
     job = Job([*APRIL, "run", str(config_file), *settings, *rarely], tmp_path / "output")
     run_dir = tmp_path / "runs" / "small"
     try:
@@ -110,6 +110,6 @@ def test_continuous_goes_on_when_learner_broker_and_worker_are_killed(config_fil
     finally:
         job.end()
     summary = assert_closed(run_dir)
-    assert (summary["state"], summary["steps"]) == ("finished", 9)
+    assert (summary["state"], summary["steps"]) == ("finished", 12)
     assert summary["starts"] == {"broker": 2, "learner": 2} and "worker-0 ended with status" in job.output
     assert summary["staleness"]["max"] <= 2 and not summary["tokens"]["discarded"]

@@ -37,14 +37,20 @@ def requests_of_many_shapes(count: int = 20, **options) -> list[Request]:
 
 
 def drive(engine, requests=(), steps: int | None = None, tokens: int | None = None) -> dict[int, Stream]:
-    """Submit, then step until nothing is live, `steps` are done, or `tokens` have been generated from now on."""
+    """Submit, then step until nothing is live, `steps` are done, or `tokens` have been generated from now on.
+
+    What has ended before, while weights were loaded, is handed over by the first step. No request may fail meanwhile.
+    """
     for request in requests:
         engine.submit(request)
     chunks = defaultdict(list)
     enough = float("inf") if tokens is None else engine.generated_tokens + tokens
-    while engine.live and steps != 0 and engine.generated_tokens < enough:
+    while steps != 0 and engine.generated_tokens < enough:
         for chunk in engine.step():
             chunks[chunk.id].append(chunk)
+        assert engine.failures() == []
+        if not engine.live:
+            break
         steps = None if steps is None else steps - 1
     return defaultdict(lambda: Stream([]), {key: Stream(parts) for key, parts in chunks.items()})
 

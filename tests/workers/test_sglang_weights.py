@@ -15,6 +15,7 @@ from april.weights.receiver import WeightReceiver
 from april.weights.server_checksums import checksums_in_server
 from april.workers.engines.base import EngineError, Request
 from april.workers.engines.sglang import SGLangEngine
+from april.workers.engines.sglang_client import ServerSilent
 from april.workers.engines.sglang_lane import ServerLane
 from april.workers.engines.sglang_weights import DiskSnapshot, LocalTensors
 from tests.workers.engine_driving import V0, V1, V2, VOCABULARY, drive, join, prompt
@@ -173,9 +174,52 @@ def test_tokens_of_a_version_from_somebody_else_are_refused(make_engine, tiny_mo
     mine, other = make_engine(), make_engine()
     mine.load_weights(V0, tiny_model().weights())
     other.load_weights(Version(7, 7), tiny_model(seed=1).weights())
-    drive(mine, [Request(1, prompt(), 50)])
+    mine.submit(Request(1, prompt(), 50))
+    while mine.live:
+        mine.step()
     ((request, why),) = mine.failures()
     assert request == 1 and "somebody else" in why
+
+
+def calls_of(engine, monkeypatch, answer=None):
+    """The paths of all calls that the engine makes from now on; `answer` takes the place of the server's."""
+    paths, call = [], engine._client.call
+
+    async def noted(path, *arguments, **options):
+        paths.append(path)
+        return await (answer or call)(path, *arguments, **options)
+
+    monkeypatch.setattr(engine._client, "call", noted)
+    return paths
+
+
+def test_weights_that_are_refused_interrupt_nobody(make_engine, tiny_model, monkeypatch):
+    engine = make_engine()
+    engine.load_weights(V0, tiny_model().weights())
+    drive(engine, [Request(1, prompt(), 600)], tokens=20)
+    calls = calls_of(engine, monkeypatch)
+    with pytest.raises(EngineError, match="unknown"):
+        engine.load_weights(V1, tiny_model().weights() | {"extra": torch.zeros(1)})
+    assert calls == [] and engine.live == 1
+
+
+def test_a_server_that_does_not_answer_an_abort_is_lost(make_engine, tiny_model, monkeypatch):
+    """The abort may come late, and would then hit what is asked of the server by that time."""
+    engine = make_engine()
+    engine.load_weights(V0, tiny_model().weights())
+    parts = drive(engine, [Request(i, prompt(), 600, temperature=0.0) for i in (1, 2)], tokens=50)
+    sampled = engine.generated_tokens
+
+    async def silence(path, *arguments, **options):
+        raise ServerSilent("the SGLang server does not answer")
+
+    calls = calls_of(engine, monkeypatch, silence)
+    cancelled = engine.cancel(1)
+    rest = engine.step()
+    assert calls == ["/abort_request"] and engine.live == 0 and not engine.ready and engine.version is None
+    assert engine.failures() == [(2, "the SGLang server does not answer")]
+    tokens = [len(chunk.tokens) for chunk in [*parts[1].chunks, *parts[2].chunks, *cancelled, *rest]]
+    assert sum(tokens) == engine.generated_tokens >= sampled
 
 
 def test_a_pause_that_keeps_the_cache_deviates_and_is_no_default(make_engine, tiny_model):

@@ -158,7 +158,10 @@ class SGLangEngine:
         ids = set(request_ids)
         runs = [self._streaming[key] for key in ids if key in self._streaming]
         if runs:
-            self._loop.run_until_complete(self._abort(runs))
+            try:
+                self._loop.run_until_complete(self._abort(runs))
+            except ServerGone as error:
+                self._lose(str(error))
         for run in [*runs, *(self._queue[key] for key in ids if key in self._queue)]:
             self._end(run)
         chunks = [chunk for chunk in self._chunks if chunk.id in ids]
@@ -169,7 +172,7 @@ class SGLangEngine:
     def load_weights(self, version: Version, tensors: "Mapping[str, torch.Tensor]") -> None:
         if not self.ready:
             raise EngineError("there is no server to load weights into; try again once the engine is ready")
-        load = self._push.load(self._client, tensors, self._change(version))
+        load = self._push.load(self._client, self._push.check(tensors), self._change(version))
         self._loop.run_until_complete(self._update(version, load, self._foretell(tensors)))
 
     def _change(self, version: Version) -> dict:
@@ -250,8 +253,8 @@ class SGLangEngine:
             self._hand_over(run)
         self.generated_tokens += run.take(event, version)
         finish = event["meta_info"]["finish_reason"]
-        if finish and finish["type"] in ("stop", "length"):
-            run.finish_reason = finish["type"]
+        if finish:
+            run.finish_reason = run.end_reached(finish["type"])
         if len(run.pending) >= self.chunk_tokens and not finish:
             self._hand_over(run)
         self._heard_at = clock.now()
@@ -312,18 +315,19 @@ class SGLangEngine:
     # --- interruption -------------------------------------------------------------------------------------------
 
     async def _abort(self, runs: list[Run]) -> None:
-        """Until the server has answered each with all its tokens, has failed, or CANCEL_S are over."""
+        """Until the server has answered each with all its tokens, has failed, or CANCEL_S are over.
+
+        Raises ServerGone if it does not say that it has taken the abort, which could then hit later requests.
+        """
         deadline = clock.now() + CANCEL_S
         waiting = {run.task: run for run in runs}
         while waiting and clock.now() < deadline and not self._alarm.is_set():
             everything = len(waiting) == len(self._streaming)
             bodies = [{"abort_all": True}] if everything else [{"rid": run.rid} for run in waiting.values()]
             try:
-                left_s = max(0.01, deadline - clock.now())
-                await asyncio.gather(*(self._client.call("/abort_request", body, left_s) for body in bodies))
-            except (ServerGone, ServerRefuses) as error:
-                log.warning("abort: %s", error)
-                self._alarm.set()
+                await asyncio.gather(*(self._client.call("/abort_request", body) for body in bodies))
+            except ServerRefuses as error:
+                raise ServerGone(str(error)) from None
             done, _ = await asyncio.wait(waiting, timeout=ABORT_AGAIN_S)
             for task in done:
                 del waiting[task]

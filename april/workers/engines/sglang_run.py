@@ -66,16 +66,18 @@ class Run:
     def take(self, event: dict, version: Version | None) -> int:
         """Keep the new tokens of an event, sampled under `version`; how many they are. Raises ServerRefuses.
 
-        Events are increments, or cumulative where the server streams so, and the last one of an aborted request
-        repeats its last token; the count of tokens so far tells what is new in each of them.
+        Events are increments, or cumulative where the server streams so; the last one of a request that is aborted
+        while it waits repeats its last token and all log-probabilities, behind increments that were not sent yet.
+        What is new is thus the end of the log-probabilities, each of which has its token's id.
         """
         meta = event["meta_info"]
         total = meta.get("completion_tokens", self.received)
         new = total - self.received
         if not new:
             return 0
-        entries, ids = meta["output_token_logprobs"][-new:], event["output_ids"][-new:]
-        if [entry[1] for entry in entries] != ids or len(ids) != new:
+        entries = meta["output_token_logprobs"][-new:]
+        ids = [entry[1] for entry in entries]
+        if len(ids) != new or ids[-1:] != event["output_ids"][-1:]:
             raise ServerRefuses("the SGLang server sent tokens whose log-probabilities are those of others")
         if version is None:
             raise ServerRefuses(
@@ -86,6 +88,15 @@ class Run:
         self.generated += ids
         self.logprobs += [entry[0] for entry in entries]
         return new
+
+    def end_reached(self, said: str) -> str | None:
+        """stop | length, by the tokens where the server only has `said` abort: that wins over an end that is reached
+        in the same step."""
+        if said in ("stop", "length"):
+            return said
+        if self.generated and self.generated[-1] in self.request.stop_token_ids:
+            return "stop"
+        return "length" if len(self.generated) == self.request.max_new_tokens else None
 
     def hand_over(self, chunk_tokens: int) -> list[Chunk]:
         """The pending tokens in chunks of at most `chunk_tokens`, the last with the finish reason if there is one."""

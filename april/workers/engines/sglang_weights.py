@@ -36,8 +36,12 @@ class WeightPush(Protocol):
     """shapes of the model's tensors by name"""
     tied: bool
 
+    def check(self, tensors: "Mapping[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
+        """The tensors to load, before anything is interrupted for them. Raises EngineError."""
+
     async def load(self, client: SGLangClient, tensors: "Mapping[str, torch.Tensor]", change: dict) -> None:
-        """Called while the server is paused. `change`: `weight_version` and `flush_cache` as SGLang takes them.
+        """Called while the server is paused, with what `check` has returned. `change`: `weight_version` and
+        `flush_cache` as SGLang takes them.
 
         Raises EngineError if it keeps the old weights, otherwise HalfLoaded.
         """
@@ -52,7 +56,7 @@ class Checked:
         self.expected, self.tied = folder_tensors(model)
 
     def check(self, tensors: "Mapping[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
-        """The tensors to load, contiguous; a tied output projection is left out."""
+        """Contiguous; a tied output projection is left out."""
         check_tensors(self.expected, self.tied, tensors)
         return {name: tensor.detach().contiguous() for name, tensor in tensors.items() if name in self.expected}
 
@@ -70,9 +74,8 @@ class DiskSnapshot(Checked):
     async def load(self, client: SGLangClient, tensors: "Mapping[str, torch.Tensor]", change: dict) -> None:
         from safetensors.torch import save_file
 
-        own = self.check(tensors)
         file = self._folder / "model.safetensors"
-        await asyncio.to_thread(save_file, own, file)
+        await asyncio.to_thread(save_file, dict(tensors), file)
         try:
             await client.call("/update_weights_from_disk", {"model_path": str(self._folder)} | change, UPDATE_S)
         except EngineError as error:
@@ -94,8 +97,7 @@ class LocalTensors(Checked):
         self._ranks = ranks
 
     async def load(self, client: SGLangClient, tensors: "Mapping[str, torch.Tensor]", change: dict) -> None:
-        own = self.check(tensors)
-        payloads = [share(own) for _ in range(self._ranks)]
+        payloads = [share(tensors) for _ in range(self._ranks)]
         await within_session(client, self._send(client, payloads, change))
 
     async def _send(self, client: SGLangClient, payloads: list[str], change: dict) -> None:
