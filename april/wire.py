@@ -118,6 +118,12 @@ class Holding(Message):
     loaded_in_s: float = 0.0
 
 
+class Room(Message):
+    """How many leases a scorer takes at once."""
+
+    capacity: Number
+
+
 class Grant(Message):
     """A lease. Arrays: the prompt int32 [P], then the response so far in pieces, int32 each."""
 
@@ -134,6 +140,8 @@ class Grant(Message):
     label: str
     reward: str
     finish_reason: str
+    hand_over: bool = False
+    """the lease ends with the last chunk; somebody else scores the response"""
 
 
 class Chunk(Message):

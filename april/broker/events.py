@@ -67,6 +67,8 @@ class ChunkAccepted(Event):
     version: Version
     finish_reason: str
     """"" unless these are the last tokens"""
+    lease_over: bool = False
+    """they end the lease, too: the response waits for somebody who scores it"""
 
 
 class SampleScored(Event):

@@ -115,7 +115,8 @@ class Ledger(LedgerState):
         """Accept tokens iff the lease is current and they start at the acknowledged length.
 
         `arrays`: ids and logprobs with their checksums.
-        A finish reason ends the response together with its last tokens; the holder scores it next.
+        A finish reason ends the response together with its last tokens; the holder scores it next, unless responses
+        are scored apart: then it ends the lease as well.
         """
         lease = self.leases.get(token)
         if lease is None:
@@ -131,7 +132,8 @@ class Ledger(LedgerState):
         within_budget = count > 0 and (left > 0 or (left == 0 and finish_reason))
         if not lease.generating or not within_budget or not self.was_published(version):
             return Verdict.INVALID
-        self.commit(events.ChunkAccepted(token, start, count, version, finish_reason), arrays)
+        lease_over = bool(finish_reason) and self.rules.scored_apart
+        self.commit(events.ChunkAccepted(token, start, count, version, finish_reason, lease_over), arrays)
         return Verdict.OK
 
     def score(self, token: int, reward: float, details: dict[str, float] | None = None) -> Verdict:

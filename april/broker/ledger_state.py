@@ -41,6 +41,8 @@ class Rules:
     max_response_tokens: int = 1 << 30
     filtered: bool = False
     """complete groups are judged before they can be trained"""
+    scored_apart: bool = False
+    """the lease that generates a response ends with it; another one is for its score"""
 
 
 class LedgerState:
@@ -199,6 +201,10 @@ class LedgerState:
         if event.finish_reason:
             self._stops_generating(self.leases[event.token])
             sample.state, sample.finish_reason = SampleState.SCORING, event.finish_reason
+        if event.lease_over:
+            self._release(event.token)
+            sample.state = SampleState.GENERATED
+            self.queue.push(sample)
 
     def _on_SampleScored(self, event: events.SampleScored, reference: Any) -> None:
         sample = self._release(event.token).sample

@@ -188,6 +188,11 @@ class HandOutQueue:
         else:
             self._fresh.push(sample)
 
+    @property
+    def has_scoring(self) -> bool:
+        """Whether something may wait for a score; a look that costs nothing."""
+        return bool(self._scoring)
+
     def take_scoring(self) -> Sample | None:
         while self._scoring:
             sample = self._scoring.popleft()
