@@ -125,7 +125,8 @@ class Room(Message):
 
 
 class Grant(Message):
-    """A lease. Arrays: the prompt int32 [P], then the response so far in pieces, int32 each."""
+    """A lease. Arrays: the prompt int32 [P], then the response so far in pieces, int32 each; with `together` the whole
+    responses of a group instead, one array each."""
 
     token: int
     group: int
@@ -142,6 +143,8 @@ class Grant(Message):
     finish_reason: str
     hand_over: bool = False
     """the lease ends with the last chunk; somebody else scores the response"""
+    together: list[str] = []
+    """finish reasons of the responses that are scored together"""
 
 
 class Chunk(Message):
@@ -172,6 +175,14 @@ class Scored(Message):
     reward: float
     details: dict[Name, float] = {}
     """what the reward is made of"""
+
+
+class ScoredTogether(Message):
+    """The scores of all responses of a grant with `together`, in their order."""
+
+    token: int
+    rewards: list[float]
+    details: list[dict[Name, float]]
 
 
 class GiveBack(Message):

@@ -122,7 +122,8 @@ class Lease:
 
     def __init__(self, grant):
         self.token, group, index, self.scoring, self.evaluation, self.budget, self.seed, *rest = grant.fields
-        self.temperature, self.top_p, self.top_k, self.label, self.reward, self.finish_reason, self.hand_over = rest
+        self.temperature, self.top_p, self.top_k, self.label, self.reward, self.finish_reason, *scoring = rest
+        self.hand_over, self.together = scoring
         self.sample = (group, index)
         self.prompt, *pieces = grant.arrays
         self.ids = [token for piece in pieces for token in piece]

@@ -22,13 +22,13 @@ from april.broker.monitor_desk import MonitorDesk
 from april.broker.plan import ledger_rules, make_schedule
 from april.broker.prompts import PromptBook
 from april.broker.recorder import Recorder
-from april.broker.samples import Group, GroupState, Sample
+from april.broker.samples import GroupState, Sample
 from april.broker.scorer_desk import ScorerDesk
 from april.broker.sessions import HOLDERS, Session, Sessions
 from april.broker.snapshot import SnapshotStore, freeze, live_positions, thaw
 from april.broker.worker_desk import WorkerDesk
 from april.config import Config
-from april.data.rows import Row
+from april.data.rows import GROUP_REWARD, Row
 from april.security.allow_list import Peer
 from april.security.audit import Audit
 
@@ -43,8 +43,8 @@ SWEEP_S = 0.25
 """how often silent sessions and old leases are looked for"""
 
 MAY_SEND = {
-    "worker": {"Heartbeat", "Holding", "Lane", "Chunk", "Scored", "GiveBack"},
-    "scorer": {"Heartbeat", "Room", "Scored", "GiveBack"},
+    "worker": {"Heartbeat", "Holding", "Lane", "Chunk", "Scored", "ScoredTogether", "GiveBack"},
+    "scorer": {"Heartbeat", "Room", "Scored", "ScoredTogether", "GiveBack"},
     "learner": {"Heartbeat", "LearnerStart", "Fetch", "Consumed", "Durable"},
     "monitor": {"Heartbeat", "StatusRequest", "StopRun", "Drain", "DeadLettersRequest", "Requeue"},
 }
@@ -70,7 +70,7 @@ class Service:
         self.read_only = ""
         """why nothing can be written; what is in memory is then ahead of the disk, and nobody is told of it"""
         self.credit_bytes = config.broker.credit_mb << 20
-        self.ledger = Ledger(ledger_rules(config), record=journal.append)
+        self.ledger = Ledger(ledger_rules(config), record=journal.append, together=self._scored_together)
         self.schedule = make_schedule(config.schedule, prompts)
         self.filters = GroupFilters(config.schedule)
         self.snapshots = SnapshotStore(journal.folder)
@@ -401,10 +401,15 @@ class Service:
             return list(chunks[0])
         return [join(column) for column in zip(*chunks, strict=True)]
 
-    def row_of(self, group: Group) -> Row:
-        if group.evaluation:
-            return self.prompts.evaluation_rows[group.row]
-        return self.prompts.row(group.epoch, group.row)
+    def row_of(self, evaluation: bool, epoch: int, row: int) -> Row:
+        return self.prompts.evaluation_rows[row] if evaluation else self.prompts.row(epoch, row)
+
+    def reward_of(self, row: Row) -> str:
+        """Name of its verifier."""
+        return row.reward or self.config.reward.name
+
+    def _scored_together(self, evaluation: bool, epoch: int, row: int) -> bool:
+        return self.reward_of(self.row_of(evaluation, epoch, row)).startswith(GROUP_REWARD)
 
     def recent_steps(self, count: int) -> list[dict[str, Any]]:
         return [self.recorder.steps[step] for step in sorted(self.recorder.steps)[-count:]]

@@ -144,23 +144,33 @@ class WorkerDesk:
 
     def on_Scored(self, session: Session, received: wire.Received, now: float) -> None:
         message = received.message
-        if not math.isfinite(message.reward):
-            raise wire.WireError("a reward is a finite number")
-        if len(message.details) > limits.DETAILS or not all(map(math.isfinite, message.details.values())):
-            raise wire.WireError(f"a reward has at most {limits.DETAILS} details, finite numbers")
+        check_rewards([message.reward], [message.details])
         if not self._holds(session.uid, message.token):
             return self._refuse(session, received, "the lease is not current")
-        if self.ledger.score(message.token, message.reward, message.details) is Verdict.GAP:
+        verdict = self.ledger.score(message.token, message.reward, message.details)
+        if verdict is Verdict.GAP:
             sample = self.ledger.leases[message.token].sample
             return self.sessions.send(session, wire.ResendFrom(message.token, sample.length))
+        if verdict is Verdict.INVALID:
+            raise wire.WireError("a lease on a group wants the scores of all its responses")
+        self.sessions.acknowledge(session, message.token)
+
+    def on_ScoredTogether(self, session: Session, received: wire.Received, now: float) -> None:
+        message = received.message
+        check_rewards(message.rewards, message.details)
+        if not self._holds(session.uid, message.token):
+            return self._refuse(session, received, "the lease is not current")
+        if self.ledger.score_group(message.token, message.rewards, message.details) is Verdict.INVALID:
+            raise wire.WireError("scores of a group are for a lease on it, one for each of its responses")
         self.sessions.acknowledge(session, message.token)
 
     def on_GiveBack(self, session: Session, received: wire.Received, now: float) -> None:
         message = received.message
         if not self._holds(session.uid, message.token):
             return self._refuse(session, received, "the lease is not current")
-        sample = self.ledger.leases[message.token].sample
-        if message.length > sample.length:
+        lease = self.ledger.leases[message.token]
+        sample = lease.sample
+        if not lease.scoring and message.length > sample.length:
             return self.sessions.send(session, wire.ResendFrom(message.token, sample.length))
         error = limits.clip(message.error)
         if error:
@@ -229,7 +239,7 @@ class WorkerDesk:
 
     def send_grant(self, session: Session, lease: Lease) -> None:
         sample, group, sampling = lease.sample, lease.sample.group, self.config.sampling
-        row = self.service.row_of(group)
+        row = self.service.row_of(group.evaluation, group.epoch, group.row)
         grant = wire.Grant(
             token=lease.token,
             group=group.id,
@@ -242,11 +252,15 @@ class WorkerDesk:
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             label=row.label,
-            reward=row.reward or self.config.reward.name,
+            reward=self.service.reward_of(row),
             finish_reason=sample.finish_reason,
-            hand_over=not lease.scoring and self.ledger.rules.scored_apart,
+            hand_over=not lease.scoring and self.ledger.is_handed_over(group),
+            together=[one.finish_reason for one in lease.samples] if lease.on_group else [],
         )
-        pieces = [ids for ids, _ in self.service.read_chunks(sample)]
+        if lease.on_group:
+            pieces = [self.service.read_response(one)[0] for one in lease.samples]
+        else:
+            pieces = [ids for ids, _ in self.service.read_chunks(sample)]
         self.sessions.send(session, grant, [self.service.read_prompt(group.prompt), *pieces])
 
     # --- aborts and losses ----------------------------------------------------------------------------------
@@ -282,3 +296,10 @@ class WorkerDesk:
         if session := self.sessions.of_uid(worker):
             self.hungry[session.id] = session
             self.sessions.send_control(session, wire.Cancel([token]))
+
+
+def check_rewards(rewards: list[float], details: list[dict[str, float]]) -> None:
+    if not all(map(math.isfinite, rewards)):
+        raise wire.WireError("a reward is a finite number")
+    if any(len(one) > limits.DETAILS or not all(map(math.isfinite, one.values())) for one in details):
+        raise wire.WireError(f"a reward has at most {limits.DETAILS} details, finite numbers")

@@ -10,7 +10,7 @@ from april import clock, wire
 from april.client import HEARTBEAT_S, BrokerConnection
 from april.config import Config
 from april.data.tokenizer import Tokenizer
-from april.workers.rewards.messages import Score
+from april.workers.rewards.messages import GroupScore, Score
 from april.workers.scoring import Scoring, closing
 
 log = logging.getLogger(__name__)
@@ -97,13 +97,13 @@ class Scorer:
                 log.warning("refused: %s", message.reason)
                 self._drop(message.token)
 
-    def _hand_in(self, score: Score) -> None:
+    def _hand_in(self, score: Score | GroupScore) -> None:
         """A score whose lease has ended meanwhile counts no longer."""
         if score.key not in self.closings:
             return
-        if score.error:
-            log.warning("a response goes back, scoring_failed: %s", score.error)
         message = self.closings[score.key] = closing(score)
+        if isinstance(message, wire.GiveBack):
+            log.warning("a response or group goes back, scoring_failed: %s", message.error)
         self.scores += 1
         self.connection.send(message)
 

@@ -6,14 +6,14 @@ from april import wire
 from april.config import Config
 from april.data.dataset import verifier_of
 from april.data.tokenizer import Tokenizer
-from april.workers.rewards.messages import RewardRules, Score
+from april.workers.rewards.messages import GroupScore, Item, RewardRules, Score
 from april.workers.rewards.pool import RewardPool
 
 
 class Scoring:
     """The verifiers' processes of a worker or scorer; they are started at once, or with the first response.
 
-    scoring.submit(grant, [prompt, *pieces of the response], "stop")
+    scoring.submit(grant, [prompt, *pieces of the response], "stop")    # or the responses of grant.together
     for score in scoring.poll():                      # never waits
         connection.send(closing(score, length))
     """
@@ -34,21 +34,23 @@ class Scoring:
         return self.pool.pending if self.pool else 0
 
     def submit(self, grant: wire.Grant, tokens: list[np.ndarray], finish_reason: str) -> None:
-        """`tokens`: the prompt, then the response in pieces, as they come with a grant and grow."""
+        """`tokens`: the prompt, then the response in pieces, as they come with a grant and grow; of a grant on a group
+        the prompt and its responses, whose finish reasons it has."""
         if self.pool is None:
             self._start()
+        prompt = self.tokenizer.decode(tokens[0])
+        if grant.together:
+            responses = zip(tokens[1:], grant.together, strict=True)
+            items = [
+                Item(place, grant.reward, self.tokenizer.decode(ids), grant.label, reason, prompt, len(ids))
+                for place, (ids, reason) in enumerate(responses)
+            ]
+            return self.pool.submit_group(grant.token, grant.reward, items)
         response = np.concatenate(tokens[1:])
-        self.pool.submit(
-            grant.token,
-            grant.reward,
-            self.tokenizer.decode(response),
-            grant.label,
-            finish_reason,
-            prompt=self.tokenizer.decode(tokens[0]),
-            tokens=len(response),
-        )
+        text = self.tokenizer.decode(response)
+        self.pool.submit(grant.token, grant.reward, text, grant.label, finish_reason, prompt, len(response))
 
-    def poll(self) -> list[Score]:
+    def poll(self) -> list[Score | GroupScore]:
         """What the verifiers have said since the last call; the key of a score is the token of its lease."""
         return self.pool.poll() if self.pool else []
 
@@ -57,8 +59,11 @@ class Scoring:
             self.pool.close()
 
 
-def closing(score: Score, length: int = 0) -> wire.Scored | wire.GiveBack:
+def closing(score: Score | GroupScore, length: int = 0) -> wire.Scored | wire.ScoredTogether | wire.GiveBack:
     """What ends the lease; `length`: of the response, as far as this process has generated it."""
+    if isinstance(score, GroupScore):
+        rewards, details = [one.reward for one in score.scores], [one.details for one in score.scores]
+        return wire.ScoredTogether(score.key, rewards, details)
     if score.reward is None:
         return wire.GiveBack(score.key, length, "scoring_failed", score.error or "no reward")
     return wire.Scored(score.key, score.reward, score.details)

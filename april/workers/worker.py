@@ -16,7 +16,7 @@ from april.config import Config
 from april.data.tokenizer import Tokenizer
 from april.weights.receiver import WeightReceiver
 from april.workers.engines.base import Chunk, Engine, EngineError, Request
-from april.workers.rewards.messages import Score
+from april.workers.rewards.messages import GroupScore, Score
 from april.workers.scoring import Scoring, closing
 
 log = logging.getLogger(__name__)
@@ -246,13 +246,13 @@ class Worker:
         work = self.works.get(token)
         return work is not None and work.finished and work.grant.hand_over
 
-    def _hand_in(self, score: Score) -> None:
+    def _hand_in(self, score: Score | GroupScore) -> None:
         work = self.works.get(score.key)
         if work is None:
             return
-        if score.error:
-            log.warning("a sample goes back, scoring_failed: %s", score.error, extra=self._ids(score.key))
         work.closing = closing(score, work.length)
+        if isinstance(work.closing, wire.GiveBack):
+            log.warning("a sample goes back, scoring_failed: %s", work.closing.error, extra=self._ids(score.key))
         self.connection.send(work.closing)
 
     def _hand_back_aborted(self) -> None:

@@ -142,3 +142,82 @@ def test_a_broker_whose_workers_score_gives_scorers_nothing(config_file):
     worker.complete(other)
     assert [one.scoring for one in worker.grants() if (one.group, one.index) == (grant.group, grant.index)] == [True]
     assert scorer.grants() == []
+
+
+# --- groups that are scored together --------------------------------------------------------------------------------
+
+
+def together(config_file, where):
+    overrides = ["--evaluation.prompts", "1", "--reward.where", where, "--reward.name", "group:my_rewards:rank"]
+    return Conversation(configuration.load(config_file, overrides))
+
+
+def group_of(grants):
+    """The grants of the samples of the first group that is whole among them."""
+    training_grants = training(grants)
+    return [grant for grant in training_grants if grant.group == training_grants[0].group]
+
+
+def test_a_group_waits_until_it_is_whole_and_goes_to_one_scorer_as_one_lease(config_file):
+    talk = together(config_file, "scorer")
+    worker, scorers = FakeWorker(talk), [FakeScorer(talk, "s0"), FakeScorer(talk, "s1")]
+    for peer in (worker, *scorers):
+        peer.join()
+    first, second = group_of(worker.grants())
+    worker.chunk(first, 0, 4, "stop")
+    assert [scorer.grants() for scorer in scorers] == [[], []]
+    worker.chunk(second, 0, 2)
+    worker.chunk(second, 2, 3, "length")
+    (received,) = [received for scorer in scorers for received in scorer.take(wire.Grant)]
+    grant = received.message
+    assert (grant.group, grant.scoring, grant.together) == (first.group, True, ["stop", "length"])
+    assert [array.tolist() for array in received.arrays[1:]] == [chunk_arrays(0, n)[0].tolist() for n in (4, 5)]
+    scorer = next(one for one in scorers if talk.ledger.held.get(one.uid))
+    scorer.say(wire.Scored(grant.token, 1.0))
+    assert "wants the scores of all" in scorer.take(wire.Refused)[0].message.reason
+    scorer.say(wire.ScoredTogether(grant.token, [1.0], [{}]))
+    assert "one for each of its responses" in scorer.take(wire.Refused)[0].message.reason
+    scorer.say(wire.ScoredTogether(grant.token, [0.0, 1.0], [{"place": 1.0}, {"place": 0.0}]))
+    assert scorer.take(wire.Acknowledged)[0].message.done == [grant.token]
+    samples = talk.ledger.groups[grant.group].samples
+    assert [(sample.reward, sample.details) for sample in samples] == [(0.0, {"place": 1.0}), (1.0, {"place": 0.0})]
+
+
+def test_without_scorers_a_worker_scores_the_group(config_file):
+    talk = together(config_file, "worker")
+    worker = FakeWorker(talk)
+    worker.join()
+    first, second = group_of(worker.grants())
+    assert first.hand_over
+    for grant in (first, second):
+        worker.chunk(grant, 0, 3, "stop")
+    (grant,) = [grant for grant in worker.grants() if grant.scoring]
+    assert grant.together == ["stop", "stop"] and not grant.hand_over
+    talk.restart_broker()
+    worker = FakeWorker(talk)
+    assert worker.join(leases=[grant.token]).lost == []
+    worker.say(wire.GiveBack(grant.token, 6, "scoring_failed", "no such judge"))
+    worker.chunk(training(worker.grants())[0], 0, 3, "stop")
+    (again,) = [one for one in worker.grants() if one.scoring]
+    assert (again.group, again.together) == (grant.group, ["stop", "stop"])
+    worker.say(wire.ScoredTogether(again.token, [0.0, 1.0], [{}, {}]))
+    assert [sample.attempts for sample in talk.ledger.groups[grant.group].samples] == [1, 1]
+    assert talk.ledger.groups[grant.group].state == "ready"
+
+
+def test_a_group_that_cannot_be_scored_is_a_dead_letter(config_file):
+    talk = together(config_file, "scorer")
+    worker, scorer = FakeWorker(talk), FakeScorer(talk)
+    for peer in (worker, scorer):
+        peer.join()
+    group = group_of(worker.grants())
+    for grant in group:
+        worker.chunk(grant, 0, 3, "stop")
+    for _ in range(talk.config.broker.attempts):
+        (grant,) = scorer.grants()
+        scorer.say(wire.GiveBack(grant.token, 0, "scoring_failed", "no such judge"))
+        talk.tick()
+    assert scorer.grants() == []
+    (letter,) = talk.ledger.dead_letters.letters
+    assert (letter.group, letter.error, letter.outcome) == (group[0].group, "no such judge", "discarded")
+    assert talk.ledger.discarded == {"dead_sample": 6} and talk.ledger.closed
