@@ -207,16 +207,14 @@ class HandOutQueue:
 
     @property
     def has_scoring(self) -> bool:
-        """Whether something may wait for a score; a look that costs nothing."""
+        """Whether something waits for its score."""
+        while self._scoring and not _waits_for_score(self._scoring[0]):
+            self._scoring.popleft()
         return bool(self._scoring)
 
     def take_scoring(self) -> Sample | None:
         """One that waits for its score, or stands for its group, whose samples all do."""
-        while self._scoring:
-            sample = self._scoring.popleft()
-            if sample.state is SampleState.GENERATED and sample.group.state is GroupState.OPEN:
-                return sample
-        return None
+        return self._scoring.popleft() if self.has_scoring else None
 
     def take_evaluation(self, step: int) -> Sample | None:
         return self._evaluation.take(step)
@@ -278,6 +276,10 @@ class ReadyGroups:
 
 def _waits_to_generate(sample: Sample) -> bool:
     return sample.state in TO_GENERATE and sample.group.state is GroupState.OPEN
+
+
+def _waits_for_score(sample: Sample) -> bool:
+    return sample.state is SampleState.GENERATED and sample.group.state is GroupState.OPEN
 
 
 def _place(sample: Sample) -> tuple:
