@@ -11,6 +11,7 @@ from april import __version__
 from april import config as configuration
 from april.config import ConfigError
 from april.process import REFUSED, RUN_FAILED
+from april.security.keys import ROLES
 
 INTERRUPTED = 130
 """exit status of a run that was stopped by the user"""
@@ -35,7 +36,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"april {__version__}")
     commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
 
-    run = add(commands, "run", run_command, "train: start broker, workers and learner on this machine", config=True)
+    run = add(commands, "run", run_command, "train: start all parts on this machine, and watch them", config=True)
     run.add_argument(
         "--dry-run", action="store_true", help="only say what would run, what it needs and what is missing"
     )
@@ -47,6 +48,10 @@ def build_parser() -> argparse.ArgumentParser:
     worker.add_argument("--connect", required=True, metavar="ADDRESS", help="the broker's, as tcp://HOST:PORT")
     name = f"{socket.gethostname()}-{os.getpid()}"
     worker.add_argument("--name", default=name, help="unique among the run's workers [default HOST-PID]")
+
+    scorer = add(commands, "scorer", scorer_command, "one scorer, where reward.where = 'scorer'", config=True)
+    scorer.add_argument("--connect", required=True, metavar="ADDRESS", help="the broker's, as tcp://HOST:PORT")
+    scorer.add_argument("--name", default=name, help="unique among the run's scorers [default HOST-PID]")
 
     report = add(commands, "report", report_command, "write the report of a run, one HTML file")
     report.add_argument("run", type=Path, help="a run folder, such as runs/quickstart")
@@ -86,7 +91,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     keygen = add(commands, "keygen", keygen_command, "make the keys of a run, or those of one more peer")
     keygen.add_argument("folder", type=Path, metavar="KEYS", help="folder of the keys and the allow-list")
-    keygen.add_argument("--role", choices=("worker", "learner", "monitor"), help="of one more peer [default: all keys]")
+    keygen.add_argument("--role", choices=ROLES, help="of one more peer [default: all keys]")
     keygen.add_argument("--name", help="of that peer and its key file, unique in the allow-list")
 
     policy = add(commands, "make-policy", make_policy_command, "make the quickstart's policy (about a minute, cached)")
@@ -212,6 +217,15 @@ def worker_command(options, overrides: list[str]) -> NoReturn:
     die_with_parent()
     config = configuration.load(options.config, overrides)
     run_worker(config, configuration.check_address(options.connect), options.name)
+
+
+def scorer_command(options, overrides: list[str]) -> NoReturn:
+    from april.process import die_with_parent
+    from april.workers.process import run_scorer
+
+    die_with_parent()
+    config = configuration.load(options.config, overrides)
+    run_scorer(config, configuration.check_address(options.connect), options.name)
 
 
 def status_command(options, overrides: list[str]) -> int:

@@ -87,8 +87,10 @@ def describe_filters(config: Config) -> str:
 
 
 def describe_processes(config: Config) -> str:
-    workers, ranks = config.worker.count, config.learner.ranks
-    return f"1 broker, {workers} workers, {ranks} learner ranks, {workers * config.reward.processes} verifiers"
+    workers, scorers, ranks = config.worker.count, config.scorers, config.learner.ranks
+    scoring = f"{scorers} scorers, " if scorers else ""
+    verifiers = (scorers or workers) * config.reward.processes
+    return f"1 broker, {workers} workers, {scoring}{ranks} learner ranks, {verifiers} verifiers"
 
 
 def describe_model(config: Config, shape: Shape | None) -> str:
@@ -177,7 +179,7 @@ def objections(config: Config) -> Iterator[str]:
     for name in sorted(named | {config.reward.name}):
         yield from refused(check_verifier, name, "reward.name or data.reward", config.reward.url)
     yield from refused(GroupFilters, config.schedule)
-    yield from refused(check_keys, config.security.keys)
+    yield from refused(check_keys, config.security.keys, bool(config.scorers))
     yield from lacking_devices(config)
 
 

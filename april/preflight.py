@@ -18,7 +18,7 @@ from april.workers.rewards.verifiers import check_verifier
 def check_inputs(config: Config) -> None:
     """Read model folder and datasets as the parts will. Raises ConfigError."""
     check_weights(config)
-    check_keys(config.security.keys)
+    check_keys(config.security.keys, scorers=bool(config.scorers))
     GroupFilters(config.schedule)
     check_verifier(config.reward.name, url=config.reward.url)
     book = PromptBook(config)
@@ -34,13 +34,13 @@ def check_weights(config: Config) -> None:
         )
 
 
-def check_keys(folder: Path | None) -> None:
-    """That every part will find its key, and be let in with it. Raises ConfigError."""
+def check_keys(folder: Path | None, scorers: bool) -> None:
+    """That every part will find its key, and be let in with it; `scorers`: those, too. Raises ConfigError."""
     if folder is None:
         return
     allow_list = AllowList(folder / ALLOW_LIST)
     broker = load_keys(folder, "broker")
-    for role in ROLES:
+    for role in ROLES if scorers else set(ROLES) - {"scorer"}:
         keys = load_keys(folder, role)
         if keys.broker != broker.public:
             raise refusal(find_key_file(folder, role), "names another broker", "make it anew with `april keygen`")

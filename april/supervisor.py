@@ -15,7 +15,7 @@ import orjson
 
 from april import clock, wire
 from april.client import BrokerConnection, BrokerUnreachable
-from april.config import BrokerSection, Config, WorkerSection
+from april.config import BrokerSection, Config, ScorerSection, WorkerSection
 from april.process import REFUSED, RUN_FAILED, SUPERVISED
 from april.security.keys import load_keys
 
@@ -111,6 +111,7 @@ class Supervisor:
         self.run_dir = config.run_dir
         self.logs = self.run_dir / "logs"
         self.workers: list[Part] = []
+        """and scorers, which are started, watched and stopped like them"""
         self._started: list[Part] = []
         self.connection: BrokerConnection | None = None
         self.stop_by: float | None = None
@@ -135,6 +136,7 @@ class Supervisor:
                 return "stopped"
             self.learner = self._learner_part(config_path, address)
             self.workers = [self._worker_part(index, config_path, address) for index in range(self.config.worker.count)]
+            self.workers += [self._scorer_part(index, config_path, address) for index in range(self.config.scorers)]
             for part in (self.learner, *self.workers):
                 self._start(part)
             self.connection = self._connection(address)
@@ -153,7 +155,9 @@ class Supervisor:
 
     # --- parts ----------------------------------------------------------------------------------------------
 
-    def _part(self, name: str, arguments: list[str], limits: BrokerSection | WorkerSection, threads: int = 1) -> Part:
+    def _part(
+        self, name: str, arguments: list[str], limits: BrokerSection | WorkerSection | ScorerSection, threads: int = 1
+    ) -> Part:
         command = [sys.executable, "-m", "april.cli", *arguments]
         return Part(name, command, self.logs / f"{name}.log", threads, limits.max_restarts, limits.hung_s)
 
@@ -161,6 +165,10 @@ class Supervisor:
         name = f"worker-{index}"
         arguments = ["worker", str(config_path), "--connect", address, "--name", name]
         return self._part(name, arguments, self.config.worker, self.config.worker.threads)
+
+    def _scorer_part(self, index: int, config_path: Path, address: str) -> Part:
+        name = f"scorer-{index}"
+        return self._part(name, ["scorer", str(config_path), "--connect", address, "--name", name], self.config.scorer)
 
     def _learner_part(self, config_path: Path, address: str) -> Part:
         section = self.config.learner
@@ -306,7 +314,7 @@ class Supervisor:
     def _note_alive(self, status: dict) -> None:
         """Who lives, and, when a step has been trained that never was before, who has been of use."""
         now = clock.now()
-        present = {worker["name"]: worker for worker in status["workers"]}
+        present = {holder["name"]: holder for holder in (*status["workers"], *status["scorers"])}
         silent_s = status["learner_silent_s"]
         self.broker.heard_at = now
         self.learner.heard_at = max(self.learner.heard_at, now - (math.inf if silent_s is None else silent_s))
@@ -316,7 +324,7 @@ class Supervisor:
             self._best_step = status["step"]
             self.broker.restarts = self.learner.restarts = 0
             for worker in self.workers:
-                if worker.name in present and present[worker.name]["tokens_per_s"]:
+                if worker.name in present and present[worker.name].get("tokens_per_s", 1):
                     worker.restarts = 0
 
     def _show_new_steps(self) -> None:

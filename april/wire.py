@@ -120,8 +120,15 @@ class Holding(Message):
     loaded_in_s: float = 0.0
 
 
+class Room(Message):
+    """How many leases a scorer takes at once."""
+
+    capacity: Number
+
+
 class Grant(Message):
-    """A lease. Arrays: the prompt int32 [P], then the response so far in pieces, int32 each."""
+    """A lease. Arrays: the prompt int32 [P], then the response so far in pieces, int32 each; with `together` the whole
+    responses of a group instead, one array each."""
 
     token: int
     group: int
@@ -136,6 +143,10 @@ class Grant(Message):
     label: str
     reward: str
     finish_reason: str
+    hand_over: bool = False
+    """the lease ends with the last chunk; somebody else scores the response"""
+    together: list[str] = []
+    """finish reasons of the responses that are scored together"""
 
 
 class Chunk(Message):
@@ -166,6 +177,14 @@ class Scored(Message):
     reward: float
     details: dict[Name, float] = {}
     """what the reward is made of"""
+
+
+class ScoredTogether(Message):
+    """The scores of all responses of a grant with `together`, in their order."""
+
+    token: int
+    rewards: list[float]
+    details: list[dict[Name, float]]
 
 
 class GiveBack(Message):

@@ -85,6 +85,11 @@ def test_every_combination_resolves_and_says_what_it_needs(combination):
     assert all("accelerators" in sentence for sentence in missing(config))
 
 
+def test_scorers_are_counted_where_they_score():
+    text = describe(load(COMBINATIONS[0], "--reward.where", "scorer", "--scorer.count", "2"))
+    assert "1 broker, 4 workers, 2 scorers, 4 learner ranks, 8 verifiers" in text
+
+
 def test_the_hyper_parameters_are_the_published_ones():
     config = load(COMBINATIONS[0])
     schedule, learner, sampling = config.schedule, config.learner, config.sampling

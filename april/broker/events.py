@@ -47,9 +47,13 @@ class GroupOpened(Event):
     prompt_tokens: int
     replaces: int | None = None
     """the dead group whose prompt is drawn again; the cursor stays where it is"""
+    together: bool = False
+    """its samples are scored together, when all of them are generated"""
 
 
 class Leased(Event):
+    """With `scoring` of a group that is scored together, all of its samples that live; `index` is the first's."""
+
     token: int
     group: int
     index: int
@@ -67,12 +71,22 @@ class ChunkAccepted(Event):
     version: Version
     finish_reason: str
     """"" unless these are the last tokens"""
+    lease_over: bool = False
+    """they end the lease, too: the response waits for somebody who scores it"""
 
 
 class SampleScored(Event):
     token: int
     reward: float
     details: dict[str, float] = {}
+
+
+class GroupScored(Event):
+    """The end of a lease on a whole group: rewards and details of those of its samples that live, in their order."""
+
+    token: int
+    rewards: list[float]
+    details: list[dict[str, float]]
 
 
 class LeaseEnded(Event):
@@ -151,6 +165,7 @@ AnyEvent = (
     | Leased
     | ChunkAccepted
     | SampleScored
+    | GroupScored
     | LeaseEnded
     | GroupDiscarded
     | GroupRequeued

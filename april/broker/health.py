@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 PAUSES = {
     "waiting for weights": "no worker holds weights that it may sample from; the learner has to publish them",
     "training": "the learner has the next batch to train; generation goes on when its weights arrive",
+    "scoring": "everything that was generated waits for its score",
     "draining": "drained by an operator: leases are still coming back",
     "drained": "drained by an operator: nothing is handed out until `april drain --end`",
     "finished": "the run is over; workers and learner are leaving",
@@ -30,6 +31,8 @@ class Condition:
     workers: int
     learner_silent_s: float | None
     """since the learner was heard; None without one"""
+    lacks_scorers: bool = False
+    """scorers are to score, and none is connected"""
 
 
 def condition(service: "Service", now: float) -> Condition:
@@ -42,6 +45,7 @@ def condition(service: "Service", now: float) -> Condition:
         read_only=service.read_only,
         workers=len(service.sessions.workers()),
         learner_silent_s=learner_silent_s(service, now),
+        lacks_scorers=service.ledger.rules.scored_apart and not service.sessions.scorers(),
     )
 
 
@@ -59,13 +63,15 @@ def judge(condition: Condition, turn_age_s: float, stuck_after_s: float) -> tupl
 
 
 def pause(condition: Condition) -> str:
-    """Why nothing is being generated just now; empty while it is."""
+    """Why nothing is being generated, or nothing scored, just now; empty otherwise."""
     if condition.phase in ("draining", "drained", "finished"):
         return PAUSES[condition.phase]
     if condition.learner_silent_s is None:
         return "no learner is connected; generation goes on as far as the staleness bound permits"
     if not condition.workers:
         return "no worker is connected"
+    if condition.lacks_scorers:
+        return "no scorer is connected; responses wait for their scores"
     return PAUSES.get(condition.phase, "")
 
 

@@ -48,9 +48,16 @@ class LedgerError(RuntimeError):
 
 
 class Ledger(LedgerState):
-    def __init__(self, rules: Rules, record: Recorder = lambda event, arrays: None):
+    def __init__(
+        self,
+        rules: Rules,
+        record: Recorder = lambda event, arrays: None,
+        together: Callable[[bool, int, int], bool] = lambda evaluation, epoch, row: False,
+    ):
+        """`together`: whether the samples of a prompt are scored together, asked when its group is opened."""
         super().__init__(rules)
         self.record = record
+        self.together = together
         self._expiries: list[tuple[float, int]] = []
         """heap of (instant, token): when to look at a lease; renewals make it outlive some of its entries"""
 
@@ -70,7 +77,8 @@ class Ledger(LedgerState):
             raise LedgerError(f"opening a group at step {floor} would break the staleness bound")
         group, size = self._next_group, size or self.rules.group_size
         replaces = None if evaluation else self.dead_letters.waiting_at(epoch, row)
-        opened = events.GroupOpened(group, evaluation, epoch, row, size, floor, len(prompt) // 4, replaces)
+        together = self.together(evaluation, epoch, row)
+        opened = events.GroupOpened(group, evaluation, epoch, row, size, floor, len(prompt) // 4, replaces, together)
         self.commit(opened, [(crc32(prompt), prompt)])
         return self.groups[group]
 
@@ -84,8 +92,15 @@ class Ledger(LedgerState):
         return prompts.draw(self.cursor)
 
     def lease(self, sample: Sample, worker: str, step: int, expires_at: float, ends_at: float = float("inf")) -> Lease:
-        """Give a sample that waits to a worker at policy step `step`; no renewal keeps it longer than `ends_at`."""
+        """Give a sample that waits to a worker at policy step `step`; no renewal keeps it longer than `ends_at`.
+
+        Where a group is scored together, the lease for its scores is on all of its samples that live.
+        """
         scoring = sample.state is SampleState.GENERATED
+        if scoring and sample.group.together:
+            if not sample.group.awaits_scores:
+                raise LedgerError(f"group {sample.group.id} is scored together, and not all of it is generated")
+            sample = sample.group.live_samples[0]
         if sample.token or not (scoring or sample.state in TO_GENERATE) or sample.group.state is not GroupState.OPEN:
             raise LedgerError(f"sample {sample.group.id}.{sample.index} is not waiting")
         if not scoring and step < sample.first_step:
@@ -115,7 +130,8 @@ class Ledger(LedgerState):
         """Accept tokens iff the lease is current and they start at the acknowledged length.
 
         `arrays`: ids and logprobs with their checksums.
-        A finish reason ends the response together with its last tokens; the holder scores it next.
+        A finish reason ends the response together with its last tokens; the holder scores it next, unless it is
+        scored apart or with its group: then it ends the lease as well.
         """
         lease = self.leases.get(token)
         if lease is None:
@@ -131,7 +147,8 @@ class Ledger(LedgerState):
         within_budget = count > 0 and (left > 0 or (left == 0 and finish_reason))
         if not lease.generating or not within_budget or not self.was_published(version):
             return Verdict.INVALID
-        self.commit(events.ChunkAccepted(token, start, count, version, finish_reason), arrays)
+        lease_over = bool(finish_reason) and self.is_handed_over(sample.group)
+        self.commit(events.ChunkAccepted(token, start, count, version, finish_reason, lease_over), arrays)
         return Verdict.OK
 
     def score(self, token: int, reward: float, details: dict[str, float] | None = None) -> Verdict:
@@ -140,7 +157,19 @@ class Ledger(LedgerState):
             return Verdict.FENCED
         if lease.generating:
             return Verdict.GAP
+        if lease.on_group:
+            return Verdict.INVALID
         self.commit(events.SampleScored(token, reward, details or {}))
+        return Verdict.OK
+
+    def score_group(self, token: int, rewards: list[float], details: list[dict[str, float]]) -> Verdict:
+        """Those of all samples that a lease on a group is on, in their order."""
+        lease = self.leases.get(token)
+        if lease is None:
+            return Verdict.FENCED
+        if not lease.on_group or not len(lease.samples) == len(rewards) == len(details):
+            return Verdict.INVALID
+        self.commit(events.GroupScored(token, rewards, details))
         return Verdict.OK
 
     def end_lease(self, token: int, cause: str, error: str = "", at: float = 0.0) -> Verdict:
@@ -271,6 +300,10 @@ class Ledger(LedgerState):
     def was_published(self, version: Version) -> bool:
         """Whether a worker can have weights of that name; the first ones may reach it ahead of the learner's start."""
         return version.step <= self.frontier and version.branch <= max(0, self.branch)
+
+    def is_handed_over(self, group: Group) -> bool:
+        """Whether the lease that generates a response of the group ends with it."""
+        return self.rules.scored_apart or group.together
 
     def is_aborted(self, token: int) -> bool:
         """Whether the sample is to be handed back: generated for training under a grant of an ended round,

@@ -41,6 +41,8 @@ class Rules:
     max_response_tokens: int = 1 << 30
     filtered: bool = False
     """complete groups are judged before they can be trained"""
+    scored_apart: bool = False
+    """the lease that generates a response ends with it; another one is for its score"""
 
 
 class LedgerState:
@@ -124,8 +126,9 @@ class LedgerState:
             self.counts[GroupState.OPEN] += 1
             self.bound.add(event.floor)
         group = Group(
-            event.group, ordinal, event.evaluation, event.epoch, event.row, event.floor, reference, event.prompt_tokens
-        )
+            event.group, ordinal, event.evaluation, event.epoch, event.row, event.floor, reference, event.prompt_tokens,
+            together=event.together,
+        )  # fmt: skip
         group.samples = [Sample(group, index) for index in range(event.size)]
         if event.evaluation:
             self.evaluations.setdefault(event.epoch, []).append(group)
@@ -136,11 +139,12 @@ class LedgerState:
 
     def _on_Leased(self, event: events.Leased, reference: Any) -> None:
         group = self.groups[event.group]
-        sample = group.samples[event.index]
         self._grants = event.token & ((1 << EPOCH_BITS) - 1)
-        sample.token = event.token
-        sample.state = SampleState.SCORING if event.scoring else SampleState.LEASED
-        self.hold(Lease(event.token, sample, event.worker, event.step, event.scoring, float("inf")))
+        lease = Lease(event.token, group.samples[event.index], event.worker, event.step, event.scoring, float("inf"))
+        for sample in lease.samples:
+            sample.token = event.token
+            sample.state = SampleState.SCORING if event.scoring else SampleState.LEASED
+        self.hold(lease)
         if not group.started:
             self._start(group, event.step)
 
@@ -160,7 +164,8 @@ class LedgerState:
         held.remove(token)
         if not held:
             del self.held[lease.worker]
-        lease.sample.token = 0
+        for sample in lease.samples:
+            sample.token = 0
         return lease
 
     def _stops_generating(self, lease: Lease) -> None:
@@ -199,30 +204,43 @@ class LedgerState:
         if event.finish_reason:
             self._stops_generating(self.leases[event.token])
             sample.state, sample.finish_reason = SampleState.SCORING, event.finish_reason
+        if event.lease_over:
+            self._release(event.token)
+            sample.state = SampleState.GENERATED
+            self.queue.push(sample)
 
     def _on_SampleScored(self, event: events.SampleScored, reference: Any) -> None:
         sample = self._release(event.token).sample
         sample.state, sample.reward, sample.details = SampleState.DONE, event.reward, event.details or None
         self._complete(sample.group)
 
+    def _on_GroupScored(self, event: events.GroupScored, reference: Any) -> None:
+        lease = self._release(event.token)
+        for sample, reward, details in zip(lease.samples, event.rewards, event.details, strict=True):
+            sample.state, sample.reward, sample.details = SampleState.DONE, reward, details or None
+        self._complete(lease.sample.group)
+
     def _on_LeaseEnded(self, event: events.LeaseEnded, reference: Any) -> None:
-        sample = self._release(event.token).sample
-        if event.cause not in NO_ATTEMPT:
-            sample.attempts += 1
-            sample.last_error = self.last_error = event.error or event.cause
-        if sample.attempts >= self.rules.max_attempts:
-            sample.state = SampleState.DEAD
-            self.dead_letters.add(sample, event.at)
-            if len(sample.group.live_samples) < self._least_samples(sample.group):
-                self._end_group(sample.group, "dead_sample")
+        lease = self._release(event.token)
+        samples, group = lease.samples, lease.sample.group
+        for sample in samples:
+            if event.cause not in NO_ATTEMPT:
+                sample.attempts += 1
+                sample.last_error = self.last_error = event.error or event.cause
+            if sample.attempts >= self.rules.max_attempts:
+                sample.state = SampleState.DEAD
+                self.dead_letters.add(sample, event.at)
+                if len(group.live_samples) < self._least_samples(group):
+                    return self._end_group(group, "dead_sample")
+            elif sample.state is SampleState.SCORING:
+                sample.state = SampleState.GENERATED
             else:
-                self._complete(sample.group)
-            return
-        if sample.state is SampleState.SCORING:
-            sample.state = SampleState.GENERATED
-        else:
-            sample.state = SampleState.PARTIAL if sample.length else SampleState.WAITING
-        self.queue.push(sample)
+                sample.state = SampleState.PARTIAL if sample.length else SampleState.WAITING
+        self._complete(group)
+        stands_for_group = group.live_samples[:1] if group.together and group.awaits_scores else None
+        for sample in stands_for_group or samples:
+            if sample.state is not SampleState.DEAD:
+                self.queue.push(sample)
 
     def _least_samples(self, group: Group) -> int:
         return 1 if group.evaluation else self.rules.min_group_size or len(group.samples)

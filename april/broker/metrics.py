@@ -58,6 +58,8 @@ METRICS = {
     "april_worker_capacity": Metric("gauge", "Samples that a worker takes at once", ("worker",)),
     "april_worker_tokens_per_second": Metric("gauge", "Tokens acknowledged in the last second or so", ("worker",)),
     "april_worker_policy_step": Metric("gauge", "Step of the weights that a worker samples from", ("worker",)),
+    "april_scorer_leases": Metric("gauge", "Responses, or whole groups, that a scorer scores", ("scorer",)),
+    "april_scorer_capacity": Metric("gauge", "Leases that a scorer takes at once", ("scorer",)),
     "april_refusals_total": Metric("counter", "Messages that were not accepted", ("cause",)),
     "april_failed_handshakes_total": Metric("counter", "Connections that were not let in", ("cause",)),
     "april_outbox_messages": Metric("gauge", "Messages kept for peers that do not read at present"),
@@ -155,7 +157,7 @@ class Photographer:
         return series | self._workers(service, now)
 
     def _workers(self, service: "Service", now: float) -> dict[str, Series]:
-        ledger, workers = service.ledger, service.sessions.workers()
+        ledger, workers, scorers = service.ledger, service.sessions.workers(), service.sessions.scorers()
         acknowledged = {session.uid: service.sessions.tallies[session.uid].acknowledged for session in workers}
         since_s, before = now - self._at, self._acknowledged
         self._acknowledged, self._at = acknowledged, now
@@ -172,6 +174,8 @@ class Photographer:
             "april_worker_policy_step": {
                 (session.name,): session.version.step for session in workers if session.version
             },
+            "april_scorer_leases": {(session.name,): service.scorers.leases(session) for session in scorers},
+            "april_scorer_capacity": {(session.name,): session.capacity for session in scorers},
         }
 
 

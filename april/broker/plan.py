@@ -21,6 +21,7 @@ def ledger_rules(config: Config) -> Rules:
         min_group_size=schedule.min_group_size,
         max_response_tokens=config.sampling.max_response_tokens,
         filtered=schedule.filters_groups,
+        scored_apart=config.reward.where == "scorer",
     )
 
 

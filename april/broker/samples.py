@@ -89,6 +89,8 @@ class Group:
     """acknowledged response tokens of all samples"""
     step: int = -1
     """of its delivery"""
+    together: bool = False
+    """its samples are scored together, by one lease on all of them"""
 
     def forget(self) -> None:
         """Part from its samples, which refer to it: the memory is free at once, without a garbage collection."""
@@ -97,6 +99,11 @@ class Group:
     @property
     def live_samples(self) -> list[Sample]:
         return [sample for sample in self.samples if sample.state is not SampleState.DEAD]
+
+    @property
+    def awaits_scores(self) -> bool:
+        """Every sample that lives is generated, so that they can be scored together."""
+        return all(sample.state is SampleState.GENERATED for sample in self.live_samples)
 
     @property
     def unfinished(self) -> bool:
@@ -121,6 +128,15 @@ class Lease:
     @property
     def generating(self) -> bool:
         return self.sample.state is SampleState.LEASED
+
+    @property
+    def samples(self) -> list[Sample]:
+        """All that it is on: where a group is scored together, those that live; `sample` is the first of them."""
+        return self.sample.group.live_samples if self.on_group else [self.sample]
+
+    @property
+    def on_group(self) -> bool:
+        return self.scoring and self.sample.group.together
 
 
 class Waiting:
@@ -179,7 +195,8 @@ class HandOutQueue:
 
     def push(self, sample: Sample) -> None:
         if sample.state is SampleState.GENERATED:
-            self._scoring.append(sample)
+            if not sample.group.together or sample.group.awaits_scores:
+                self._scoring.append(sample)
         elif sample.group.evaluation:
             self._evaluation.push(sample)
         elif sample.group.started:
@@ -188,12 +205,16 @@ class HandOutQueue:
         else:
             self._fresh.push(sample)
 
+    @property
+    def has_scoring(self) -> bool:
+        """Whether something waits for its score."""
+        while self._scoring and not _waits_for_score(self._scoring[0]):
+            self._scoring.popleft()
+        return bool(self._scoring)
+
     def take_scoring(self) -> Sample | None:
-        while self._scoring:
-            sample = self._scoring.popleft()
-            if sample.state is SampleState.GENERATED and sample.group.state is GroupState.OPEN:
-                return sample
-        return None
+        """One that waits for its score, or stands for its group, whose samples all do."""
+        return self._scoring.popleft() if self.has_scoring else None
 
     def take_evaluation(self, step: int) -> Sample | None:
         return self._evaluation.take(step)
@@ -255,6 +276,10 @@ class ReadyGroups:
 
 def _waits_to_generate(sample: Sample) -> bool:
     return sample.state in TO_GENERATE and sample.group.state is GroupState.OPEN
+
+
+def _waits_for_score(sample: Sample) -> bool:
+    return sample.state is SampleState.GENERATED and sample.group.state is GroupState.OPEN
 
 
 def _place(sample: Sample) -> tuple:

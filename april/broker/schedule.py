@@ -46,11 +46,12 @@ class Schedule(Protocol):
 def choose_sample(schedule: Schedule, ledger: Ledger, step: int, evaluation_share_left: bool = True) -> Sample | None:
     """What a worker at policy step `step` that has room is given next, to be leased at once.
 
-    What only lacks its score comes first, since it costs no slot; then what a deadline needs, evaluation up to its
-    share of the worker's slots, and training. Evaluation beyond its share gets what would otherwise stay idle.
+    What only lacks its score comes first, since it costs no slot, unless scorers are there for that; then what a
+    deadline needs, evaluation up to its share of the worker's slots, and training. Evaluation beyond its share gets
+    what would otherwise stay idle.
     """
     return (
-        ledger.queue.take_scoring()
+        (None if ledger.rules.scored_apart else ledger.queue.take_scoring())
         or schedule.urgent_sample(ledger, step)
         or (ledger.queue.take_evaluation(step) if evaluation_share_left else None)
         or schedule.next_sample(ledger, step)

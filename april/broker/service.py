@@ -22,12 +22,13 @@ from april.broker.monitor_desk import MonitorDesk
 from april.broker.plan import ledger_rules, make_schedule
 from april.broker.prompts import PromptBook
 from april.broker.recorder import Recorder
-from april.broker.samples import Group, GroupState, Sample
-from april.broker.sessions import Session, Sessions
+from april.broker.samples import GroupState, Sample
+from april.broker.scorer_desk import ScorerDesk
+from april.broker.sessions import HOLDERS, Session, Sessions
 from april.broker.snapshot import SnapshotStore, freeze, live_positions, thaw
 from april.broker.worker_desk import WorkerDesk
 from april.config import Config
-from april.data.rows import Row
+from april.data.rows import GROUP_REWARD, Row
 from april.security.allow_list import Peer
 from april.security.audit import Audit
 
@@ -46,7 +47,8 @@ BEHIND_S = 0.05
 """how often silent sessions and old leases are looked for"""
 
 MAY_SEND = {
-    "worker": {"Heartbeat", "Holding", "Lane", "Chunk", "Scored", "GiveBack"},
+    "worker": {"Heartbeat", "Holding", "Lane", "Chunk", "Scored", "ScoredTogether", "GiveBack"},
+    "scorer": {"Heartbeat", "Room", "Scored", "ScoredTogether", "GiveBack"},
     "learner": {"Heartbeat", "LearnerStart", "Fetch", "Consumed", "Durable"},
     "monitor": {"Heartbeat", "StatusRequest", "StopRun", "Drain", "DeadLettersRequest", "Requeue"},
 }
@@ -72,7 +74,7 @@ class Service:
         self.read_only = ""
         """why nothing can be written; what is in memory is then ahead of the disk, and nobody is told of it"""
         self.credit_bytes = config.broker.credit_mb << 20
-        self.ledger = Ledger(ledger_rules(config), record=journal.append)
+        self.ledger = Ledger(ledger_rules(config), record=journal.append, together=self._scored_together)
         self.schedule = make_schedule(config.schedule, prompts)
         self.filters = GroupFilters(config.schedule)
         self.snapshots = SnapshotStore(journal.folder)
@@ -85,6 +87,7 @@ class Service:
             config.run_dir, config.run.name, max_steps, now, self.ledger, self.sessions, tensorboard
         )
         self.workers = WorkerDesk(self)
+        self.scorers = ScorerDesk(self)
         self.learner = LearnerDesk(self)
         self.monitors = MonitorDesk(self)
         self.census = Census(self.ledger, config.broker.max_run_s)
@@ -171,7 +174,9 @@ class Service:
             self._goodbye(session, now)
         elif kind not in MAY_SEND[session.role]:
             raise wire.WireError(f"not for a {session.role} to send: {kind}")
-        elif session.role == "worker":
+        elif kind == "Room":
+            self.scorers.on_Room(session, received, now)
+        elif session.role in HOLDERS:
             getattr(self.workers, f"on_{kind}")(session, received, now)
         elif kind == "Heartbeat":
             self.sessions.answer_heartbeat(session, [])
@@ -209,7 +214,7 @@ class Service:
             reason = f"the broker has {count} peers, all that 'security.max_sessions' allows; raise it"
             return self.sessions.refuse("too many sessions", reason, route, 0, 0, received.sequence)
         session, lost = self.sessions.open(hello, route, now, peer.key if peer else ""), []
-        if hello.role == "worker":
+        if hello.role in HOLDERS:
             lost = self.workers.hello(session, hello, now)
         elif hello.role == "learner":
             self.learner.hello(session)
@@ -227,7 +232,7 @@ class Service:
             weights_key=self.ledger.weights_key,
         )
         self.sessions.send(session, welcome, sequence=received.sequence)
-        if self.over and hello.role == "worker":
+        if self.over and hello.role in HOLDERS:
             self.sessions.send_control(session, wire.Stop(self.over))
 
     def _check_identity(self, hello: wire.Hello, peer: Peer) -> None:
@@ -235,7 +240,8 @@ class Service:
         if hello.role != peer.role:
             raise AccessDenied(f"the key of {peer.name} is a {peer.role}'s, not a {hello.role}'s")
         for other in self.sessions.by_id.values():
-            same = other.uid == hello.uid or (other.role == hello.role == "worker" and other.name == hello.name)
+            namesake = other.role in HOLDERS and (other.role, other.name) == (hello.role, hello.name)
+            same = other.uid == hello.uid or namesake
             if same and other.key != peer.key:
                 raise AccessDenied(f"another key works under the name {hello.name}; choose another with --name")
 
@@ -251,16 +257,16 @@ class Service:
 
     def end_session(self, session: Session, why: str, now: float) -> None:
         """Without the peer's doing."""
-        ids = {"role": session.role} | ({"worker": session.name} if session.role == "worker" else {})
+        ids = {"role": session.role} | ({"worker": session.name} if session.role in HOLDERS else {})
         log.warning("the session of %s %s ends: %s", session.role, session.name, why, extra=ids)
-        if session.role == "worker":
+        if session.role in HOLDERS:
             return self.workers.lose(session, why, now)
         if session.role == "learner":
             self.learner.waiting = None
         self.sessions.close(session)
 
     def _goodbye(self, session: Session, now: float) -> None:
-        if session.role == "worker":
+        if session.role in HOLDERS:
             self.workers.goodbye(session, now)
         else:
             self.sessions.close(session)
@@ -287,6 +293,7 @@ class Service:
         if not self.over and (caught_up or now >= self._next_hand_out):
             self._next_hand_out = now + BEHIND_S
             self.workers.hand_out(now)
+            self.scorers.hand_out(now)
         self.workers.cancel_voided()
         self.monitors.log_deaths()
         self.recorder.buffered(self.ledger)
@@ -371,8 +378,8 @@ class Service:
                 self.recorder.write_summary(self.ledger, state, now, self.prompts.counts())
 
     def everyone_left(self) -> bool:
-        """The run is over and no worker or learner is connected any more."""
-        return bool(self.over) and not self.sessions.workers() and self.sessions.of_role("learner") is None
+        """The run is over and no worker, scorer or learner is connected any more."""
+        return bool(self.over) and not self.sessions.holders() and self.sessions.of_role("learner") is None
 
     def close(self, now: float) -> None:
         self._write_summary(now)
@@ -403,10 +410,15 @@ class Service:
             return list(chunks[0])
         return [join(column) for column in zip(*chunks, strict=True)]
 
-    def row_of(self, group: Group) -> Row:
-        if group.evaluation:
-            return self.prompts.evaluation_rows[group.row]
-        return self.prompts.row(group.epoch, group.row)
+    def row_of(self, evaluation: bool, epoch: int, row: int) -> Row:
+        return self.prompts.evaluation_rows[row] if evaluation else self.prompts.row(epoch, row)
+
+    def reward_of(self, row: Row) -> str:
+        """Name of its verifier."""
+        return row.reward or self.config.reward.name
+
+    def _scored_together(self, evaluation: bool, epoch: int, row: int) -> bool:
+        return self.reward_of(self.row_of(evaluation, epoch, row)).startswith(GROUP_REWARD)
 
     def recent_steps(self, count: int) -> list[dict[str, Any]]:
         return [self.recorder.steps[step] for step in sorted(self.recorder.steps)[-count:]]

@@ -8,6 +8,8 @@ import numpy as np
 from april import limits, wire
 from april.version import Version
 
+HOLDERS = ("worker", "scorer")
+"""roles that hold leases"""
 PACE_S = 5.0
 """window over which a worker's speed is told"""
 
@@ -130,12 +132,19 @@ class Sessions:
     def workers(self) -> list[Session]:
         return [session for session in self.by_id.values() if session.role == "worker"]
 
+    def scorers(self) -> list[Session]:
+        return [session for session in self.by_id.values() if session.role == "scorer"]
+
+    def holders(self) -> list[Session]:
+        """Of leases: workers and scorers."""
+        return [session for session in self.by_id.values() if session.role in HOLDERS]
+
     def of_role(self, role: str) -> Session | None:
         return next((session for session in self.by_id.values() if session.role == role), None)
 
     def of_uid(self, uid: str) -> Session | None:
-        """The session of a worker's process."""
-        return next((s for s in self.by_id.values() if s.uid == uid and s.role == "worker"), None)
+        """The session of a process that holds leases."""
+        return next((s for s in self.by_id.values() if s.uid == uid and s.role in HOLDERS), None)
 
     def send(
         self, session: Session, message: wire.Message, arrays: list[np.ndarray | wire.Packed] = (), sequence: int = 0
@@ -196,6 +205,6 @@ class Sessions:
         self.outgoing.append(Outgoing(session.control_route or session.data_route, message, [], session.id))
 
     def broadcast(self, message: wire.Message) -> None:
-        """To every worker."""
-        for session in self.workers():
+        """To everybody who holds leases."""
+        for session in self.holders():
             self.send_control(session, message)

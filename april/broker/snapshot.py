@@ -67,6 +67,7 @@ class GroupImage(msgspec.Struct, array_like=True):
     tokens: int
     step: int
     samples: list[SampleImage]
+    together: bool = False
 
 
 class LedgerImage(msgspec.Struct, array_like=True):
@@ -107,7 +108,7 @@ def _freeze_group(group: Group, ledger: LedgerState) -> GroupImage:
     return GroupImage(
         group.id, group.ordinal, group.evaluation, group.epoch, group.row, group.opened_at, group.prompt,
         group.prompt_tokens, group.state, group.started, group.tokens, group.step,
-        [_freeze_sample(sample, ledger.leases.get(sample.token)) for sample in group.samples],
+        [_freeze_sample(sample, ledger.leases.get(sample.token)) for sample in group.samples], group.together,
     )  # fmt: skip
 
 
@@ -136,7 +137,7 @@ def thaw(image: LedgerImage, ledger: LedgerState) -> None:
     for frozen in image.groups:
         for sample, sample_image in zip(groups[frozen.id].samples, frozen.samples, strict=True):
             if sample_image.lease:
-                leases[sample_image.lease[0]] = (sample, *sample_image.lease)
+                leases.setdefault(sample_image.lease[0], (sample, *sample_image.lease))
     for number in image.ready:
         ledger.ready.add(groups[number])
     ledger.unjudged = list(ledger.ready) if ledger.rules.filtered else []
@@ -160,6 +161,7 @@ def _thaw_group(image: GroupImage) -> Group:
     group = Group(
         image.id, image.ordinal, image.evaluation, image.epoch, image.row, image.opened_at, image.prompt,
         image.prompt_tokens, state=image.state, started=image.started, tokens=image.tokens, step=image.step,
+        together=image.together,
     )  # fmt: skip
     group.samples = [
         Sample(

@@ -47,6 +47,10 @@ def status(service: "Service", now: float) -> dict[str, Any]:
             }
             for session in sorted(service.sessions.workers(), key=lambda session: session.name)
         ],
+        "scorers": [
+            {"name": session.name, "capacity": session.capacity, "leased": service.scorers.leases(session)}
+            for session in sorted(service.sessions.scorers(), key=lambda session: session.name)
+        ],
         "tokens": service.recorder.account(ledger),
         "ledger_closed": ledger.closed,
         "refusals": dict(service.sessions.refusals),
@@ -94,6 +98,8 @@ def phase(service: "Service") -> str:
         return "evaluating"
     if ledger.consumed < ledger.next_step:
         return "training"
+    if ledger.leases or ledger.queue.has_scoring:
+        return "scoring"
     if not any(session.version and session.version.step >= floor for session in service.sessions.workers()):
         return "waiting for weights"
     return "generating"

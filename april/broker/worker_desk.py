@@ -36,30 +36,36 @@ class WorkerDesk:
     # --- coming and going -----------------------------------------------------------------------------------
 
     def hello(self, session: Session, hello: wire.Hello, now: float) -> list[int]:
-        """Take in a worker; returns those of its leases that are lost. A namesake of another process is dead."""
-        for other in self.sessions.workers():
+        """Take in a worker or scorer; returns those of its leases that are lost. A namesake of another process is
+        dead."""
+        for other in self.sessions.holders():
             if other is not session and other.uid == hello.uid:
                 self.sessions.close(other)
-            elif other is not session and other.name == hello.name:
-                self.sessions.send_control(other, wire.Stop(f"another worker has taken the name {hello.name}"))
+            elif other is not session and (other.role, other.name) == (hello.role, hello.name):
+                self.sessions.send_control(other, wire.Stop(f"another {hello.role} has taken the name {hello.name}"))
                 self.lose(other, "its successor has arrived", now)
         held = {token for token in hello.leases if self._holds(hello.uid, token)}
         self.ledger.renew(list(held), now + self.config.broker.lease_s)
         for lease in self.leases_of(hello.uid):
             if lease.token not in held:
                 self.ledger.end_lease(lease.token, "lost", "its worker came back without it", now)
-        self.recorder.lane(session.name, "joined", now, now)
+        self._mark(session, "joined", now)
         return [token for token in hello.leases if token not in held]
 
     def lose(self, session: Session, why: str, now: float) -> None:
-        """A worker is gone: all that it held waits for another."""
+        """A worker or scorer is gone: all that it held waits for another."""
         leases = self.leases_of(session.uid)
-        ids = {"worker": session.name}
-        log.warning("worker %s is lost (%s); %d samples wait for another", session.name, why, len(leases), extra=ids)
+        who, ids = f"{session.role} {session.name}", {"worker": session.name}
+        log.warning("%s is lost (%s); %d leases wait for another", who, why, len(leases), extra=ids)
         for lease in leases:
-            self.ledger.end_lease(lease.token, "lost", f"worker {session.name} was lost: {why}", now)
-        self.recorder.lane(session.name, "lost", now, now)
+            self.ledger.end_lease(lease.token, "lost", f"{who} was lost: {why}", now)
+        self._mark(session, "lost", now)
         self.sessions.close(session)
+
+    def _mark(self, session: Session, instant: str, now: float) -> None:
+        """Record an instant of a worker's lane; scorers have none."""
+        if session.role == "worker":
+            self.recorder.lane(session.name, instant, now, now)
 
     def goodbye(self, session: Session, now: float) -> None:
         for lease in self.leases_of(session.uid):
@@ -133,26 +139,38 @@ class WorkerDesk:
             self.ledger.end_lease(message.token, "generation_failed", f"chunk refused: {verdict}", now)
             return self._refuse(session, received, f"chunk refused: {verdict}", len(ids))
         self.sessions.acknowledge(session, message.token, lease.sample.length)
+        if message.token not in self.ledger.leases:
+            self.sessions.acknowledge(session, message.token)
 
     def on_Scored(self, session: Session, received: wire.Received, now: float) -> None:
         message = received.message
-        if not math.isfinite(message.reward):
-            raise wire.WireError("a reward is a finite number")
-        if len(message.details) > limits.DETAILS or not all(map(math.isfinite, message.details.values())):
-            raise wire.WireError(f"a reward has at most {limits.DETAILS} details, finite numbers")
+        check_rewards([message.reward], [message.details])
         if not self._holds(session.uid, message.token):
             return self._refuse(session, received, "the lease is not current")
-        if self.ledger.score(message.token, message.reward, message.details) is Verdict.GAP:
+        verdict = self.ledger.score(message.token, message.reward, message.details)
+        if verdict is Verdict.GAP:
             sample = self.ledger.leases[message.token].sample
             return self.sessions.send(session, wire.ResendFrom(message.token, sample.length))
+        if verdict is Verdict.INVALID:
+            raise wire.WireError("a lease on a group wants the scores of all its responses")
+        self.sessions.acknowledge(session, message.token)
+
+    def on_ScoredTogether(self, session: Session, received: wire.Received, now: float) -> None:
+        message = received.message
+        check_rewards(message.rewards, message.details)
+        if not self._holds(session.uid, message.token):
+            return self._refuse(session, received, "the lease is not current")
+        if self.ledger.score_group(message.token, message.rewards, message.details) is Verdict.INVALID:
+            raise wire.WireError("scores of a group are for a lease on it, one for each of its responses")
         self.sessions.acknowledge(session, message.token)
 
     def on_GiveBack(self, session: Session, received: wire.Received, now: float) -> None:
         message = received.message
         if not self._holds(session.uid, message.token):
             return self._refuse(session, received, "the lease is not current")
-        sample = self.ledger.leases[message.token].sample
-        if message.length > sample.length:
+        lease = self.ledger.leases[message.token]
+        sample = lease.sample
+        if not lease.scoring and message.length > sample.length:
             return self.sessions.send(session, wire.ResendFrom(message.token, sample.length))
         error = limits.clip(message.error)
         if error:
@@ -213,15 +231,15 @@ class WorkerDesk:
             return False
         lease_s, max_run_s = self.config.broker.lease_s, self.config.broker.max_run_s
         lease = self.ledger.lease(sample, session.uid, step, now + lease_s, now + max_run_s)
-        self._send_grant(session, lease)
+        self.send_grant(session, lease)
         return True
 
     def _evaluation_share_left(self, session: Session) -> bool:
         return self.ledger.load[session.uid, True] < self.config.evaluation.share * session.capacity
 
-    def _send_grant(self, session: Session, lease: Lease) -> None:
+    def send_grant(self, session: Session, lease: Lease) -> None:
         sample, group, sampling = lease.sample, lease.sample.group, self.config.sampling
-        row = self.service.row_of(group)
+        row = self.service.row_of(group.evaluation, group.epoch, group.row)
         grant = wire.Grant(
             token=lease.token,
             group=group.id,
@@ -234,10 +252,15 @@ class WorkerDesk:
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             label=row.label,
-            reward=row.reward or self.config.reward.name,
+            reward=self.service.reward_of(row),
             finish_reason=sample.finish_reason,
+            hand_over=not lease.scoring and self.ledger.is_handed_over(group),
+            together=[one.finish_reason for one in lease.samples] if lease.on_group else [],
         )
-        pieces = [ids for ids, _ in self.service.read_chunks(sample)]
+        if lease.on_group:
+            pieces = [self.service.read_response(one)[0] for one in lease.samples]
+        else:
+            pieces = [ids for ids, _ in self.service.read_chunks(sample)]
         self.sessions.send(session, grant, [self.service.read_prompt(group.prompt), *pieces])
 
     # --- aborts and losses ----------------------------------------------------------------------------------
@@ -256,8 +279,8 @@ class WorkerDesk:
         self.sessions.broadcast(wire.Abort(self.ledger.round, self.ledger.watermark))
 
     def drop_silent(self, now: float) -> None:
-        """End the sessions of workers that have not been heard of, and the leases that were not renewed."""
-        for session in self.sessions.workers():
+        """End the sessions of holders that have not been heard of, and the leases that were not renewed."""
+        for session in self.sessions.holders():
             if now - session.last_seen > self.config.broker.session_timeout_s:
                 self.lose(session, f"silent for {self.config.broker.session_timeout_s:g} s", now)
         for lease in self.ledger.expire(now):
@@ -273,3 +296,10 @@ class WorkerDesk:
         if session := self.sessions.of_uid(worker):
             self.hungry[session.id] = session
             self.sessions.send_control(session, wire.Cancel([token]))
+
+
+def check_rewards(rewards: list[float], details: list[dict[str, float]]) -> None:
+    if not all(map(math.isfinite, rewards)):
+        raise wire.WireError("a reward is a finite number")
+    if any(len(one) > limits.DETAILS or not all(map(math.isfinite, one.values())) for one in details):
+        raise wire.WireError(f"a reward has at most {limits.DETAILS} details, finite numbers")

@@ -200,8 +200,11 @@ class EngineSection(Section):
 
 class RewardSection(Section):
     name: str = Field("final_answer", description="verifier for rows that name none")
+    where: Literal["worker", "scorer"] = Field(
+        "worker", description="who scores: the worker that generated, or processes of their own, see [scorer]"
+    )
     timeout_s: float = Field(10.0, gt=0, description="a verifier is killed after this long (seconds)")
-    processes: int = Field(1, ge=1, description="verifier processes of each worker")
+    processes: int = Field(1, ge=1, description="verifier processes of each worker, or of each scorer")
     memory_mb: int = Field(4096, ge=256, description="address space of a verifier process (MiB)")
     overlong_buffer_tokens: int = Field(0, ge=0, description="end of the budget in which length costs; 0: none")
     overlong_penalty: float = Field(1.0, ge=0, description="what a response of the whole budget loses by its length")
@@ -213,6 +216,15 @@ class RewardSection(Section):
     over_limit: Literal["failed", "wrong"] = Field(
         "failed", description="a program beyond a limit has no reward and is tried again, or has failed its test"
     )
+
+
+class ScorerSection(Section):
+    """Processes that only score; reward.where = 'scorer'."""
+
+    count: int = Field(1, ge=1, description="scorer processes that `april run` starts")
+    leases: int = Field(64, ge=1, description="responses, or groups that are scored together, taken at a time")
+    max_restarts: int = Field(3, ge=0, description="restarts of each scorer that bring nothing before giving up")
+    hung_s: float = Field(600.0, gt=0, description="`april run` restarts a scorer absent for this long (seconds)")
 
 
 class LearnerSection(Section):
@@ -352,6 +364,7 @@ class Config(Section):
     worker: WorkerSection = WorkerSection()
     engine: EngineSection = EngineSection()
     reward: RewardSection = RewardSection()
+    scorer: ScorerSection = ScorerSection()
     algorithm: AlgorithmSection = AlgorithmSection()
     learner: LearnerSection = LearnerSection()
     broker: BrokerSection = BrokerSection()
@@ -363,6 +376,11 @@ class Config(Section):
     @classmethod
     def apply_preset(cls, tree: Any) -> Any:
         return fill_preset(tree, SamplingSection.model_fields["max_response_tokens"].default)
+
+    @property
+    def scorers(self) -> int:
+        """Scorer processes that `april run` starts."""
+        return self.scorer.count if self.reward.where == "scorer" else 0
 
     @property
     def run_dir(self) -> Path:

@@ -7,6 +7,9 @@ import msgspec
 
 from april.limits import LABEL_CHARACTERS
 
+GROUP_REWARD = "group:"
+"""begins the name of a reward that sees all responses of a prompt"""
+
 
 class BadRow(ValueError):
     """A record that is no row; the text says what is wrong with it, not where it is."""

@@ -64,7 +64,7 @@ class LiveView:
     def panel(self) -> RenderableType:
         status = self.status
         title = f"april  {status['run']}" if status.get("run") else "april"
-        body = Group(overview(status, self.last_step, list(self.rewards)), workers_table(status.get("workers") or []))
+        body = Group(overview(status, self.last_step, list(self.rewards)), holders_table(status))
         return Panel(body, title=Text(title, style="bold"), title_align="left", border_style="dim", padding=(0, 1))
 
 
@@ -115,12 +115,12 @@ def overview(status: dict, last_step: dict, rewards: list[float]) -> Table:
     return table
 
 
-def workers_table(workers: list[dict]) -> Table:
-    """One line a worker: the version it holds, its busy slots, its speed."""
+def holders_table(status: dict) -> Table:
+    """One line a worker: the version it holds, its busy slots, its speed; one a scorer: its leases."""
     table = Table.grid(padding=(0, 2))
     for justify in ("left", "left", "left", "right", "right"):
         table.add_column(justify=justify, no_wrap=True)
-    for worker in workers:
+    for worker in status.get("workers") or []:
         slots, leased = worker.get("slots") or 0, worker.get("leased") or 0
         table.add_row(
             Text(str(worker.get("name"))),
@@ -129,6 +129,10 @@ def workers_table(workers: list[dict]) -> Table:
             f"{min(leased, slots)}/{slots} slots",
             speed(worker.get("tokens_per_s")) or "–",
         )
+    for scorer in status.get("scorers") or []:
+        capacity, leased = scorer.get("capacity") or 0, scorer.get("leased") or 0
+        bar = ProgressBar(total=max(capacity, 1), completed=min(leased, capacity), width=16, **BAR_STYLE)
+        table.add_row(Text(str(scorer.get("name"))), Text("scores", style="dim"), bar, f"{leased}/{capacity} leases")
     return table
 
 

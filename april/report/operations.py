@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from april.report.facts import count, duration, number
-from april.report.live import of, workers_table
+from april.report.live import holders_table, of
 
 DRAIN = {
     "draining": "draining: nothing is handed out, leases are still coming back",
@@ -45,7 +45,7 @@ def render_live(status: dict[str, Any]) -> RenderableType:
         if status[name]:
             rows.add_row(name.replace("_", " "), Text(by_state(status[name])))
     rows.add_row("ledger", "closed" if status["ledger_closed"] else Text("NOT CLOSED", style="bold red"))
-    return Group(title, rows, workers_table(status["workers"]))
+    return Group(title, rows, holders_table(status))
 
 
 def by_state(counts: dict[str, int]) -> str:

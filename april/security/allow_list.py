@@ -20,7 +20,7 @@ class Peer:
 
     key: str
     role: str
-    """worker, learner, monitor; "" for a key that is not on the list (any more)"""
+    """worker, scorer, learner, monitor; "" for a key that is not on the list (any more)"""
     name: str
 
 

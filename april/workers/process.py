@@ -1,4 +1,4 @@
-"""A worker process: engine, connection and weights put together; `april worker` runs it."""
+"""A worker process, engine, connection and weights put together, and a scorer's; `april worker`, `april scorer`."""
 
 import logging
 import signal
@@ -14,6 +14,8 @@ from april.security.keys import load_keys
 if TYPE_CHECKING:
     from april.weights.receiver import InferenceServer
     from april.workers.engines.base import Engine
+    from april.workers.scorer import Scorer
+    from april.workers.worker import Worker
 
 log = logging.getLogger(__name__)
 
@@ -41,8 +43,7 @@ def run_worker(config: Config, address: str, name: str) -> NoReturn:
     connection = BrokerConnection(address, "worker", name, uid, config.broker.patience_s, keys)
     receiver = WeightReceiver(config.weights, uid, name, device, keys, make_server_lane(config, engine))
     worker = Worker(config, engine, connection, receiver)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, frame: worker.stop(f"signal {signal.Signals(number).name}"))
+    stop_at_signals(worker)
     started_at, status = clock.now(), 0
     try:
         worker.run()
@@ -52,6 +53,36 @@ def run_worker(config: Config, address: str, name: str) -> NoReturn:
         status = REFUSED if isinstance(error, AccessDenied) else 1
     worker.close()
     end(status)
+
+
+def run_scorer(config: Config, address: str, name: str) -> NoReturn:
+    """Score for the broker at `address` until the run is over, then end the process. Raises ConfigError before."""
+    from april.client import AccessDenied, BrokerConnection, BrokerUnreachable
+    from april.workers.scorer import Scorer
+
+    if config.reward.where != "scorer":
+        raise ConfigError(
+            f"key 'reward.where' = {config.reward.where!r} leaves nothing to a scorer; set it to 'scorer'"
+        )
+    log_to_stderr(name, config.operations.log_format, run=config.run.name, worker=name)
+    keys = load_keys(config.security.keys, "scorer")
+    log.info("connecting to %s", address)
+    connection = BrokerConnection(address, "scorer", name, uuid.uuid4().hex, config.broker.patience_s, keys)
+    scorer, status = Scorer(config, connection), 0
+    stop_at_signals(scorer)
+    try:
+        scorer.run()
+        log.info("%d responses or groups scored", scorer.scores)
+    except BrokerUnreachable as error:
+        print(f"april scorer: {error}", file=sys.stderr)
+        status = REFUSED if isinstance(error, AccessDenied) else 1
+    scorer.close()
+    end(status)
+
+
+def stop_at_signals(part: "Worker | Scorer") -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: part.stop(f"signal {signal.Signals(number).name}"))
 
 
 def make_server_lane(config: Config, engine: "Engine") -> "InferenceServer | None":

@@ -13,12 +13,11 @@ import numpy as np
 from april import clock, wire
 from april.client import HEARTBEAT_S, BrokerConnection
 from april.config import Config
-from april.data.dataset import verifier_of
 from april.data.tokenizer import Tokenizer
 from april.weights.receiver import WeightReceiver
 from april.workers.engines.base import Chunk, Engine, EngineError, Request
-from april.workers.rewards.messages import RewardRules, Score
-from april.workers.rewards.pool import RewardPool
+from april.workers.rewards.messages import GroupScore, Score
+from april.workers.scoring import Scoring, closing
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +39,7 @@ class Work:
     length: int
     """response tokens"""
     finished: bool
-    """the response is complete; only its score is missing"""
+    """the response is complete; only its score is missing, or, with `hand_over`, nothing"""
     unacknowledged: list[tuple[int, Chunk]] = field(default_factory=list)
     """(start, chunk) that may have to be sent again"""
     closing: wire.Message | None = None
@@ -56,7 +55,7 @@ class Worker:
         self.receiver = receiver
         self.tokenizer = Tokenizer(config.model.path)
         self.stop_tokens = self.tokenizer.eos_token_ids | frozenset(config.sampling.stop_token_ids)
-        self.rewards = RewardPool(config.reward.processes, reward_rules(config))
+        self.scoring = Scoring(config, self.tokenizer, at_once=config.reward.where == "worker")
         self.works: dict[int, Work] = {}
         self.acknowledged_tokens = 0
         self.watermark = 0
@@ -92,7 +91,7 @@ class Worker:
         else:
             self._close_span()
         self._generate()
-        for score in self.rewards.poll():
+        for score in self.scoring.poll():
             self._hand_in(score)
         self._heartbeat()
 
@@ -110,7 +109,7 @@ class Worker:
         """How long to wait for messages: not at all between decode steps, briefly while verifiers work."""
         if self._can_generate():
             return 0
-        return SCORING_POLL_MS if self.rewards.pending else IDLE_POLL_MS
+        return SCORING_POLL_MS if self.scoring.pending else IDLE_POLL_MS
 
     def _say_hello(self) -> None:
         welcome = self.connection.hello(list(self.works), self.acknowledged_tokens)
@@ -137,7 +136,7 @@ class Worker:
 
     def close(self) -> None:
         """Let go of everything; the weights thread may still be stuck in a transfer."""
-        self.rewards.close()
+        self.scoring.close()
         self.connection.close()
         self.engine.close()
         self.receiver.close()
@@ -170,9 +169,13 @@ class Worker:
             case wire.Abort():
                 self.watermark = max(self.watermark, message.watermark)
                 self._hand_back_aborted()
-            case wire.Cancel(tokens) | wire.Renewed(tokens):
+            case wire.Cancel(tokens):
                 for token in tokens:
                     self._drop(token)
+            case wire.Renewed(tokens):
+                for token in tokens:
+                    if not self._is_handed_over(token):
+                        self._drop(token)
             case wire.WeightsAt():
                 self.receiver.connect(message.address, message.key)
             case wire.Stop():
@@ -187,7 +190,7 @@ class Worker:
         work = Work(grant, pieces, sum(map(len, pieces[1:])), finished=grant.scoring)
         self.works[grant.token] = work
         if grant.scoring:
-            self._score(work, grant.finish_reason)
+            self.scoring.submit(grant, pieces, grant.finish_reason)
         elif grant.token <= self.watermark and not grant.evaluation:
             self._give_back(grant.token, "abort")
         else:
@@ -224,7 +227,8 @@ class Worker:
         work.length += len(chunk.tokens)
         if chunk.finish_reason:
             work.finished = True
-            self._score(work, chunk.finish_reason)
+            if not work.grant.hand_over:
+                self.scoring.submit(work.grant, work.tokens, chunk.finish_reason)
 
     def _send_chunk(self, start: int, chunk: Chunk) -> None:
         message = wire.Chunk(chunk.id, start, chunk.version, chunk.finish_reason or "")
@@ -237,29 +241,18 @@ class Worker:
         if work.closing:
             self.connection.send(work.closing)
 
-    def _score(self, work: Work, finish_reason: str) -> None:
-        grant = work.grant
-        response = np.concatenate(work.tokens[1:])
-        self.rewards.submit(
-            grant.token,
-            grant.reward,
-            self.tokenizer.decode(response),
-            grant.label,
-            finish_reason,
-            prompt=self.tokenizer.decode(work.tokens[0]),
-            tokens=len(response),
-        )
-
-    def _hand_in(self, score: Score) -> None:
-        token, error = score.key, score.error
+    def _is_handed_over(self, token: int) -> bool:
+        """Whether the last chunk of a response that others score is on its way: its acknowledgement will come."""
         work = self.works.get(token)
+        return work is not None and work.finished and work.grant.hand_over
+
+    def _hand_in(self, score: Score | GroupScore) -> None:
+        work = self.works.get(score.key)
         if work is None:
             return
-        if score.reward is None:
-            log.warning("a sample goes back, scoring_failed: %s", error, extra=self._ids(token))
-            work.closing = wire.GiveBack(token, work.length, "scoring_failed", error or "no reward")
-        else:
-            work.closing = wire.Scored(token, score.reward, score.details)
+        work.closing = closing(score, work.length)
+        if isinstance(work.closing, wire.GiveBack):
+            log.warning("a sample goes back, scoring_failed: %s", work.closing.error, extra=self._ids(score.key))
         self.connection.send(work.closing)
 
     def _hand_back_aborted(self) -> None:
@@ -275,7 +268,7 @@ class Worker:
         for chunk in self.engine.cancel(token):
             self._send_new(chunk)
         work = self.works.get(token)
-        if work is None or work.closing or (work.finished and cause == "abort"):
+        if work is None or work.closing or self._is_handed_over(token) or (work.finished and cause == "abort"):
             return
         if error:
             log.warning("a sample goes back, %s: %s", cause, error, extra=self._ids(token))
@@ -339,13 +332,3 @@ class Worker:
         if self._busy_since is not None:
             self.connection.send(wire.Lane("generate", self._busy_since, clock.now()))
             self._busy_since = None
-
-
-def reward_rules(config: Config) -> RewardRules:
-    section = config.reward
-    named = {field: getattr(section, field) for field in RewardRules.__struct_fields__ if hasattr(section, field)}
-    sources = (*config.data.train_sources, *config.data.eval_sources)
-    verifiers = {section.name, *filter(None, map(verifier_of, sources))}
-    return RewardRules(
-        max_response_tokens=config.sampling.max_response_tokens, verifiers=tuple(sorted(verifiers)), **named
-    )

@@ -106,6 +106,19 @@ class FakeWorker(Peer):
         self.say(wire.Scored(grant.token, reward))
 
 
+class FakeScorer(Peer):
+    def __init__(self, conversation, name="s0", uid=None):
+        super().__init__(conversation, "scorer", name, uid)
+
+    def join(self, capacity=10, leases=()):
+        welcome = self.hello(leases)
+        self.say(wire.Room(capacity))
+        return welcome
+
+    def grants(self):
+        return [received.message for received in self.take(wire.Grant)]
+
+
 class FakeLearner(Peer):
     def __init__(self, conversation, name=None):
         super().__init__(conversation, "learner", name or f"learner-{next(LEARNERS)}")

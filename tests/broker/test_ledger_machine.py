@@ -510,6 +510,7 @@ def test_a_snapshot_leaves_nothing_of_the_ledger_out():
     follows = {
         "rules",
         "record",
+        "together",
         "_expiries",
         "unjudged",
         "leases",

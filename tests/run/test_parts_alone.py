@@ -50,7 +50,7 @@ def test_workers_join_a_running_run_and_a_killed_one_costs_only_its_last_chunk(s
 
 @pytest.mark.parametrize(
     "command",
-    [["run"], ["broker"], ["worker"], ["status"], ["report"], ["drain"], ["dead-letters"], ["make-policy"]],
+    [["run"], ["broker"], ["worker"], ["scorer"], ["status"], ["report"], ["drain"], ["dead-letters"], ["make-policy"]],
 )
 def test_every_command_explains_itself(command, capsys):
     from april.cli import main
@@ -111,6 +111,11 @@ def test_a_run_that_does_not_exist_cannot_be_resumed(config_file, capsys):
 @pytest.mark.parametrize("address", ["garbage", "tcp://127.0.0.1", "tcp://127.0.0.1:99999", "http://127.0.0.1:5"])
 def test_an_address_that_is_none_is_refused(config_file, capsys, address):
     assert address in refusal(capsys, "worker", str(config_file), "--connect", address)
+
+
+def test_a_scorer_that_would_have_nothing_to_do_is_refused(config_file, capsys):
+    error = refusal(capsys, "scorer", str(config_file), "--connect", "tcp://127.0.0.1:5")
+    assert "key 'reward.where' = 'worker'" in error and "'scorer'" in error
 
 
 def test_a_port_in_use_is_said_so(config_file, capsys, tmp_path):

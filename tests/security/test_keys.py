@@ -106,6 +106,8 @@ def test_a_run_whose_keys_do_not_fit_is_refused_before_anything_starts(keys, con
     (keys / ALLOW_LIST).write_text("\n".join(line for line in listed.splitlines() if " learner " not in line))
     assert "learner.key" in refusal(capsys, *run, str(keys))
     (keys / ALLOW_LIST).write_text(listed)
+    (keys / "scorer.key").unlink()
+    assert "scorer.key" in refusal(capsys, *run, str(keys), "--reward.where", "scorer")
     (keys / "monitor.key").unlink()
     assert "monitor.key" in refusal(capsys, *run, str(keys))
     assert not (tmp_path / "runs").exists()

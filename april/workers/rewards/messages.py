@@ -28,7 +28,7 @@ class RewardRules(msgspec.Struct, frozen=True):
     """what a program beyond its limits is: failed (no reward) | wrong"""
 
 
-class Item(msgspec.Struct, array_like=True, frozen=True):
+class Item(msgspec.Struct, array_like=True, frozen=True, tag=True):
     """One response to verify."""
 
     key: int
@@ -41,8 +41,16 @@ class Item(msgspec.Struct, array_like=True, frozen=True):
     """of the response"""
 
 
-class Score(msgspec.Struct, array_like=True, frozen=True):
-    """Its reward, or why there is none."""
+class GroupItem(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    """All responses to a prompt, for a verifier that sees them together."""
+
+    key: int
+    verifier: str
+    items: list[Item]
+
+
+class Score(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    """The reward of an item, or why it, or a group, has none."""
 
     key: int
     reward: float | None
@@ -51,6 +59,13 @@ class Score(msgspec.Struct, array_like=True, frozen=True):
     """what the reward is made of"""
 
 
-def frame(message: Item | Score) -> bytes:
+class GroupScore(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    """The rewards of a group's items, in their order."""
+
+    key: int
+    scores: list[Score]
+
+
+def frame(message: Item | GroupItem | Score | GroupScore) -> bytes:
     body = msgspec.msgpack.encode(message)
     return len(body).to_bytes(LENGTH_BYTES, "little") + body

@@ -6,6 +6,7 @@
     for score in pool.poll():              # never waits
         score.key, score.reward, score.error, score.details
 
+What `submit_group` takes is scored by one call and comes back as a `GroupScore`, or as a `Score` with an error.
 Every submitted item comes back exactly once, with a reward or with an error. A process that exceeds the
 time limit is killed, one that has died is replaced; only the item it was at is charged with it.
 """
@@ -19,7 +20,7 @@ from collections import deque
 
 import msgspec
 
-from april.workers.rewards.messages import LENGTH_BYTES, Item, RewardRules, Score, frame
+from april.workers.rewards.messages import LENGTH_BYTES, GroupItem, GroupScore, Item, RewardRules, Score, frame
 from april.workers.rewards.process import BATCH_ITEMS
 from april.workers.rewards.verifiers import IN_BATCHES
 
@@ -29,13 +30,13 @@ START_LIMIT_S = 60.0
 ORPHAN_MARGIN_S = 5.0
 """A process ends itself this long after the time limit, in case its pool is no longer there to do it."""
 
-score_decoder = msgspec.msgpack.Decoder(Score)
+score_decoder = msgspec.msgpack.Decoder(Score | GroupScore)
 
 
 class RewardPool:
     def __init__(self, processes: int, rules: RewardRules):
         self.rules = rules
-        self.queue: deque[Item] = deque()
+        self.queue: deque[Item | GroupItem] = deque()
         self.processes = [VerifierProcess(rules) for _ in range(processes)]
 
     @property
@@ -57,7 +58,11 @@ class RewardPool:
         self.queue.append(Item(key, verifier, response, label, finish_reason, prompt, tokens))
         self.dispatch()
 
-    def poll(self) -> list[Score]:
+    def submit_group(self, key: int, verifier: str, items: list[Item]) -> None:
+        self.queue.append(GroupItem(key, verifier, items))
+        self.dispatch()
+
+    def poll(self) -> list[Score | GroupScore]:
         """Scores that have arrived since the last call."""
         if not self.pending:
             return []
@@ -113,13 +118,13 @@ class VerifierProcess:
         )
         os.set_blocking(self.inner.stdin.fileno(), False)
         os.set_blocking(self.inner.stdout.fileno(), False)
-        self.in_flight: deque[Item] = deque()
+        self.in_flight: deque[Item | GroupItem] = deque()
         self.unsent, self.unread = bytearray(), bytearray()
         self.ready = self.ended = False
         self.busy_since_s = time.monotonic()
         """start, or when the first item in flight became the first, as far as the pool can know"""
 
-    def send(self, item: Item) -> None:
+    def send(self, item: Item | GroupItem) -> None:
         if not self.in_flight and self.ready:
             self.busy_since_s = time.monotonic()
         self.in_flight.append(item)
@@ -136,7 +141,7 @@ class VerifierProcess:
         except BrokenPipeError:
             self.unsent.clear()
 
-    def receive(self) -> list[Score]:
+    def receive(self) -> list[Score | GroupScore]:
         """Scores that lie in the pipe."""
         try:
             while data := os.read(self.inner.stdout.fileno(), 65536):

@@ -15,7 +15,16 @@ from typing import BinaryIO
 import msgspec
 
 from april.limits import DETAILS
-from april.workers.rewards.messages import LENGTH_BYTES, READY, Item, RewardRules, Score, frame
+from april.workers.rewards.messages import (
+    LENGTH_BYTES,
+    READY,
+    GroupItem,
+    GroupScore,
+    Item,
+    RewardRules,
+    Score,
+    frame,
+)
 from april.workers.rewards.shaping import shape
 from april.workers.rewards.verifiers import IN_BATCHES, NEEDED, find_verifier
 
@@ -35,7 +44,7 @@ def main(limit_s: float, rules: RewardRules) -> None:
     send(scores, READY)
     while batch := inbox.take():
         signal.setitimer(signal.ITIMER_REAL, limit_s)
-        answers = verify(batch, rules)
+        answers = verify(batch, rules) if isinstance(batch[0], Item) else [verify_group(batch[0], rules)]
         signal.setitimer(signal.ITIMER_REAL, 0)
         send(scores, b"".join(map(frame, answers)))
 
@@ -68,10 +77,10 @@ class Inbox:
     def __init__(self, descriptor: int):
         self._descriptor = descriptor
         self._unread = bytearray()
-        self._items: deque[Item] = deque()
-        self._decoder = msgspec.msgpack.Decoder(Item)
+        self._items: deque[Item | GroupItem] = deque()
+        self._decoder = msgspec.msgpack.Decoder(Item | GroupItem)
 
-    def take(self) -> list[Item]:
+    def take(self) -> list[Item] | list[GroupItem]:
         """The next items to verify together; none when the pool has closed the pipe."""
         while not self._items:
             if not self._read():
@@ -108,6 +117,13 @@ def verify(items: list[Item], rules: RewardRules) -> list[Score]:
     except Exception as error:
         text = f"verifier {name!r}: {type(error).__name__}: {error}"
         return [Score(item.key, None, text[:ERROR_CHARACTERS]) for item in items]
+
+
+def verify_group(group: GroupItem, rules: RewardRules) -> Score | GroupScore:
+    """A group has all of its rewards or none."""
+    scores = verify(group.items, rules)
+    error = next((score.error for score in scores if score.error), None)
+    return Score(group.key, None, error) if error else GroupScore(group.key, scores)
 
 
 def checked(score: Score, item: Item, rules: RewardRules) -> Score:

@@ -3,6 +3,10 @@
 A verifier is a function `(response, label, finish_reason)` that returns a number, or a number and a dictionary of
 numbers that it is made of. If it has a parameter `prompt` or `tokens`, it is given that, too. One of your own is named
 by where it lives, `package.module:function`; it may raise, and an exception is never counted as a reward of zero.
+
+A name that begins with `group:` is that of a function `(responses, label, finish_reasons)` of your own, which sees all
+responses to a prompt and returns as many such results; its `tokens` are a list. `group:remote` has a reward model see
+them in one request.
 """
 
 import importlib
@@ -11,6 +15,7 @@ import inspect
 from collections.abc import Callable
 from functools import cache
 
+from april.data.rows import GROUP_REWARD
 from april.workers.rewards.messages import Item, RewardRules, Score
 
 Verifier = Callable[..., float | tuple[float, dict[str, float]]]
@@ -42,6 +47,9 @@ FURTHER = ("prompt", "tokens")
 def find_verifier(name: str) -> BatchVerifier:
     """The verifier as one that scores items. Raises LookupError, ImportError or AttributeError for a name that leads
     nowhere."""
+    of_group, name = name.startswith(GROUP_REWARD), name.removeprefix(GROUP_REWARD)
+    if of_group and name in VERIFIERS and name not in IN_BATCHES:
+        raise LookupError(f"{name} sees one response at a time")
     if ":" not in name:
         name = VERIFIERS[name]
     module, _, function = name.partition(":")
@@ -53,7 +61,10 @@ def find_verifier(name: str) -> BatchVerifier:
     def score(items: list[Item], rules: RewardRules) -> list[Score]:
         return [one(verifier, item, further) for item in items]
 
-    return score
+    def score_group(items: list[Item], rules: RewardRules) -> list[Score]:
+        return together(verifier, items, further)
+
+    return score_group if of_group else score
 
 
 def parameters(verifier: Verifier) -> list[str]:
@@ -65,7 +76,24 @@ def parameters(verifier: Verifier) -> list[str]:
 
 def one(verifier: Verifier, item: Item, further: list[str]) -> Score:
     more = {name: getattr(item, name) for name in further}
-    worth = verifier(item.response, item.label, item.finish_reason, **more)
+    return score_from(item, verifier(item.response, item.label, item.finish_reason, **more))
+
+
+def together(verifier: Verifier, items: list[Item], further: list[str]) -> list[Score]:
+    """What a verifier says of all responses to a prompt. Raises ValueError unless it says as much as there is."""
+    more = {"prompt": items[0].prompt, "tokens": [item.tokens for item in items]}
+    worths = verifier(
+        [item.response for item in items],
+        items[0].label,
+        [item.finish_reason for item in items],
+        **{name: more[name] for name in further},
+    )
+    if len(worths) != len(items):
+        raise ValueError(f"returned {len(worths)} rewards for {len(items)} responses")
+    return [score_from(item, worth) for item, worth in zip(items, worths, strict=True)]
+
+
+def score_from(item: Item, worth) -> Score:
     reward, details = worth if isinstance(worth, tuple) and len(worth) == 2 else (worth, {})
     return Score(item.key, reward, None, details)
 
@@ -80,8 +108,9 @@ def check_verifier(name: str, key: str = "reward.name", url: str = "") -> None:
         reason = "" if isinstance(error, KeyError) else f" ({error})"
         raise ConfigError(
             f"key {key!r} = {name!r} is no verifier{reason}; use one of {', '.join(map(repr, VERIFIERS))} "
-            "or name your own as package.module:function"
+            "or name your own as package.module:function, or group:package.module:function"
         ) from None
+    name = name.removeprefix(GROUP_REWARD)
     if name in NEEDED and importlib.util.find_spec(NEEDED[name]) is None:
         raise ConfigError(
             f"key {key!r} = {name!r} needs {NEEDED[name].replace('_', '-')}, which is not installed; "

@@ -1,0 +1,111 @@
+"""A scorer: lease -> verify -> hand the score in. It needs neither weights nor an accelerator.
+
+One thread drives everything, verifiers run in processes of their own. What it holds when it dies waits, generated and
+on the broker's disk, for another.
+"""
+
+import logging
+
+from april import clock, wire
+from april.client import HEARTBEAT_S, BrokerConnection
+from april.config import Config
+from april.data.tokenizer import Tokenizer
+from april.workers.rewards.messages import GroupScore, Score
+from april.workers.scoring import Scoring, closing
+
+log = logging.getLogger(__name__)
+
+IDLE_POLL_MS = 20
+BUSY_POLL_MS = 2
+
+
+class Scorer:
+    def __init__(self, config: Config, connection: BrokerConnection):
+        self.config = config
+        self.connection = connection
+        self.scoring = Scoring(config, Tokenizer(config.model.path))
+        self.closings: dict[int, wire.Message | None] = {}
+        """by the token of each lease: what was handed in for it and not yet acknowledged; None while it is scored"""
+        self.scores = 0
+        """handed in"""
+        self.renew_s = config.broker.renew_s
+        self.stopping = ""
+        self._next_heartbeat = 0.0
+        self._next_renewal = 0.0
+
+    def run(self) -> None:
+        """Work until the broker says stop. Raises BrokerUnreachable when it is gone for good."""
+        self._say_hello()
+        while not self.stopping:
+            self.turn()
+        log.info("stopping: %s", self.stopping)
+        self.connection.send(wire.Goodbye())
+
+    def stop(self, reason: str) -> None:
+        """Leave after the turn that is under way; what is not scored goes to others."""
+        self.stopping = reason
+
+    def turn(self) -> None:
+        """One pass: messages, scores, heartbeat."""
+        for received in self.connection.receive(BUSY_POLL_MS if self.scoring.pending else IDLE_POLL_MS):
+            self._handle(received)
+        self.connection.check_alive()
+        for score in self.scoring.poll():
+            self._hand_in(score)
+        self._heartbeat()
+
+    def close(self) -> None:
+        self.scoring.close()
+        self.connection.close()
+
+    def _say_hello(self) -> None:
+        welcome = self.connection.hello(list(self.closings))
+        self.renew_s = welcome.renew_s
+        for token in welcome.lost:
+            self._drop(token)
+        self.connection.send(wire.Room(self.config.scorer.leases))
+        for message in filter(None, self.closings.values()):
+            self.connection.send(message)
+
+    def _heartbeat(self) -> None:
+        now = clock.now()
+        if now < self._next_heartbeat:
+            return
+        leases = list(self.closings) if now >= self._next_renewal else []
+        if leases:
+            self._next_renewal = now + self.renew_s
+        self._next_heartbeat = now + HEARTBEAT_S
+        self.connection.beat(leases)
+
+    def _handle(self, received: wire.Received) -> None:
+        message = received.message
+        match message:
+            case wire.Grant():
+                self.closings[message.token] = None
+                self.scoring.submit(message, received.arrays, message.finish_reason)
+            case wire.Acknowledged():
+                for token in message.done:
+                    self._drop(token)
+            case wire.Cancel(tokens) | wire.Renewed(tokens):
+                for token in tokens:
+                    self._drop(token)
+            case wire.Stop():
+                self.stop(message.reason)
+            case wire.Refused() if self.connection.is_disowned(received):
+                self._say_hello()
+            case wire.Refused() if "unknown session" not in message.reason:
+                log.warning("refused: %s", message.reason)
+                self._drop(message.token)
+
+    def _hand_in(self, score: Score | GroupScore) -> None:
+        """A score whose lease has ended meanwhile counts no longer."""
+        if score.key not in self.closings:
+            return
+        message = self.closings[score.key] = closing(score)
+        if isinstance(message, wire.GiveBack):
+            log.warning("a response or group goes back, scoring_failed: %s", message.error)
+        self.scores += 1
+        self.connection.send(message)
+
+    def _drop(self, token: int) -> None:
+        self.closings.pop(token, None)

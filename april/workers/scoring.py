@@ -1,0 +1,79 @@
+"""What workers and scorers have in common: leased responses go to the verifiers, messages come of their scores."""
+
+import numpy as np
+
+from april import wire
+from april.config import Config
+from april.data.dataset import verifier_of
+from april.data.tokenizer import Tokenizer
+from april.workers.rewards.messages import GroupScore, Item, RewardRules, Score
+from april.workers.rewards.pool import RewardPool
+
+
+class Scoring:
+    """The verifiers' processes of a worker or scorer; they are started at once, or with the first response.
+
+    scoring.submit(grant, [prompt, *pieces of the response], "stop")    # or the responses of grant.together
+    for score in scoring.poll():                      # never waits
+        connection.send(closing(score, length))
+    """
+
+    def __init__(self, config: Config, tokenizer: Tokenizer, at_once: bool = True):
+        self.config = config
+        self.tokenizer = tokenizer
+        self.pool: RewardPool | None = None
+        if at_once:
+            self._start()
+
+    def _start(self) -> None:
+        self.pool = RewardPool(self.config.reward.processes, reward_rules(self.config))
+
+    @property
+    def pending(self) -> int:
+        """Responses that were submitted and have not come back."""
+        return self.pool.pending if self.pool else 0
+
+    def submit(self, grant: wire.Grant, tokens: list[np.ndarray], finish_reason: str) -> None:
+        """`tokens`: the prompt, then the response in pieces, as they come with a grant and grow; of a grant on a group
+        the prompt and its responses, whose finish reasons it has."""
+        if self.pool is None:
+            self._start()
+        prompt = self.tokenizer.decode(tokens[0])
+        if grant.together:
+            responses = zip(tokens[1:], grant.together, strict=True)
+            items = [
+                Item(place, grant.reward, self.tokenizer.decode(ids), grant.label, reason, prompt, len(ids))
+                for place, (ids, reason) in enumerate(responses)
+            ]
+            return self.pool.submit_group(grant.token, grant.reward, items)
+        response = np.concatenate(tokens[1:])
+        text = self.tokenizer.decode(response)
+        self.pool.submit(grant.token, grant.reward, text, grant.label, finish_reason, prompt, len(response))
+
+    def poll(self) -> list[Score | GroupScore]:
+        """What the verifiers have said since the last call; the key of a score is the token of its lease."""
+        return self.pool.poll() if self.pool else []
+
+    def close(self) -> None:
+        if self.pool:
+            self.pool.close()
+
+
+def closing(score: Score | GroupScore, length: int = 0) -> wire.Scored | wire.ScoredTogether | wire.GiveBack:
+    """What ends the lease; `length`: of the response, as far as this process has generated it."""
+    if isinstance(score, GroupScore):
+        rewards, details = [one.reward for one in score.scores], [one.details for one in score.scores]
+        return wire.ScoredTogether(score.key, rewards, details)
+    if score.reward is None:
+        return wire.GiveBack(score.key, length, "scoring_failed", score.error or "no reward")
+    return wire.Scored(score.key, score.reward, score.details)
+
+
+def reward_rules(config: Config) -> RewardRules:
+    section = config.reward
+    named = {field: getattr(section, field) for field in RewardRules.__struct_fields__ if hasattr(section, field)}
+    sources = (*config.data.train_sources, *config.data.eval_sources)
+    verifiers = {section.name, *filter(None, map(verifier_of, sources))}
+    return RewardRules(
+        max_response_tokens=config.sampling.max_response_tokens, verifiers=tuple(sorted(verifiers)), **named
+    )

@@ -1,0 +1,239 @@
+"""Whatever happens to those who score: no response is generated again, and a group is scored as one or not at all."""
+
+import dataclasses
+
+import msgspec
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from april.broker.events import ChunkAccepted, GroupOpened, GroupScored, Leased, SampleScored
+from april.broker.ledger import Ledger, LedgerError, Rules, Verdict
+from april.broker.samples import GroupState, SampleState
+from april.broker.snapshot import LedgerImage, freeze, thaw
+from april.version import Version
+
+BUDGET = 6
+LOSSES = ["lost", "expired", "scoring_failed", "leave"]
+
+
+class Scoring(RuleBasedStateMachine):
+    """A ledger between those who generate and those who score; every second group is scored together."""
+
+    @initialize(
+        apart=st.booleans(),
+        size=st.integers(1, 3),
+        min_group_size=st.sampled_from([None, 1]),
+        attempts=st.integers(1, 4),
+    )
+    def start(self, apart, size, min_group_size, attempts):
+        self.rules = Rules(
+            2, size, 1000, max_attempts=attempts, min_group_size=min_group_size, max_response_tokens=BUDGET,
+            scored_apart=apart,
+        )  # fmt: skip
+        self.log = []
+        self.snapshot = None
+        self.ledger = self.new_ledger()
+        self.ledger.start_learner(0)
+        self.emitted = 0
+
+    def new_ledger(self):
+        return Ledger(self.rules, record=self.journal, together=lambda evaluation, epoch, row: row % 2 == 1)
+
+    def journal(self, event, arrays):
+        self.log.append(event)
+        return len(self.log), 1
+
+    def a_lease(self, data, generating):
+        tokens = [token for token, lease in self.ledger.leases.items() if lease.generating is generating]
+        return self.ledger.leases[data.draw(st.sampled_from(sorted(tokens)))] if tokens else None
+
+    # --- those who generate ---
+
+    @rule(evaluation=st.booleans())
+    def open_group(self, evaluation):
+        row = sum(isinstance(event, GroupOpened) for event in self.log)
+        self.ledger.open_group(0, row, floor=0, evaluation=evaluation)
+
+    @rule()
+    def lease_to_generate(self):
+        queue = self.ledger.queue
+        if sample := queue.take_evaluation(0) or queue.take_started(0) or queue.take_fresh(0):
+            assert not self.ledger.lease(sample, "worker", 0, 0.0).scoring
+
+    @rule(data=st.data(), count=st.integers(1, BUDGET), ends=st.booleans())
+    def generate(self, data, count, ends):
+        if lease := self.a_lease(data, generating=True):
+            self.go_on(lease, count, ends)
+
+    def go_on(self, lease, count, ends):
+        sample = lease.sample
+        count = min(count, BUDGET - sample.length)
+        finish = "stop" if ends or sample.length + count == BUDGET else ""
+        assert self.ledger.add_chunk(lease.token, sample.length, count, Version(0, 0), finish) is Verdict.OK
+        self.emitted += 0 if sample.group.evaluation else count
+        handed_over = bool(finish) and (self.rules.scored_apart or sample.group.together)
+        assert (lease.token not in self.ledger.leases) == handed_over
+        if handed_over:
+            assert sample.state is SampleState.GENERATED and not sample.token
+            assert self.ledger.score(lease.token, 1.0) is Verdict.FENCED
+
+    @rule(data=st.data(), cause=st.sampled_from(["lost", "generation_failed", "abort"]))
+    def lose_a_worker(self, data, cause):
+        if lease := self.a_lease(data, generating=True):
+            self.ledger.end_lease(lease.token, cause)
+
+    # --- those who score ---
+
+    @rule(scorer=st.sampled_from(["s0", "s1"]))
+    def lease_to_score(self, scorer):
+        wait = self.waiting()
+        sample = self.ledger.queue.take_scoring()
+        assert (sample is None) == (not wait)
+        if sample:
+            assert sample in wait
+            lease = self.ledger.lease(sample, scorer, 0, 0.0)
+            assert lease.scoring and not lease.generating
+            assert lease.samples == (sample.group.live_samples if sample.group.together else [sample])
+            assert all(one.token == lease.token and one.state is SampleState.SCORING for one in lease.samples)
+
+    def waiting(self):
+        """What can be scored, by the definitions: single responses, and groups of which no response is missing."""
+        found = []
+        for group in self.ledger.groups.values():
+            generated = [sample for sample in group.live_samples if sample.state is SampleState.GENERATED]
+            if not group.together or len(generated) == len(group.live_samples):
+                found += generated
+        return found
+
+    @rule(data=st.data())
+    def a_group_that_is_not_whole_cannot_be_leased(self, data):
+        partly = [
+            sample
+            for group in self.ledger.groups.values()
+            for sample in group.samples
+            if group.together and sample.state is SampleState.GENERATED and not group.awaits_scores
+        ]
+        if partly:
+            try:
+                self.ledger.lease(data.draw(st.sampled_from(partly)), "s0", 0, 0.0)
+            except LedgerError:
+                return
+            raise AssertionError("a part of a group was leased for its scores")
+
+    @rule(data=st.data(), reward=st.floats(-1, 1))
+    def score(self, data, reward):
+        if lease := self.a_lease(data, generating=False):
+            self.hand_in(lease, reward)
+
+    def hand_in(self, lease, reward):
+        ledger, token, samples = self.ledger, lease.token, lease.samples
+        rewards, details = [reward + place for place in range(len(samples))], [{"place": 1.0}] * len(samples)
+        if lease.on_group:
+            assert ledger.score(token, reward) is Verdict.INVALID
+            assert ledger.score_group(token, rewards[1:], details[1:]) is Verdict.INVALID
+            assert ledger.score_group(token, rewards, details) is Verdict.OK
+        else:
+            assert ledger.score_group(token, rewards, details) is Verdict.INVALID
+            assert ledger.score(token, reward, details[0]) is Verdict.OK
+        assert [sample.reward for sample in samples] == rewards
+        assert ledger.score(token, reward) is ledger.score_group(token, rewards, details) is Verdict.FENCED
+
+    @rule(data=st.data(), cause=st.sampled_from(LOSSES))
+    def lose_a_score(self, data, cause):
+        if lease := self.a_lease(data, generating=False):
+            samples, attempts = lease.samples, [sample.attempts for sample in lease.samples]
+            self.ledger.end_lease(lease.token, cause, "no such unit")
+            for sample, before in zip(samples, attempts, strict=True):
+                if sample.group.state is GroupState.OPEN:
+                    assert sample.attempts == before + (cause != "leave")
+                    assert sample.state in (SampleState.GENERATED, SampleState.DEAD)
+
+    @rule(scorer=st.sampled_from(["s0", "s1", "worker"]))
+    def kill(self, scorer):
+        for token in sorted(self.ledger.held.get(scorer, ())):
+            if token in self.ledger.leases:
+                self.ledger.end_lease(token, "lost")
+
+    @rule(data=st.data())
+    def discard(self, data):
+        if groups := self.ledger.open_groups():
+            self.ledger.discard(data.draw(st.sampled_from(groups)), "filtered")
+
+    # --- the broker ---
+
+    @rule()
+    def take_snapshot(self):
+        self.snapshot = (len(self.log), msgspec.msgpack.encode(freeze(self.ledger)))
+
+    @rule(from_snapshot=st.booleans(), apart=st.booleans())
+    def restart_broker(self, from_snapshot, apart):
+        """What snapshot and journal rebuild is what was there; who scores from then on may be another."""
+        again, first = self.new_ledger(), 0
+        if from_snapshot and self.snapshot:
+            first, encoded = self.snapshot
+            thaw(msgspec.msgpack.decode(encoded, type=LedgerImage), again)
+        for reference, event in enumerate(self.log[first:], start=first + 1):
+            again.apply(event, (reference, 1))
+        assert freeze(again) == freeze(self.ledger)
+        assert again.held == self.ledger.held and again.load == self.ledger.load
+        assert again.generating == self.ledger.generating
+        assert {token: len(lease.samples) for token, lease in again.leases.items()} == {
+            token: len(lease.samples) for token, lease in self.ledger.leases.items()
+        }
+        self.rules = again.rules = dataclasses.replace(self.rules, scored_apart=apart)
+        self.ledger = again
+
+    @rule()
+    def everybody_works(self):
+        """Without further faults every open group comes to its end."""
+        while any(group.state is GroupState.OPEN for group in self.ledger.groups.values()):
+            before = len(self.log)
+            self.lease_to_generate()
+            self.lease_to_score("s0")
+            for lease in list(self.ledger.leases.values()):
+                if lease.generating:
+                    self.go_on(lease, BUDGET, ends=True)
+                else:
+                    self.hand_in(lease, 0.5)
+            assert len(self.log) > before, "something waits that nobody is given"
+
+    # --- what never breaks ---
+
+    @invariant()
+    def no_response_is_generated_again(self):
+        complete, samples = set(), {}
+        for event in getattr(self, "log", ()):
+            match event:
+                case Leased():
+                    samples[event.token] = (event.group, event.index)
+                    assert event.scoring == (samples[event.token] in complete)
+                case ChunkAccepted():
+                    assert samples[event.token] not in complete
+                    if event.finish_reason:
+                        complete.add(samples[event.token])
+                case SampleScored() | GroupScored():
+                    assert samples[event.token] in complete
+
+    @invariant()
+    def a_group_is_scored_as_one_or_not_at_all(self):
+        for group in self.ledger.groups.values() if hasattr(self, "ledger") else ():
+            if group.together:
+                states = {sample.state for sample in group.live_samples}
+                for alone in (SampleState.SCORING, SampleState.DONE):
+                    assert alone not in states or len(states) == 1
+                tokens = {sample.token for sample in group.live_samples if sample.state is SampleState.SCORING}
+                assert len(tokens) <= 1
+
+    @invariant()
+    def the_ledger_closes(self):
+        if hasattr(self, "ledger"):
+            assert self.ledger.closed and self.ledger.tokens["generated"] == self.emitted
+            for token, lease in self.ledger.leases.items():
+                assert all(sample.token == token for sample in lease.samples)
+
+
+TestScoring = Scoring.TestCase
+TestScoring.settings = settings(
+    max_examples=100, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
