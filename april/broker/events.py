@@ -69,6 +69,18 @@ class ChunkAccepted(Event):
     """"" unless these are the last tokens"""
 
 
+class ObservationAccepted(Event):
+    """What the environment answered to a turn. Arrays: as for a chunk; the logprobs are 0 and nobody's."""
+
+    token: int
+    start: int
+    count: int
+    finish_reason: str
+    state: bytes
+    """of the environment from here on"""
+    failed: bool = False
+
+
 class SampleScored(Event):
     token: int
     reward: float
@@ -76,7 +88,7 @@ class SampleScored(Event):
 
 
 class LeaseEnded(Event):
-    """cause: abort | leave | lost | expired | generation_failed | scoring_failed"""
+    """cause: abort | leave | lost | expired | generation_failed | environment_failed | scoring_failed"""
 
     token: int
     cause: str
@@ -150,6 +162,7 @@ AnyEvent = (
     | GroupOpened
     | Leased
     | ChunkAccepted
+    | ObservationAccepted
     | SampleScored
     | LeaseEnded
     | GroupDiscarded

@@ -39,6 +39,8 @@ class Item(msgspec.Struct, array_like=True, frozen=True):
     prompt: str = ""
     tokens: int = 0
     """of the response"""
+    state: bytes = b""
+    """of its environment at the end, MessagePack; empty without one"""
 
 
 class Score(msgspec.Struct, array_like=True, frozen=True):
@@ -51,6 +53,6 @@ class Score(msgspec.Struct, array_like=True, frozen=True):
     """what the reward is made of"""
 
 
-def frame(message: Item | Score) -> bytes:
+def frame(message: msgspec.Struct) -> bytes:
     body = msgspec.msgpack.encode(message)
     return len(body).to_bytes(LENGTH_BYTES, "little") + body

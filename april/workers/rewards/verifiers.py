@@ -1,8 +1,9 @@
 """Verifiers by name: what a response is worth.
 
 A verifier is a function `(response, label, finish_reason)` that returns a number, or a number and a dictionary of
-numbers that it is made of. If it has a parameter `prompt` or `tokens`, it is given that, too. One of your own is named
-by where it lives, `package.module:function`; it may raise, and an exception is never counted as a reward of zero.
+numbers that it is made of. If it has a parameter `prompt`, `tokens` or `state` (of its environment), it is given that,
+too. One of your own is named by where it lives, `package.module:function`; it may raise, and an exception is never
+counted as a reward of zero.
 """
 
 import importlib
@@ -10,6 +11,8 @@ import importlib.util
 import inspect
 from collections.abc import Callable
 from functools import cache
+
+import msgspec
 
 from april.workers.rewards.messages import Item, RewardRules, Score
 
@@ -29,12 +32,13 @@ VERIFIERS = {
     "dapo": f"{PACKAGE}.mathematics:dapo",
     "code": f"{PACKAGE}.code:code",
     "remote": f"{PACKAGE}.remote:remote",
+    "environment": "april.environments.reward:environment",
 }
 NEEDED = {"math": "math_verify", "deepscaler": "math_verify"}
 """module of the `rewards` extra that a verifier imports when it is first used"""
 IN_BATCHES = {"remote"}
 """of which a process takes many at a time"""
-FURTHER = ("prompt", "tokens")
+FURTHER = ("prompt", "tokens", "state")
 """parameters that a verifier may have"""
 
 
@@ -65,6 +69,8 @@ def parameters(verifier: Verifier) -> list[str]:
 
 def one(verifier: Verifier, item: Item, further: list[str]) -> Score:
     more = {name: getattr(item, name) for name in further}
+    if "state" in more:
+        more["state"] = msgspec.msgpack.decode(item.state) if item.state else None
     worth = verifier(item.response, item.label, item.finish_reason, **more)
     reward, details = worth if isinstance(worth, tuple) and len(worth) == 2 else (worth, {})
     return Score(item.key, reward, None, details)
