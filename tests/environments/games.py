@@ -3,6 +3,7 @@
 import os
 import time
 import zlib
+from pathlib import Path
 
 from april.environments import Observation, Turn
 
@@ -15,6 +16,22 @@ def chain(turn: Turn) -> Observation:
     digest = zlib.crc32("|".join([turn.prompt, turn.label, *said]).encode())
     done = turn.number + 1 == TURNS
     return Observation(f"{digest % 1000:03d}", {"said": said, "reward": digest / 2**32}, done)
+
+
+def count(turn: Turn) -> Observation:
+    """Says how often it was asked in this response, which only the state knows."""
+    times = turn.state or 0
+    assert times == turn.number
+    return Observation(str(times % 10), times + 1)
+
+
+def wait_at_the_gate(turn: Turn) -> Observation:
+    """The same, once a file is there; until then whoever asks has to wait."""
+    folder = Path(os.environ["GATE"])
+    (folder / f"asked-{os.getpid()}").touch()
+    while not (folder / "open").exists():
+        time.sleep(0.05)
+    return count(turn)
 
 
 def hang(turn: Turn) -> str:

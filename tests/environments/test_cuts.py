@@ -17,11 +17,10 @@ def finish(table):
 
 @pytest.fixture
 def uncut(table):
-    """The group as it becomes undisturbed, and the turns of the worker that it takes."""
+    """The group as it becomes when nothing happens."""
     undisturbed = table(*ALONE, "--run.name", "undisturbed")
     undisturbed.start_worker()
-    stories = finish(undisturbed)
-    return stories
+    return finish(undisturbed)
 
 
 def test_turns_and_observations_alternate_until_the_environment_is_done(uncut):
@@ -34,14 +33,19 @@ def test_turns_and_observations_alternate_until_the_environment_is_done(uncut):
 
 
 def cut_after(table, turns, how):
-    """Work for so many turns of the worker, then let somebody die or give up, and somebody else go on."""
+    """Work for so many turns of the worker, then let somebody die or give up, and somebody else go on.
+
+    Where the samples that were cut had come to.
+    """
     table.start_worker()
     for _ in range(turns):
         table.turn()
         if table.ledger.next_step == 1:
-            return False
-    asked = {lease.sample for lease in table.ledger.leases.values() if lease.generating}
-    before = {sample: (sample.length, sample.observations) for sample in asked}
+            return {"complete"}
+    cut = [lease.sample for lease in table.ledger.leases.values() if lease.generating and lease.sample.length]
+    asked = {call.key for _, call in table.worker.turns.pool.waiting}
+    before = {(sample.group.id, sample.index): (sample.length, sample.observations) for sample in cut}
+    moments = {moment(sample, asked) for sample in cut}
     if how == "leave":
         table.worker._leave()
     if how == "kill both":
@@ -52,25 +56,29 @@ def cut_after(table, turns, how):
         table.kill_worker()
         table.talk.tick(11.0)
         table.start_worker()
-    for group in table.ledger.groups.values():
-        for sample in group.samples:
-            for old, (length, observations) in before.items():
-                if (old.group.id, old.index) == (group.id, sample.index):
-                    assert (sample.length, sample.observations) == (length, observations), "acknowledged is kept"
-    return True
+    after = {(group, index): table.ledger.groups[group].samples[index] for group, index in before}
+    assert before == {place: (sample.length, sample.observations) for place, sample in after.items()}
+    return moments
+
+
+def moment(sample, asked):
+    if sample.token in asked:
+        return "asked"
+    observed = sample.observations
+    return "next turn" if observed and observed[-1][1] == sample.length else "in a turn"
 
 
 @pytest.mark.parametrize("how", ["leave", "kill worker", "kill broker", "kill both"])
 def test_cut_anywhere_it_goes_on_as_if_it_had_not_been(table, uncut, how):
-    """In the midst of a turn, while the environment is asked, and behind its answer: a cut at every turn of the loop."""
-    turns, went_on = 1, True
-    while went_on:
+    """In the midst of a turn, while the environment is asked, and at the start of the next: a cut after every token."""
+    turns, moments = 1, set()
+    while "complete" not in moments:
         broken = table(*ALONE, "--run.name", f"cut-{turns}")
-        went_on = cut_after(broken, turns, how)
+        moments |= cut_after(broken, turns, how)
         assert finish(broken) == uncut
         broken.talk.journal.close()
         turns += 1
-    assert turns > 20
+    assert {"in a turn", "asked", "next turn"} <= moments
 
 
 def test_cut_again_and_again(table, uncut):

@@ -1,4 +1,4 @@
-"""Real workers with the embedded engine on a broker without sockets, all in one thread, so that either can die anywhere.
+"""A real worker with the embedded engine on a broker without sockets, in one thread, so that either can die anywhere.
 
 Verifiers and environments answer in this process, an environment a few turns of the worker after it was asked.
 """
@@ -10,6 +10,7 @@ from april import wire
 from april.environments.process import ask
 from april.version import Version
 from april.workers.engines.torch_engine import TorchEngine, load_folder_weights
+from april.workers.rewards.messages import Item
 from april.workers.rewards.process import verify
 from april.workers.worker import Worker
 from tests.broker.conversation import Conversation, Peer
@@ -52,8 +53,6 @@ class InstantRewards:
         return len(self.scores)
 
     def submit(self, key, verifier, response, label, finish_reason, prompt, tokens, state):
-        from april.workers.rewards.messages import Item
-
         item = Item(key, verifier, response, label, finish_reason, prompt, tokens, state)
         self.scores += verify([item], self.rules)
 
@@ -129,7 +128,6 @@ class Table:
 
     def kill_worker(self):
         """Without a word: what it had not sent is gone, and its successor gets what is on disk."""
-        self.worker.close = lambda: None
         self.worker = None
 
     def kill_broker(self):
