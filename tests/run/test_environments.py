@@ -1,4 +1,4 @@
-"""A real run in turns: worker and broker are killed while a tool is at work; nothing is lost or answers another turn."""
+"""A real run in turns: worker and broker are killed while a tool is at work; nothing is lost or asked amiss."""
 
 import os
 
@@ -56,5 +56,5 @@ def test_killed_in_the_midst_of_a_tool_call(config_file, policy_folder, tmp_path
     assert (summary["steps"], summary["state"], summary["starts"]["broker"]) == (3, "finished", 2)
     assert summary["tokens"]["refused"] == 0 and not summary["tokens"]["discarded"]
     workers, observed = assert_every_answer_fits_its_turn(run_dir, Tokenizer(policy_folder))
-    assert len(workers) == 2 and observed > 50
+    assert len(workers) == 2 and observed > 20
     assert not [name for name in asked() if os.path.exists(f"/proc/{name.removeprefix('asked-')}")]
