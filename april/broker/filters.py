@@ -22,7 +22,7 @@ class CompleteGroup(NamedTuple):
 
     rewards: list[float]
     lengths: list[int]
-    """response tokens"""
+    """response tokens, without observations"""
     finish_reasons: list[str]
     details: list[dict[str, float]]
     """what the rewards are made of"""
