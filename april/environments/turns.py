@@ -3,6 +3,7 @@
 Without an environment a response is a single turn, which nothing but its own end is the end of.
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,7 +37,7 @@ class Turns:
         """tokens that end a turn, though they may be ends of text, too"""
         self.stops = self.ends | tokenizer.eos_token_ids | frozenset(config.sampling.stop_token_ids)
         """tokens that end a turn or the response"""
-        self.max_tokens = section.max_turn_tokens or config.sampling.max_response_tokens
+        self.max_tokens = section.max_turn_tokens or math.inf
         rules = EnvironmentRules(section.name, section.timeout_s, section.memory_mb)
         self.pool = EnvironmentPool(section.processes if section.name else 0, rules)
         self._states: dict[int, bytes] = {}
@@ -54,8 +55,8 @@ class Turns:
         last = int(turn[-1])
         return last in self.ends or (len(turn) >= self.max_tokens and last not in self.stops)
 
-    def room(self, turn: np.ndarray) -> int:
-        """Tokens that it may still have."""
+    def room(self, turn: np.ndarray) -> float:
+        """Tokens that it may still have; infinite where turns have no bound of their own."""
         return self.max_tokens - len(turn)
 
     def ask(self, key: int, turn: np.ndarray, number: int, state: bytes, prompt: np.ndarray, label: str) -> None:
