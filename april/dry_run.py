@@ -12,6 +12,7 @@ from april.config import Config, ConfigError, SourceSection
 from april.config.checks import check_model
 from april.data.dataset import verifier_of
 from april.data.formats import ARROW, PARQUET, data_files, kind_of
+from april.environments.base import check_environment
 from april.preflight import check_keys, check_weights
 from april.weights.layout import describe_groups
 from april.workers.rewards.verifiers import check_verifier
@@ -90,7 +91,8 @@ def describe_processes(config: Config) -> str:
     workers, scorers, ranks = config.worker.count, config.scorers, config.learner.ranks
     scoring = f"{scorers} scorers, " if scorers else ""
     verifiers = (scorers or workers) * config.reward.processes
-    return f"1 broker, {workers} workers, {scoring}{ranks} learner ranks, {verifiers} verifiers"
+    environments = f", {workers * config.environment.processes} environments" if config.environment.name else ""
+    return f"1 broker, {workers} workers, {scoring}{ranks} learner ranks, {verifiers} verifiers{environments}"
 
 
 def describe_model(config: Config, shape: Shape | None) -> str:
@@ -178,6 +180,7 @@ def objections(config: Config) -> Iterator[str]:
     named = {verifier_of(source) for source in (*data.train_sources, *data.eval_sources)} - {None}
     for name in sorted(named | {config.reward.name}):
         yield from refused(check_verifier, name, "reward.name or data.reward", config.reward.url)
+    yield from refused(check_environment, config.environment.name)
     yield from refused(GroupFilters, config.schedule)
     yield from refused(check_keys, config.security.keys, bool(config.scorers))
     yield from lacking_devices(config)

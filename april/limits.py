@@ -43,6 +43,10 @@ LANE_RECORDS = 20_000
 """spans of workers' activities kept for one line of metrics.jsonl; further ones are not recorded"""
 TALLIES = 16_384
 """worker processes whose tokens are told apart; those that left first are added up"""
+OBSERVATION_CHARACTERS = 1 << 18
+"""of what an environment answers to a turn; the rest is cut off"""
+STATE_BYTES = 64 << 10
+"""of an environment between two turns, which every grant of its sample carries"""
 TEXT_CHARACTERS = 500
 """of an error or a reason"""
 WEIGHT_LANES = 2048

@@ -10,6 +10,8 @@ from april.broker.journal import Journal, JournalError
 from april.broker.prompts import PromptBook
 from april.broker.recorder import replace_file
 from april.config import Config, ConfigError
+from april.environments.base import check_environment
+from april.environments.turns import turn_end_ids
 from april.security.allow_list import AllowList
 from april.security.keys import ALLOW_LIST, ROLES, find_key_file, load_keys, refusal
 from april.workers.rewards.verifiers import check_verifier
@@ -21,7 +23,9 @@ def check_inputs(config: Config) -> None:
     check_keys(config.security.keys, scorers=bool(config.scorers))
     GroupFilters(config.schedule)
     check_verifier(config.reward.name, url=config.reward.url)
+    check_environment(config.environment.name)
     book = PromptBook(config)
+    turn_end_ids(config.environment.turn_ends, book.tokenizer)
     for name in sorted(book.rows.rewards | book.evaluation_rows.rewards):
         check_verifier(name, "reward of a row", config.reward.url)
 

@@ -147,6 +147,12 @@ class Grant(Message):
     """the lease ends with the last chunk; somebody else scores the response"""
     together: list[str] = []
     """finish reasons of the responses that are scored together"""
+    turns: Number = 0
+    """of the policy that the environment has answered"""
+    turn_start: Number = 0
+    """response tokens before the turn under way"""
+    state: bytes = b""
+    """of the environment behind its last observation"""
 
 
 class Chunk(Message):
@@ -157,6 +163,18 @@ class Chunk(Message):
     start: Number
     version: Version
     finish_reason: Literal["", "stop", "length"] = ""
+
+
+class Observation(Message):
+    """What the environment has answered to a turn; a finish reason says that the response ends with it.
+    Array: ids int32 [T], which are not trained."""
+
+    token: int
+    start: Number
+    state: bytes = b""
+    finish_reason: Literal["", "stop", "length"] = ""
+    failed: bool = False
+    """the environment has not answered; the tokens say so to the policy"""
 
 
 class Acknowledged(Message):
@@ -188,11 +206,11 @@ class ScoredTogether(Message):
 
 
 class GiveBack(Message):
-    """The worker stops working on a sample; cause: abort | leave | generation_failed | scoring_failed."""
+    """The worker stops working on a sample."""
 
     token: int
     length: Number
-    cause: Literal["abort", "leave", "generation_failed", "scoring_failed"]
+    cause: Literal["abort", "leave", "generation_failed", "environment_failed", "scoring_failed"]
     error: str = ""
 
 

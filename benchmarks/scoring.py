@@ -112,7 +112,7 @@ def run(folder: Path, work: list[wire.Grant], processes: int) -> tuple[float, fl
     engine.load_weights(Version(0, 0), load_folder_weights(folder / "policy"))
     broker = Broker(work, np.zeros(0, np.int32), SLOTS + config.worker.prefetch)
     worker = Worker(config, engine, broker, NoWeights())
-    worker.stop_tokens = frozenset()
+    worker.turns.stops = frozenset()
     broker.prompt = worker.tokenizer.encode_prompt(PROMPT)
     warm_up(worker)
     while broker.unscored:

@@ -78,6 +78,8 @@ def file(tmp_path):
         (["--reward.format_pattern", "("], ["reward.format_pattern", "'('", "regular expression"]),
         (["--data.sources", '[{path = "x.jsonl", weight = 0}]'], ["data.sources.0.weight", "0", "greater than 0"]),
         (["--data.sources", '[{path = "x.jsonl"}]'], ["data.path", "data.sources", "leave one out"]),
+        (["--environment.name", "calculator"], ["environment.name", "calculator", "environment.turn_ends"]),
+        (["--environment.turn_ends", '["="]'], ["environment.turn_ends", "=", "environment.name"]),
         (["--data.mapping", "gsm8k"], ["data.mapping", "gsm8k", "'dapo_math'"]),
         (["--model", "3"], ["'model'", "3", "[model]"]),
     ],

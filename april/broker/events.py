@@ -75,6 +75,20 @@ class ChunkAccepted(Event):
     """they end the lease, too: the response waits for somebody who scores it"""
 
 
+class ObservationAccepted(Event):
+    """What the environment answered to a turn. Arrays: as for a chunk; the logprobs are 0 and nobody's."""
+
+    token: int
+    start: int
+    count: int
+    finish_reason: str
+    state: bytes
+    """of the environment from here on"""
+    failed: bool = False
+    lease_over: bool = False
+    """as of a chunk"""
+
+
 class SampleScored(Event):
     token: int
     reward: float
@@ -90,7 +104,7 @@ class GroupScored(Event):
 
 
 class LeaseEnded(Event):
-    """cause: abort | leave | lost | expired | generation_failed | scoring_failed"""
+    """cause: abort | leave | lost | expired | generation_failed | environment_failed | scoring_failed"""
 
     token: int
     cause: str
@@ -164,6 +178,7 @@ AnyEvent = (
     | GroupOpened
     | Leased
     | ChunkAccepted
+    | ObservationAccepted
     | SampleScored
     | GroupScored
     | LeaseEnded

@@ -22,7 +22,7 @@ class CompleteGroup(NamedTuple):
 
     rewards: list[float]
     lengths: list[int]
-    """response tokens"""
+    """response tokens, without observations"""
     finish_reasons: list[str]
     details: list[dict[str, float]]
     """what the rewards are made of"""
@@ -68,7 +68,7 @@ class GroupFilters:
         done = [sample for sample in group.samples if sample.state is SampleState.DONE]
         facts = CompleteGroup(
             [sample.reward for sample in done],
-            [sample.length for sample in done],
+            [sample.sampled for sample in done],
             [sample.finish_reason for sample in done],
             [sample.details or {} for sample in done],
         )

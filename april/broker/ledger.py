@@ -133,23 +133,54 @@ class Ledger(LedgerState):
         A finish reason ends the response together with its last tokens; the holder scores it next, unless it is
         scored apart or with its group: then it ends the lease as well.
         """
+        if misplaced := self._misplaced(token, start):
+            return misplaced
+        lease = self.leases[token]
+        if version.step < max(lease.step, lease.sample.first_step):
+            return Verdict.FENCED
+        if not self._goes_on(lease, count, finish_reason) or not self.was_published(version):
+            return Verdict.INVALID
+        lease_over = bool(finish_reason) and self.is_handed_over(lease.sample.group)
+        self.commit(events.ChunkAccepted(token, start, count, version, finish_reason, lease_over), arrays)
+        return Verdict.OK
+
+    def add_observation(
+        self,
+        token: int,
+        start: int,
+        count: int,
+        state: bytes = b"",
+        finish_reason: str = "",
+        failed: bool = False,
+        arrays: Sequence[Part] = (),
+    ) -> Verdict:
+        """Accept what the environment has answered to the turn that ends at `start`, as a chunk would be.
+
+        `state` comes back with every later grant; `failed`: the tokens stand for an answer that did not come.
+        """
+        if misplaced := self._misplaced(token, start):
+            return misplaced
+        lease = self.leases[token]
+        segments = lease.sample.segments
+        answers_a_turn = bool(segments) and segments[-1][1] == start
+        if not answers_a_turn or not self._goes_on(lease, count, finish_reason):
+            return Verdict.INVALID
+        lease_over = bool(finish_reason) and self.is_handed_over(lease.sample.group)
+        self.commit(events.ObservationAccepted(token, start, count, finish_reason, state, failed, lease_over), arrays)
+        return Verdict.OK
+
+    def _misplaced(self, token: int, start: int) -> Verdict | None:
+        """Why tokens at `start` do not come next in the sample of a current lease, if they do not."""
         lease = self.leases.get(token)
         if lease is None:
             return Verdict.FENCED
-        sample = lease.sample
-        if start < sample.length:
-            return Verdict.DUPLICATE
-        if start > sample.length:
-            return Verdict.GAP
-        if version.step < max(lease.step, sample.first_step):
-            return Verdict.FENCED
-        left = self.rules.max_response_tokens - sample.length - count
-        within_budget = count > 0 and (left > 0 or (left == 0 and finish_reason))
-        if not lease.generating or not within_budget or not self.was_published(version):
-            return Verdict.INVALID
-        lease_over = bool(finish_reason) and self.is_handed_over(sample.group)
-        self.commit(events.ChunkAccepted(token, start, count, version, finish_reason, lease_over), arrays)
-        return Verdict.OK
+        length = lease.sample.length
+        return Verdict.DUPLICATE if start < length else Verdict.GAP if start > length else None
+
+    def _goes_on(self, lease: Lease, count: int, finish_reason: str) -> bool:
+        """Whether the response can go on by `count` tokens, or end with them."""
+        left = self.rules.max_response_tokens - lease.sample.length - count
+        return lease.generating and count > 0 and (left > 0 or (left == 0 and bool(finish_reason)))
 
     def score(self, token: int, reward: float, details: dict[str, float] | None = None) -> Verdict:
         lease = self.leases.get(token)

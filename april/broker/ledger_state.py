@@ -189,20 +189,28 @@ class LedgerState:
     def _on_ChunkAccepted(self, event: events.ChunkAccepted, reference: Any) -> None:
         sample = self.leases[event.token].sample
         end = event.start + event.count
-        if sample.segments and sample.segments[-1][2] == event.version:
+        if sample.segments and sample.segments[-1][1:] == (event.start, event.version):
             sample.segments[-1] = (sample.segments[-1][0], end, event.version)
         else:
             sample.segments.append((event.start, end, event.version))
-        sample.chunks.extend(reference or ())
-        sample.length = end
         sample.group.tokens += event.count
         if sample.group.evaluation:
             self.tokens["evaluation"] += event.count
         else:
             self.tokens["generated"] += event.count
             self.tokens["open"] += event.count
+        self._lengthen(event, reference)
+
+    def _on_ObservationAccepted(self, event: events.ObservationAccepted, reference: Any) -> None:
+        self._lengthen(event, reference)
+
+    def _lengthen(self, event: events.ChunkAccepted | events.ObservationAccepted, reference: Any) -> None:
+        lease = self.leases[event.token]
+        sample = lease.sample
+        sample.chunks.extend(reference or ())
+        sample.length = event.start + event.count
         if event.finish_reason:
-            self._stops_generating(self.leases[event.token])
+            self._stops_generating(lease)
             sample.state, sample.finish_reason = SampleState.SCORING, event.finish_reason
         if event.lease_over:
             self._release(event.token)
@@ -253,7 +261,7 @@ class LedgerState:
             group.state = GroupState.READY
             del self.groups[group.id]
             return
-        lost = sum(sample.length for sample in group.samples if sample.state is SampleState.DEAD)
+        lost = sum(sample.sampled for sample in group.samples if sample.state is SampleState.DEAD)
         group.tokens -= lost
         self.tokens[group.state] -= lost
         if lost:
@@ -294,7 +302,7 @@ class LedgerState:
         self._move(group, GroupState.DISCARDED)
         self._count_discarded(group, reason, 1)
         self.bound.remove(group.opened_at)
-        self.cohorts.finish(group.ordinal, [sample.length for sample in group.samples], [])
+        self.cohorts.finish(group.ordinal, [sample.sampled for sample in group.samples], [])
         group.forget()
 
     def _on_GroupRequeued(self, event: events.GroupRequeued, reference: Any) -> None:
@@ -324,8 +332,8 @@ class LedgerState:
 
     def _on_BatchConsumed(self, event: events.BatchConsumed, reference: Any) -> None:
         for group in self.deliveries[event.step]:
-            created = [sample.length for sample in group.samples]
-            trained = [] if event.discarded else [sample.length for sample in group.live_samples]
+            created = [sample.sampled for sample in group.samples]
+            trained = [] if event.discarded else [sample.sampled for sample in group.live_samples]
             self._move(group, GroupState.DISCARDED if event.discarded else GroupState.TRAINED)
             if event.discarded:
                 self._count_discarded(group, event.discarded, 1)

@@ -52,6 +52,10 @@ class Recorder:
         self.rollout_tokens = sum(step["rollout_tokens"] for step in self.steps.values())
         self.chunks = 0
         """of training samples, acknowledged since the broker started"""
+        self.environment: Counter[str] = Counter()
+        """since the broker started: observations, their tokens, and answers that failed"""
+        self._environment_before: Counter[str] = Counter()
+        """up to the last step"""
         self._lanes: list[dict[str, Any]] = []
         self._step_generating_s = 0.0
         self._step_tokens = 0
@@ -84,6 +88,10 @@ class Recorder:
         self._step_tokens += count
         self.rollout_tokens += count
 
+    def observed(self, tokens: int, failed: bool) -> None:
+        """An environment has answered a turn with so many tokens, or failed to."""
+        self.environment.update(observations=int(tokens > 0), tokens=tokens, failed=int(failed))
+
     def buffered(self, ledger: Ledger) -> None:
         self.peak_tokens = max(self.peak_tokens, ledger.tokens["open"] + ledger.tokens["ready"])
 
@@ -107,10 +115,11 @@ class Recorder:
         groups = ledger.deliveries[step]
         samples = [sample for group in groups for sample in group.samples if sample.state is SampleState.DONE]
         ages = tokens_by_age(groups, step)
-        lengths = Counter(sample.length for sample in samples)
+        lengths = Counter(sample.sampled for sample in samples)
         created = ledger.cohorts.created - self._settled
         self._settled = ledger.cohorts.created.copy()
         drift = self._measure_drift(ledger, now)
+        environment, self._environment_before = self.environment - self._environment_before, self.environment.copy()
         record = {
             "step": step + 1,
             "time": round(now, 3),
@@ -118,7 +127,7 @@ class Recorder:
             "reward_details": mean_details(samples),
             "groups": len(groups),
             "samples": len(samples),
-            "tokens": sum(sample.length for sample in samples),
+            "tokens": sum(sample.sampled for sample in samples),
             "rollout_s": round(self._step_generating_s, 4),
             "rollout_tokens": self._step_tokens,
             "rollout_tokens_per_s": per_second(self._step_tokens, self._step_generating_s),
@@ -135,6 +144,7 @@ class Recorder:
                 "surplus_groups": len(ledger.ready),
                 "aborted_samples": self._aborted_samples,
             },
+            "environment": {name: environment[name] for name in ("observations", "tokens", "failed")},
             "discarded_groups": discarded_groups(ledger),
             "lanes": self._lanes,
             "learner": learner,

@@ -41,8 +41,9 @@ class Sample:
     index: int
     state: SampleState = SampleState.WAITING
     length: int = 0
-    """acknowledged response tokens"""
+    """acknowledged response tokens, observations included"""
     segments: list[tuple[int, int, Version]] = field(default_factory=list)
+    """(start, end, version) of what the policy has sampled; the gaps between them are observations"""
     chunks: array = field(default_factory=lambda: array("Q"))
     """position and length of the journal's record of each of its chunks, in order: 16 bytes a chunk"""
     token: int = 0
@@ -54,6 +55,18 @@ class Sample:
     last_error: str = ""
     details: dict[str, float] | None = None
     """what its reward is made of"""
+
+    @property
+    def sampled(self) -> int:
+        """Its tokens without observations."""
+        return sum(end - start for start, end, _ in self.segments)
+
+    @property
+    def observations(self) -> list[tuple[int, int]]:
+        """(start, end) of what its environment has answered."""
+        starts = [0, *(end for _, end, _ in self.segments)]
+        ends = [*(start for start, _, _ in self.segments), self.length]
+        return [(start, end) for start, end in zip(starts, ends, strict=True) if start < end]
 
     @property
     def references(self) -> Iterator[tuple[int, int]]:
@@ -86,7 +99,7 @@ class Group:
     state: GroupState = GroupState.OPEN
     started: bool = False
     tokens: int = 0
-    """acknowledged response tokens of all samples"""
+    """acknowledged response tokens of all samples, without observations"""
     step: int = -1
     """of its delivery"""
     together: bool = False

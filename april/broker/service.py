@@ -47,7 +47,7 @@ BEHIND_S = 0.05
 """how often silent sessions and old leases are looked for"""
 
 MAY_SEND = {
-    "worker": {"Heartbeat", "Holding", "Lane", "Chunk", "Scored", "ScoredTogether", "GiveBack"},
+    "worker": {"Heartbeat", "Holding", "Lane", "Chunk", "Observation", "Scored", "ScoredTogether", "GiveBack"},
     "scorer": {"Heartbeat", "Room", "Scored", "ScoredTogether", "GiveBack"},
     "learner": {"Heartbeat", "LearnerStart", "Fetch", "Consumed", "Durable"},
     "monitor": {"Heartbeat", "StatusRequest", "StopRun", "Drain", "DeadLettersRequest", "Requeue"},
@@ -409,6 +409,14 @@ class Service:
         if len(chunks) == 1:
             return list(chunks[0])
         return [join(column) for column in zip(*chunks, strict=True)]
+
+    def environment_state(self, sample: Sample) -> bytes:
+        """What its environment has left behind its last observation."""
+        for reference in reversed(list(sample.references)):
+            event, _ = self.journal.read(reference)
+            if isinstance(event, events.ObservationAccepted):
+                return event.state
+        return b""
 
     def row_of(self, evaluation: bool, epoch: int, row: int) -> Row:
         return self.prompts.evaluation_rows[row] if evaluation else self.prompts.row(epoch, row)

@@ -117,10 +117,7 @@ class WorkerDesk:
         ids, logprobs = received.arrays
         if not len(ids) or ids.shape != logprobs.shape or ids.min() < 0 or not np.isfinite(logprobs).all():
             raise wire.WireError("a chunk has at least one token, ids from 0, and a finite logprob for each")
-        if ids.max() > self.largest_id:
-            raise wire.WireError(f"the policy's token ids end at {self.largest_id}")
-        if len(ids) > limits.CHUNK_TOKENS:
-            raise wire.WireError(f"a chunk has at most {limits.CHUNK_TOKENS} tokens")
+        self._check_ids(ids)
         if not self._holds(session.uid, message.token):
             return self._refuse(session, received, "the lease is not current", len(ids))
         lease = self.ledger.leases[message.token]
@@ -133,14 +130,50 @@ class WorkerDesk:
             session.acknowledged(now, len(ids))
             if not lease.sample.group.evaluation:
                 self.recorder.tokens(len(ids))
-        elif verdict is Verdict.GAP:
-            return self.sessions.send(session, wire.ResendFrom(message.token, lease.sample.length))
-        elif verdict is not Verdict.DUPLICATE:
-            self.ledger.end_lease(message.token, "generation_failed", f"chunk refused: {verdict}", now)
-            return self._refuse(session, received, f"chunk refused: {verdict}", len(ids))
-        self.sessions.acknowledge(session, message.token, lease.sample.length)
-        if message.token not in self.ledger.leases:
-            self.sessions.acknowledge(session, message.token)
+        self._answer(session, received, lease, verdict, len(ids), now)
+
+    def on_Observation(self, session: Session, received: wire.Received, now: float) -> None:
+        message = received.message
+        if not self.config.environment.name:
+            raise wire.WireError("this run has no environment")
+        if [packed.dtype for packed in received.packed] != ["i4"]:
+            raise wire.WireError("an observation carries ids int32")
+        [ids] = received.arrays
+        if not len(ids) or ids.min() < 0 or len(message.state) > limits.STATE_BYTES:
+            raise wire.WireError(
+                f"an observation has at least one token, ids from 0, and a state of at most {limits.STATE_BYTES} bytes"
+            )
+        self._check_ids(ids)
+        if not self._holds(session.uid, message.token):
+            return self._refuse(session, received, "the lease is not current")
+        lease, logprobs = self.ledger.leases[message.token], wire.pack(np.zeros(len(ids), "<f4"))
+        verdict = self.ledger.add_observation(
+            message.token, message.start, len(ids), message.state, message.finish_reason, message.failed,
+            [(packed.checksum, packed.data) for packed in (*received.packed, logprobs)],
+        )  # fmt: skip
+        if verdict is Verdict.OK:
+            self.recorder.observed(len(ids), message.failed)
+        self._answer(session, received, lease, verdict, 0, now)
+
+    def _check_ids(self, ids: np.ndarray) -> None:
+        if ids.max() > self.largest_id:
+            raise wire.WireError(f"the policy's token ids end at {self.largest_id}")
+        if len(ids) > limits.CHUNK_TOKENS:
+            raise wire.WireError(f"a chunk has at most {limits.CHUNK_TOKENS} tokens")
+
+    def _answer(
+        self, session: Session, received: wire.Received, lease: Lease, verdict: Verdict, sampled: int, now: float
+    ) -> None:
+        """Say what became of a chunk or an observation; `sampled`: the tokens that count as refused if they are."""
+        token = received.message.token
+        if verdict is Verdict.GAP:
+            return self.sessions.send(session, wire.ResendFrom(token, lease.sample.length))
+        if verdict not in (Verdict.OK, Verdict.DUPLICATE):
+            self.ledger.end_lease(token, "generation_failed", f"chunk refused: {verdict}", now)
+            return self._refuse(session, received, f"chunk refused: {verdict}", sampled)
+        self.sessions.acknowledge(session, token, lease.sample.length)
+        if token not in self.ledger.leases:
+            self.sessions.acknowledge(session, token)
 
     def on_Scored(self, session: Session, received: wire.Received, now: float) -> None:
         message = received.message
@@ -176,6 +209,8 @@ class WorkerDesk:
         if error:
             ids = {"worker": session.name, "group": sample.group.id, "sample": sample.index}
             log.warning("sample %d.%d came back: %s: %s", ids["group"], ids["sample"], message.cause, error, extra=ids)
+        if message.cause == "environment_failed":
+            self.recorder.observed(0, failed=True)
         self.ledger.end_lease(message.token, message.cause, error, now)
         self.sessions.acknowledge(session, message.token)
 
@@ -239,7 +274,7 @@ class WorkerDesk:
 
     def send_grant(self, session: Session, lease: Lease) -> None:
         sample, group, sampling = lease.sample, lease.sample.group, self.config.sampling
-        row = self.service.row_of(group.evaluation, group.epoch, group.row)
+        row, observations = self.service.row_of(group.evaluation, group.epoch, group.row), sample.observations
         grant = wire.Grant(
             token=lease.token,
             group=group.id,
@@ -256,6 +291,9 @@ class WorkerDesk:
             finish_reason=sample.finish_reason,
             hand_over=not lease.scoring and self.ledger.is_handed_over(group),
             together=[one.finish_reason for one in lease.samples] if lease.on_group else [],
+            turns=len(observations),
+            turn_start=observations[-1][1] if observations else 0,
+            state=self.service.environment_state(sample) if observations else b"",
         )
         if lease.on_group:
             pieces = [self.service.read_response(one)[0] for one in lease.samples]

@@ -9,6 +9,7 @@ from april.config.sections import (
     Config,
     ConfigError,
     DataSection,
+    EnvironmentSection,
     EvaluationSection,
     SamplingSection,
     ScheduleSection,
@@ -25,6 +26,7 @@ def check(config: Config, inputs: bool = True) -> None:
     check_addresses(config)
     check_leases(config.broker)
     check_reward(config)
+    check_environment(config.environment)
     if inputs:
         check_model(config)
         check_data(config.data)
@@ -199,6 +201,20 @@ def check_reward(config: Config) -> None:
         raise ConfigError(
             f"key 'reward.format_pattern' = {reward.format_pattern!r} is no regular expression ({error}); mend it"
         ) from None
+
+
+def check_environment(environment: EnvironmentSection) -> None:
+    ends = environment.turn_ends or environment.max_turn_tokens is not None
+    if environment.name and not ends:
+        raise ConfigError(
+            f"key 'environment.name' = {environment.name!r} is never asked, since nothing ends a turn; set "
+            "environment.turn_ends or environment.max_turn_tokens"
+        )
+    if ends and not environment.name:
+        raise ConfigError(
+            f"key 'environment.turn_ends' = {environment.turn_ends!r} ends turns that nothing answers; set "
+            "environment.name, or leave the section out"
+        )
 
 
 def check_model(config: Config) -> None:

@@ -227,6 +227,23 @@ class ScorerSection(Section):
     hung_s: float = Field(600.0, gt=0, description="`april run` restarts a scorer absent for this long (seconds)")
 
 
+class EnvironmentSection(Section):
+    """What answers the policy between turns."""
+
+    name: str = Field("", description="environment, shipped or as package.module:function; empty: a single turn")
+    turn_ends: list[str] = Field([], description="texts of one token each that end a turn, such as a closing tag")
+    max_turn_tokens: int | None = Field(
+        None, ge=1, description="sampled tokens after which a turn is over; none: all that the response may have"
+    )
+    max_observation_tokens: int = Field(512, ge=1, le=CHUNK_TOKENS, description="the rest of an answer is cut off")
+    timeout_s: float = Field(10.0, gt=0, description="a call is killed after this long (seconds)")
+    failure_text: str = Field(
+        "", description="what the policy reads when a call fails; empty: the sample goes back and is tried again"
+    )
+    processes: int = Field(1, ge=1, description="environment processes of each worker")
+    memory_mb: int = Field(4096, ge=256, description="address space of an environment process (MiB)")
+
+
 class LearnerSection(Section):
     ranks: int = Field(2, ge=1, description="torchrun processes")
     lr: float = Field(1e-6, gt=0, description="AdamW learning rate")
@@ -365,6 +382,7 @@ class Config(Section):
     engine: EngineSection = EngineSection()
     reward: RewardSection = RewardSection()
     scorer: ScorerSection = ScorerSection()
+    environment: EnvironmentSection = EnvironmentSection()
     algorithm: AlgorithmSection = AlgorithmSection()
     learner: LearnerSection = LearnerSection()
     broker: BrokerSection = BrokerSection()

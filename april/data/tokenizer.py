@@ -29,6 +29,8 @@ class Tokenizer:
             self._fast.no_truncation()
             self._fast.no_padding()
         self.eos_token_ids = frozenset(generation_eos_ids(self.path) | tokenizer_eos_ids(self.inner))
+        self.end_of_text = next(iter(tokenizer_eos_ids(self.inner) or sorted(self.eos_token_ids)), 0)
+        """the one that the tokeniser names, or another that the policy stops at"""
 
     def encode_prompt(self, prompt: str | list[dict], options: dict[str, Any] | None = None) -> np.ndarray:
         """int32 [P]: text as it is, without added special tokens; chat messages through the chat template, which gets

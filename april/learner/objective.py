@@ -48,7 +48,7 @@ class Prepared:
 
 @dataclass(frozen=True, eq=False)
 class ResponseTokens:
-    """What is known of the K response tokens of a micro-batch before the forward pass."""
+    """What is known of the K sampled tokens of a micro-batch before the forward pass."""
 
     behaviour_logprobs: Tensor
     """float32 [K]"""
@@ -75,19 +75,19 @@ class Objective:
 
     def prepare(self, batch: Batch) -> Prepared:
         rewards = [torch.tensor([s.reward for s in group], dtype=torch.float64) for group in batch.groups]
-        lengths = [torch.tensor([s.response_tokens for s in group], dtype=torch.float64) for group in batch.groups]
+        lengths = [torch.tensor([s.sampled_tokens for s in group], dtype=torch.float64) for group in batch.groups]
         advantages = ADVANTAGES[self.section.advantage](rewards, lengths)
         trained = [
             (sample, advantage)
             for group, of_group in zip(batch.groups, advantages, strict=True)
             for sample, advantage in zip(group, of_group.tolist(), strict=True)
-            if sample.response_tokens and (advantage or self.trains_every_sample)
+            if sample.sampled_tokens and (advantage or self.trains_every_sample)
         ]
         samples = batch.samples
-        tokens, sequences = sum(s.response_tokens for s in samples), sum(s.response_tokens > 0 for s in samples)
+        tokens, sequences = sum(s.sampled_tokens for s in samples), sum(s.sampled_tokens > 0 for s in samples)
         weights = token_weights(
             self.section.normalisation,
-            np.array([sample.response_tokens for sample, _ in trained], np.int64),
+            np.array([sample.sampled_tokens for sample, _ in trained], np.int64),
             max(1, tokens),
             max(1, sequences),
             self.section.constant_tokens or self.max_response_tokens,
@@ -104,15 +104,17 @@ class Objective:
         return Prepared(batch.step, [sample for sample, _ in trained], advantages, weights, metrics)
 
     def tokens(self, prepared: Prepared, indices: list[int], device: torch.device) -> ResponseTokens:
-        """The response tokens of the prepared samples `indices`, end to end in that order; at least one sample."""
+        """The sampled tokens of the prepared samples `indices`, end to end in that order; at least one sample."""
         samples = [prepared.samples[i] for i in indices]
-        lengths = np.array([sample.response_tokens for sample in samples])
+        lengths = np.array([sample.sampled_tokens for sample in samples])
 
         def column(values: np.ndarray, dtype: type) -> Tensor:
             return torch.from_numpy(np.asarray(values, dtype)).to(device)
 
         return ResponseTokens(
-            behaviour_logprobs=column(np.concatenate([sample.logprobs for sample in samples]), np.float32),
+            behaviour_logprobs=column(
+                np.concatenate([sample.logprobs[sample.sampled] for sample in samples]), np.float32
+            ),
             advantages=column(np.repeat(prepared.advantages[indices], lengths), np.float32),
             weights=column(np.repeat(prepared.weights[indices], lengths), np.float32),
             ages=column(np.concatenate([token_ages(sample, prepared.step) for sample in samples]), np.int64),
@@ -195,15 +197,13 @@ class Objective:
 
 
 def token_ages(sample: TrainSample, step: int) -> np.ndarray:
-    """int64 [R]: steps between the version that sampled each response token and weights `step`."""
-    ages = np.zeros(sample.response_tokens, np.int64)
-    for start, end, version in sample.segments:
-        ages[start:end] = step - version.step
-    return ages
+    """int64 [K]: steps between the version that sampled each sampled token and weights `step`."""
+    ages = [np.full(end - start, step - version.step, np.int64) for start, end, version in sample.segments]
+    return np.concatenate(ages)
 
 
 def version_shares(samples: list[TrainSample]) -> dict[str, float]:
-    """The share of a batch's response tokens that each policy version has sampled, as `version_share_STEP`.
+    """The share of a batch's sampled tokens that each policy version has sampled, as `version_share_STEP`.
 
     Versions before the newest MAX_VERSIONS share `version_share_older`.
     """

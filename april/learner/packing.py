@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from april.learner.batch import TrainSample
+from april.version import Version
 
 DUMMY_TOKENS = 2
 """length of the sequence that a rank without samples runs, so that it joins the others' collectives"""
@@ -60,7 +61,7 @@ def input_tokens(sample: TrainSample) -> int:
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """T input tokens of several sequences end to end, and the K response tokens that they predict."""
+    """T input tokens of several sequences end to end, and the K sampled tokens that they predict."""
 
     ids: Tensor
     """int64 [1, T]"""
@@ -71,9 +72,9 @@ class MicroBatch:
     cu_seq_lens: Tensor
     """int32 [sequences + 1]: where each sequence starts, and T"""
     target_rows: Tensor
-    """int64 [K]: the input token that each response token is predicted from"""
+    """int64 [K]: the input token that each sampled token is predicted from"""
     targets: Tensor
-    """int64 [K]: the response tokens"""
+    """int64 [K]: the sampled tokens"""
     is_dummy: bool = False
     """stands in where a rank has no samples: K = 1, and its loss and gradient are zero"""
 
@@ -82,7 +83,7 @@ def pack(samples: list[TrainSample], device: torch.device) -> MicroBatch:
     """Join samples into one micro-batch; without samples, a dummy one."""
     if not samples:
         blank = np.zeros(DUMMY_TOKENS + 1, np.int32)
-        dummy = TrainSample(blank, DUMMY_TOKENS, np.zeros(1, np.float32), 0.0, ())
+        dummy = TrainSample(blank, DUMMY_TOKENS, np.zeros(1, np.float32), 0.0, ((0, 1, Version(0, 0)),))
         return join([dummy], device, is_dummy=True)
     return join(samples, device, is_dummy=False)
 
@@ -90,10 +91,7 @@ def pack(samples: list[TrainSample], device: torch.device) -> MicroBatch:
 def join(samples: list[TrainSample], device: torch.device, is_dummy: bool) -> MicroBatch:
     seq_lens = [input_tokens(sample) for sample in samples]
     starts = list(accumulate(seq_lens, initial=0))
-    rows = [
-        np.arange(start + sample.prompt_tokens - 1, start + length)
-        for sample, start, length in zip(samples, starts, seq_lens, strict=False)
-    ]
+    rows = [start + sample.prompt_tokens - 1 + sample.sampled for sample, start in zip(samples, starts, strict=False)]
 
     def column(parts, dtype):
         return torch.from_numpy(np.concatenate(parts).astype(dtype)).to(device)
@@ -104,6 +102,6 @@ def join(samples: list[TrainSample], device: torch.device, is_dummy: bool) -> Mi
         seq_lens=seq_lens,
         cu_seq_lens=torch.tensor(starts, dtype=torch.int32, device=device),
         target_rows=column(rows, np.int64),
-        targets=column([sample.tokens[sample.prompt_tokens :] for sample in samples], np.int64),
+        targets=column([sample.tokens[sample.prompt_tokens :][sample.sampled] for sample in samples], np.int64),
         is_dummy=is_dummy,
     )

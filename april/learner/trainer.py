@@ -73,7 +73,7 @@ class Trainer:
         began = time.perf_counter()
         prepared = self.objective.prepare(batch)
         micro_batches = self.micro_batches(prepared)
-        targets = sum(sample.response_tokens for sample in prepared.samples)
+        targets = sum(sample.sampled_tokens for sample in prepared.samples)
         operations = self.cost.training_step(map(input_tokens, prepared.samples), targets)
         return ReadyBatch(prepared, micro_batches, operations, time.perf_counter() - began)
 

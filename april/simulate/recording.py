@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from april.broker import records
-from april.broker.events import AnyEvent, ChunkAccepted, Event, GroupOpened, Leased
+from april.broker.events import AnyEvent, ChunkAccepted, Event, GroupOpened, Leased, ObservationAccepted
 from april.config import ConfigError
 from april.simulate.trace import TracedGroup
 
@@ -27,7 +27,7 @@ def record_trace(run_dir: Path) -> list[TracedGroup]:
                 opened[event.group] = event.prompt_tokens, event.size
             case Leased(scoring=False) if event.group in opened:
                 sample_of[event.token] = event.group, event.index
-            case ChunkAccepted() if event.finish_reason and event.token in sample_of:
+            case ChunkAccepted() | ObservationAccepted() if event.finish_reason and event.token in sample_of:
                 group, index = sample_of[event.token]
                 lengths.setdefault(group, {})[index] = event.start + event.count
     complete = [group for group in sorted(lengths) if len(lengths[group]) == opened[group][1]]

@@ -33,9 +33,12 @@ class Scoring:
         """Responses that were submitted and have not come back."""
         return self.pool.pending if self.pool else 0
 
-    def submit(self, grant: wire.Grant, tokens: list[np.ndarray], finish_reason: str) -> None:
+    def submit(
+        self, grant: wire.Grant, tokens: list[np.ndarray], finish_reason: str, state: bytes | None = None
+    ) -> None:
         """`tokens`: the prompt, then the response in pieces, as they come with a grant and grow; of a grant on a group
-        the prompt and its responses, whose finish reasons it has."""
+        the prompt and its responses, whose finish reasons it has. `state`: of the environment at the end, where that
+        is not the grant's."""
         if self.pool is None:
             self._start()
         prompt = self.tokenizer.decode(tokens[0])
@@ -48,7 +51,8 @@ class Scoring:
             return self.pool.submit_group(grant.token, grant.reward, items)
         response = np.concatenate(tokens[1:])
         text = self.tokenizer.decode(response)
-        self.pool.submit(grant.token, grant.reward, text, grant.label, finish_reason, prompt, len(response))
+        state = grant.state if state is None else state
+        self.pool.submit(grant.token, grant.reward, text, grant.label, finish_reason, prompt, len(response), state)
 
     def poll(self) -> list[Score | GroupScore]:
         """What the verifiers have said since the last call; the key of a score is the token of its lease."""

@@ -14,6 +14,7 @@ from april import clock, wire
 from april.client import HEARTBEAT_S, BrokerConnection
 from april.config import Config
 from april.data.tokenizer import Tokenizer
+from april.environments.turns import Observed, Turns
 from april.weights.receiver import WeightReceiver
 from april.workers.engines.base import Chunk, Engine, EngineError, Request
 from april.workers.rewards.messages import GroupScore, Score
@@ -38,12 +39,39 @@ class Work:
     """the prompt, then the response in pieces, as they came and grew"""
     length: int
     """response tokens"""
+    budget: int
+    """response tokens that it may have"""
     finished: bool
     """the response is complete; only its score is missing, or, with `hand_over`, nothing"""
-    unacknowledged: list[tuple[int, Chunk]] = field(default_factory=list)
-    """(start, chunk) that may have to be sent again"""
+    turns: int
+    """that the environment has answered"""
+    turn_start: int
+    """response tokens before the turn under way"""
+    state: bytes
+    """of the environment behind its last observation"""
+    unacknowledged: list[tuple[wire.Chunk | wire.Observation, list[np.ndarray]]] = field(default_factory=list)
+    """what may have to be sent again"""
     closing: wire.Message | None = None
     """Scored or GiveBack, sent and not yet answered"""
+
+    @property
+    def left(self) -> int:
+        """Response tokens that it may still have."""
+        return self.budget - self.length
+
+    @property
+    def turn(self) -> np.ndarray:
+        """int32 [T]: what the policy has sampled of the turn under way."""
+        return np.concatenate(self.tokens)[len(self.tokens[0]) + self.turn_start :]
+
+    def append(self, tokens: np.ndarray) -> None:
+        self.tokens.append(tokens)
+        self.length += len(tokens)
+
+    def observe(self, tokens: np.ndarray, state: bytes) -> None:
+        """The environment has answered the turn under way; the next one begins."""
+        self.append(tokens)
+        self.turns, self.turn_start, self.state = self.turns + 1, self.length, state
 
 
 class Worker:
@@ -54,7 +82,7 @@ class Worker:
         self.connection = connection
         self.receiver = receiver
         self.tokenizer = Tokenizer(config.model.path)
-        self.stop_tokens = self.tokenizer.eos_token_ids | frozenset(config.sampling.stop_token_ids)
+        self.turns = Turns(config, self.tokenizer)
         self.scoring = Scoring(config, self.tokenizer, at_once=config.reward.where == "worker")
         self.works: dict[int, Work] = {}
         self.acknowledged_tokens = 0
@@ -81,7 +109,7 @@ class Worker:
         self.stopping = reason
 
     def turn(self) -> None:
-        """One pass: messages, weights, one decode step, scores, heartbeat."""
+        """One pass: messages, weights, one decode step, observations, scores, heartbeat."""
         for received in self.connection.receive(self._patience_ms()):
             self._handle(received)
         self.connection.check_alive()
@@ -91,6 +119,8 @@ class Worker:
         else:
             self._close_span()
         self._generate()
+        for observed in self.turns.poll():
+            self._observe(observed)
         for score in self.scoring.poll():
             self._hand_in(score)
         self._heartbeat()
@@ -106,10 +136,11 @@ class Worker:
         return bool(self.engine.live) and self.engine.version is not None
 
     def _patience_ms(self) -> int:
-        """How long to wait for messages: not at all between decode steps, briefly while verifiers work."""
+        """How long to wait for messages: not at all between decode steps, briefly while verifiers or environments
+        work."""
         if self._can_generate():
             return 0
-        return SCORING_POLL_MS if self.scoring.pending else IDLE_POLL_MS
+        return SCORING_POLL_MS if self.scoring.pending or self.turns.pending else IDLE_POLL_MS
 
     def _say_hello(self) -> None:
         welcome = self.connection.hello(list(self.works), self.acknowledged_tokens)
@@ -137,6 +168,7 @@ class Worker:
     def close(self) -> None:
         """Let go of everything; the weights thread may still be stuck in a transfer."""
         self.scoring.close()
+        self.turns.close()
         self.connection.close()
         self.engine.close()
         self.receiver.close()
@@ -187,33 +219,50 @@ class Worker:
                 self._drop(message.token)
 
     def _accept(self, grant: wire.Grant, pieces: list[np.ndarray]) -> None:
-        work = Work(grant, pieces, sum(map(len, pieces[1:])), finished=grant.scoring)
+        length = sum(map(len, pieces[1:]))
+        work = Work(
+            grant=grant,
+            tokens=pieces,
+            length=length,
+            budget=length + grant.max_new_tokens,
+            finished=grant.scoring,
+            turns=grant.turns,
+            turn_start=grant.turn_start,
+            state=grant.state,
+        )
         self.works[grant.token] = work
         if grant.scoring:
             self.scoring.submit(grant, pieces, grant.finish_reason)
         elif grant.token <= self.watermark and not grant.evaluation:
             self._give_back(grant.token, "abort")
         else:
-            request = Request(
-                id=grant.token,
-                tokens=np.concatenate(pieces),
-                max_new_tokens=grant.max_new_tokens,
-                seed=grant.seed,
-                temperature=grant.temperature,
-                top_p=grant.top_p,
-                top_k=grant.top_k,
-                stop_token_ids=self.stop_tokens,
-            )
-            try:
-                self.engine.submit(request)
-            except EngineError as error:
-                self._give_back(grant.token, "generation_failed", str(error))
+            self._go_on(work)
+
+    def _go_on(self, work: Work) -> None:
+        """Have the turn under way sampled, or answered if it is over."""
+        grant, turn = work.grant, work.turn
+        if self.turns.is_over(turn):
+            return self.turns.ask(grant.token, turn, work.turns, work.state, work.tokens[0], grant.label)
+        request = Request(
+            id=grant.token,
+            tokens=np.concatenate(work.tokens),
+            max_new_tokens=min(work.left, self.turns.room(turn)),
+            seed=grant.seed,
+            temperature=grant.temperature,
+            top_p=grant.top_p,
+            top_k=grant.top_k,
+            stop_token_ids=self.turns.stops,
+        )
+        try:
+            self.engine.submit(request)
+        except EngineError as error:
+            self._give_back(grant.token, "generation_failed", str(error))
 
     def _acknowledged(self, token: int, length: int) -> None:
         if work := self.works.get(token):
-            done = sum(start < length for start, _ in work.unacknowledged)
-            self.acknowledged_tokens += sum(len(chunk.tokens) for _, chunk in work.unacknowledged[:done])
-            del work.unacknowledged[:done]
+            done = [entry for entry in work.unacknowledged if entry[0].start < length]
+            self.acknowledged_tokens += sum(len(arrays[0]) for sent, arrays in done if isinstance(sent, wire.Chunk))
+            del work.unacknowledged[: len(done)]
 
     # --- tokens ---------------------------------------------------------------------------------------------
 
@@ -221,23 +270,43 @@ class Worker:
         work = self.works.get(chunk.id)
         if work is None:
             return
-        work.unacknowledged.append((work.length, chunk))
-        self._send_chunk(work.length, chunk)
-        work.tokens.append(chunk.tokens)
-        work.length += len(chunk.tokens)
-        if chunk.finish_reason:
+        start, ended = work.length, chunk.finish_reason or ""
+        work.append(chunk.tokens)
+        if ended and self.turns.is_over(work.turn):
+            ended = "" if work.left else "length"
+        self._send(work, wire.Chunk(chunk.id, start, chunk.version, ended), [chunk.tokens, chunk.logprobs])
+        if chunk.finish_reason and not ended:
+            self._go_on(work)
+
+    def _observe(self, observed: Observed) -> None:
+        """Put an observation behind its turn, and go on; one for a sample that has been handed back comes too late."""
+        token, work = observed.key, self.works.get(observed.key)
+        if work is None or work.closing:
+            return
+        if not len(observed.tokens):
+            return self._give_back(token, "environment_failed", observed.error)
+        if observed.error:
+            log.warning("an observation says that %s", observed.error, extra=self._ids(token))
+        start, tokens = work.length, observed.tokens[: work.left]
+        work.observe(tokens, observed.state)
+        ended = "stop" if observed.done else "" if work.left else "length"
+        self._send(work, wire.Observation(token, start, observed.state, ended, observed.failed), [tokens])
+        if not ended:
+            self._go_on(work)
+
+    def _send(self, work: Work, message: wire.Chunk | wire.Observation, arrays: list[np.ndarray]) -> None:
+        """Tell the broker what has come behind the response, and score it where it ends with that."""
+        work.unacknowledged.append((message, arrays))
+        self.connection.send(message, arrays)
+        if message.finish_reason:
             work.finished = True
             if not work.grant.hand_over:
-                self.scoring.submit(work.grant, work.tokens, chunk.finish_reason)
-
-    def _send_chunk(self, start: int, chunk: Chunk) -> None:
-        message = wire.Chunk(chunk.id, start, chunk.version, chunk.finish_reason or "")
-        self.connection.send(message, [chunk.tokens, chunk.logprobs])
+                self.scoring.submit(work.grant, work.tokens, message.finish_reason, work.state)
 
     def _send_again(self, work: Work, start: int) -> None:
-        for chunk_start, chunk in work.unacknowledged:
-            if chunk_start >= start:
-                self._send_chunk(chunk_start, chunk)
+        for message, arrays in work.unacknowledged:
+            if message.start >= start:
+                self.connection.send(message, arrays)
         if work.closing:
             self.connection.send(work.closing)
 

@@ -181,6 +181,18 @@ class Pipeline(RuleBasedStateMachine):
             self.go_on(lease, count, ends)
             self.advance()
 
+    @rule(data=st.data(), count=st.integers(1, 4), ends=st.booleans())
+    def observe(self, data, count, ends):
+        """An environment answers a turn: the tokens lengthen the response, and count nowhere."""
+        if lease := self.a_lease(data, generating=True):
+            sample = lease.sample
+            count = min(count, RESPONSE_BUDGET - sample.length)
+            finish = "stop" if ends or sample.length + count == RESPONSE_BUDGET else ""
+            there_is_a_turn = bool(sample.segments) and sample.segments[-1][1] == sample.length
+            verdict = self.ledger.add_observation(lease.token, sample.length, count, b"state", finish)
+            assert verdict is (Verdict.OK if there_is_a_turn else Verdict.INVALID)
+            self.advance()
+
     @rule(data=st.data(), offset=st.integers(-3, 3).filter(bool))
     def chunk_out_of_place(self, data, offset):
         if lease := self.a_lease(data, generating=True):
@@ -430,7 +442,7 @@ class Pipeline(RuleBasedStateMachine):
         for state in (GroupState.OPEN, GroupState.READY, GroupState.DELIVERED):
             members = [group for group in training if group.state is state]
             kept = [s for group in members for s in (group.samples if state == "open" else group.live_samples)]
-            assert self.ledger.tokens[state] == sum(sample.length for sample in kept)
+            assert self.ledger.tokens[state] == sum(sample.sampled for sample in kept)
             assert self.ledger.counts[state] == len(members)
 
     @invariant()
@@ -454,16 +466,18 @@ class Pipeline(RuleBasedStateMachine):
             assert due <= (last - next_step + 1) * rules.batch_groups
 
     @invariant()
-    def segments_tile_the_response_and_versions_never_decrease(self):
+    def segments_and_observations_tile_the_response_and_versions_never_decrease(self):
         if not hasattr(self, "ledger"):
             return
         for group in self.ledger.groups.values():
             for sample in group.samples:
-                end = 0
-                for start, stop, version in sample.segments:
+                observed = [(start, stop, None) for start, stop in sample.observations]
+                end, after_observation = 0, True
+                for start, stop, version in sorted([*sample.segments, *observed], key=lambda span: span[0]):
                     assert start == end < stop
-                    assert version.step >= group.opened_at
-                    end = stop
+                    assert version is None or version.step >= group.opened_at
+                    assert version or not after_observation, "an observation answers a turn"
+                    end, after_observation = stop, version is None
                 assert end == sample.length
                 steps = [version.step for _, _, version in sample.segments]
                 assert steps == sorted(steps)

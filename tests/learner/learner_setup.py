@@ -106,6 +106,28 @@ def stale_batch(policy: Path) -> Batch:
     return Batch(6, [[aged(sample) for sample in group] for group in uneven_batch(0, policy).groups])
 
 
+def batch_in_turns(policy: Path) -> Batch:
+    """The stale batch with an environment that has answered: of each response of some length a token or more in every
+    seven is its, and the last one of every other response; behaviour log-probabilities say nothing of them."""
+    rng = np.random.default_rng(11)
+
+    def interrupted(place, sample):
+        observed = np.zeros(sample.response_tokens, bool)
+        for start in range(2, sample.response_tokens - 1, 7):
+            observed[start : start + rng.integers(1, 4)] = True
+        observed[-1] = place % 2 and sample.response_tokens > 1
+        segments = []
+        for start, end, version in sample.segments:
+            edges = np.flatnonzero(np.diff(np.concatenate([[True], observed[start:end], [True]])))
+            spans = (edges + start).reshape(-1, 2).tolist()
+            segments += [(first, last, version) for first, last in spans]
+        logprobs = np.where(observed, np.float32(0), sample.logprobs)
+        return TrainSample(sample.tokens, sample.prompt_tokens, logprobs, sample.reward, tuple(segments))
+
+    groups = stale_batch(policy).groups
+    return Batch(6, [[interrupted(place, sample) for place, sample in enumerate(group)] for group in groups])
+
+
 class Diary:
     """Source and publisher in one, writing down everything in order; batch k is always the same."""
 

@@ -53,7 +53,7 @@ class StepResult:
 
 @dataclass
 class Scored:
-    """A response under the current weights: [R] each, with gradients."""
+    """What the policy sampled of a response, under the current weights: [K] each, with gradients."""
 
     logprobs: torch.Tensor
     entropies: torch.Tensor
@@ -85,7 +85,7 @@ class ReferenceLearner:
         now, reference = self.score(self.lm, samples), self.score(self.start, samples)
         total, figures = torch.zeros(()), []
         for i, advantage in enumerate(self.advantages(groups)):
-            if len(samples[i].logprobs) == 0:
+            if not sampled(samples[i]):
                 continue
             losses, seen = self.token_losses(
                 samples[i], step, advantage, now[i], before_the_step[i].logprobs, reference[i].logprobs
@@ -117,7 +117,7 @@ class ReferenceLearner:
         flat = [r for group in rewards for r in group]
         if name == "dr_grpo":
             return flat
-        lengths = [len(sample.logprobs) for group in groups for sample in group]
+        lengths = [len(sampled(sample)) for group in groups for sample in group]
         by_token = [r for r, length in zip(flat, lengths, strict=True) for _ in range(length)]
         if len(set(by_token)) < 2:
             return [0.0] * len(flat)
@@ -127,12 +127,10 @@ class ReferenceLearner:
     # --- one response -------------------------------------------------------------------------------------------
 
     def token_losses(self, sample, step, advantage, now: Scored, before, reference) -> tuple[torch.Tensor, dict]:
-        """[R] losses, and figures about the tokens."""
+        """[K] losses, and figures about the tokens."""
         s, logprobs = self.settings, now.logprobs
-        mu, fixed = torch.tensor(sample.logprobs), logprobs.detach()
-        ages = torch.zeros(len(mu))
-        for start, end, version in sample.segments:
-            ages[start:end] = step - version.step
+        mu, fixed = torch.tensor(sample.logprobs)[sampled(sample)], logprobs.detach()
+        ages = torch.tensor([float(step - version.step) for _, version in sampled_under(sample)])
         proximal = {"behaviour": mu, "recomputed": before, "interpolated": self.one_version_before(fixed, mu, ages)}
         weight = self.correction(proximal[s.proximal] - mu, fixed - mu, ages)
         losses, clipped = self.policy_loss(logprobs, proximal[s.proximal], advantage)
@@ -193,7 +191,7 @@ class ReferenceLearner:
 
     def share(self, losses, samples) -> torch.Tensor:
         """What one response's token losses add to the loss of the batch."""
-        lengths = [len(sample.logprobs) for sample in samples]
+        lengths = [len(sampled(sample)) for sample in samples]
         responses = sum(length > 0 for length in lengths)
         if self.settings.normalisation == "token_mean":
             return losses.sum() / sum(lengths)
@@ -219,12 +217,21 @@ class ReferenceLearner:
         first, last = sample.prompt_tokens, len(sample.tokens)
         distribution = torch.log_softmax(logits[first - 1 : last - 1] / self.settings.temperature, dim=-1)
         response = torch.tensor(sample.tokens[first:].astype("int64"))
-        chosen = distribution[torch.arange(len(response)), response]
-        return Scored(chosen, -(distribution.exp() * distribution).sum(-1))
+        chosen, places = distribution[torch.arange(len(response)), response], sampled(sample)
+        return Scored(chosen[places], -(distribution.exp() * distribution).sum(-1)[places])
 
     def sample_logprobs(self, sample) -> torch.Tensor:
-        """[R]: log-probability of each response token."""
+        """[K]: log-probability of each token that was sampled."""
         return self.score(self.lm, [sample])[0].logprobs
+
+
+def sampled_under(sample) -> list[tuple[int, object]]:
+    """(place in the response, version) of each token that the policy sampled; the others are an environment's."""
+    return [(place, version) for start, end, version in sample.segments for place in range(start, end)]
+
+
+def sampled(sample) -> list[int]:
+    return [place for place, _ in sampled_under(sample)]
 
 
 def standardised(rewards: list[float]) -> list[float]:

@@ -1,10 +1,11 @@
 """Loss, gradients and figures of every algorithm x correction x normalisation equal the single-file reference."""
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
-from learner_setup import make_config, settings, stale_batch
+from learner_setup import batch_in_turns, make_config, settings, stale_batch
 from reference import ReferenceLearner
 
 from april.config.checks import check_algorithm
@@ -47,10 +48,9 @@ BUDGETS = (16, 60, 100_000)
 class Pair:
     """The pipeline on one rank and the reference, on the same weights, which neither ever changes."""
 
-    def __init__(self, policy, folder):
+    def __init__(self, policy, folder, batch):
         self.policy, self.folder = policy, folder
-        stale = stale_batch(policy)
-        self.batch = Batch(6, [[s for s in group if s.response_tokens <= 30] for group in stale.groups])
+        self.batch = Batch(6, [[s for s in group if s.response_tokens <= 30] for group in batch.groups])
         self.trainer = Trainer(make_config(policy, folder, algorithm={"kl_coef": 1.0}), torch.device("cpu"))
         self.trainer.update = lambda lr: None
         self.reference = ReferenceLearner(policy, settings(make_config(policy, folder)), padded=True)
@@ -92,10 +92,20 @@ class Pair:
 
 
 @pytest.fixture(scope="module")
-def pair(policy_folder, tmp_path_factory):
+def lone_rank():
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield Pair(policy_folder, tmp_path_factory.mktemp("pair"))
+    yield
     torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def pair(lone_rank, policy_folder, tmp_path_factory):
+    return Pair(policy_folder, tmp_path_factory.mktemp("pair"), stale_batch(policy_folder))
+
+
+@pytest.fixture(scope="module")
+def pair_in_turns(lone_rank, policy_folder, tmp_path_factory):
+    return Pair(policy_folder, tmp_path_factory.mktemp("turns"), batch_in_turns(policy_folder))
 
 
 @pytest.mark.parametrize("correction", CORRECTIONS)
@@ -110,6 +120,39 @@ def test_every_algorithm_with_every_correction_and_normalisation(pair, loss, cor
     assert ("mask_fraction" in seen) == bool(masks)
     if CORRECTIONS[correction]["proximal"] != "recomputed":
         assert "clip_fraction" in seen, "no token met the clip, so this case has not tried it"
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_observations_count_in_nothing(pair_in_turns, loss):
+    """Every length, mean and sum of every algorithm is over what the policy has sampled."""
+    kinds = list(product(ADVANTAGES, NORMALISATIONS))
+    regularised = {"kl_coef": 0.1, "entropy_coef": 0.05, "behaviour_coef": 0.3}
+    for i, correction in enumerate(CORRECTIONS):
+        advantage, normalisation = kinds[i % len(kinds)]
+        keys = {"advantage": advantage, "normalisation": normalisation} | (regularised if i % 2 else {})
+        metrics = pair_in_turns.compare(BUDGETS[i % len(BUDGETS)], keys | LOSSES[loss] | CORRECTIONS[correction])
+    samples = pair_in_turns.batch.samples
+    sampled = sum(end - start for sample in samples for start, end, _ in sample.segments)
+    assert metrics["tokens"] == sampled < sum(sample.response_tokens for sample in samples)
+
+
+def test_no_gradient_comes_from_the_prediction_of_an_observation(pair_in_turns):
+    """What the last layer says behind a token reaches the loss where the next token was sampled, and nowhere else."""
+    sample = max(pair_in_turns.batch.samples, key=lambda sample: len(sample.segments))
+    batch, seen = Batch(6, [[sample, replace(sample, reward=sample.reward + 1)]]), []
+    config = make_config(pair_in_turns.policy, pair_in_turns.folder, algorithm={"entropy_coef": 0.1})
+    trainer = pair_in_turns.trainer
+    trainer.config, trainer.objective = config, Objective(config)
+    hook = trainer.policy.lm.model.norm.register_full_backward_hook(
+        lambda module, inputs, outputs: seen.append(outputs[0].detach().clone())
+    )
+    trainer.step(batch)
+    hook.remove()
+    rows = seen[0][0].abs().sum(-1).reshape(2, -1)
+    predicted = [sample.prompt_tokens - 1 + place for start, end, _ in sample.segments for place in range(start, end)]
+    others = sorted(set(range(rows.shape[1])) - set(predicted))
+    assert (rows[:, predicted] > 0).all()
+    assert len(others) > sample.prompt_tokens and (rows[:, others] == 0).all()
 
 
 @pytest.mark.parametrize("correction", ["clip", "decoupled"])

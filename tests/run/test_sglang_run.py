@@ -4,7 +4,9 @@ import re
 
 import pytest
 
+from april.data.tokenizer import Tokenizer
 from tests.run.processes import APRIL, Job, assert_closed, steps_recorded, wait_until
+from tests.run.test_environments import assert_every_answer_fits_its_turn
 
 pytestmark = pytest.mark.timeout(1200)
 PATIENCE_S = 600.0
@@ -56,6 +58,16 @@ def test_options_of_the_server_pass_through(run, run_dir):
     for setting in ("'disable_radix_cache': True", "'disable_overlap_schedule': True", "'chunked_prefill_size': 64"):
         assert setting in server_log
     assert found["steps"] == 4 and found["state"] == "finished"
+
+
+def test_an_environment_answers_the_turns_that_the_server_generates(run, run_dir, policy_folder):
+    in_turns = ["--environment.name", "tests.environments.games:count", "--environment.turn_ends", '[","]']
+    job = run(*in_turns, "--environment.max_turn_tokens", "6", "--engine.stream_tokens", "4")
+    assert job.wait(PATIENCE_S) == 0, job.output
+    found = assert_closed(run_dir)
+    assert found["steps"] == 4 and found["state"] == "finished" and not found["tokens"]["discarded"]
+    _, observed = assert_every_answer_fits_its_turn(run_dir, Tokenizer(policy_folder))
+    assert observed > 20
 
 
 def test_a_server_that_cannot_start_ends_the_run_with_its_own_words(run):

@@ -39,6 +39,8 @@ class Item(msgspec.Struct, array_like=True, frozen=True, tag=True):
     prompt: str = ""
     tokens: int = 0
     """of the response"""
+    state: bytes = b""
+    """of its environment at the end, MessagePack; empty without one"""
 
 
 class GroupItem(msgspec.Struct, array_like=True, frozen=True, tag=True):
@@ -66,6 +68,6 @@ class GroupScore(msgspec.Struct, array_like=True, frozen=True, tag=True):
     scores: list[Score]
 
 
-def frame(message: Item | GroupItem | Score | GroupScore) -> bytes:
+def frame(message: msgspec.Struct) -> bytes:
     body = msgspec.msgpack.encode(message)
     return len(body).to_bytes(LENGTH_BYTES, "little") + body

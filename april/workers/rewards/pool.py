@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections import deque
+from typing import Generic, TypeVar
 
 import msgspec
 
@@ -30,19 +31,74 @@ START_LIMIT_S = 60.0
 ORPHAN_MARGIN_S = 5.0
 """A process ends itself this long after the time limit, in case its pool is no longer there to do it."""
 
-score_decoder = msgspec.msgpack.Decoder(Score | GroupScore)
+ItemT, AnswerT = TypeVar("ItemT"), TypeVar("AnswerT")
+"""what processes are given and what they answer; both have a `key`"""
 
 
-class RewardPool:
-    def __init__(self, processes: int, rules: RewardRules):
-        self.rules = rules
-        self.queue: deque[Item | GroupItem] = deque()
-        self.processes = [VerifierProcess(rules) for _ in range(processes)]
+class ProcessPool(Generic[ItemT, AnswerT]):
+    def __init__(self, processes: int):
+        self.queue: deque[ItemT] = deque()
+        self.processes = [self.start_process() for _ in range(processes)]
+
+    def start_process(self) -> "PoolProcess":
+        raise NotImplementedError
+
+    def charge(self, item: ItemT, failure: str) -> AnswerT:
+        """The answer to an item that its process has failed at."""
+        raise NotImplementedError
+
+    def room(self, item: ItemT) -> int:
+        """Items that a process which gets this one may have in flight."""
+        return IN_FLIGHT_ITEMS
 
     @property
     def pending(self) -> int:
         """Items submitted and not yet returned by `poll`."""
         return len(self.queue) + sum(len(process.in_flight) for process in self.processes)
+
+    def poll(self) -> list[AnswerT]:
+        """Answers that have arrived since the last call."""
+        if not self.pending:
+            return []
+        answers = []
+        for index, process in enumerate(self.processes):
+            answers += process.receive()
+            if failure := process.failure():
+                answers += self.replace(index, failure)
+            else:
+                process.flush()
+        self.dispatch()
+        return answers
+
+    def dispatch(self) -> None:
+        """Hand queued items to the processes that have the fewest."""
+        while self.queue:
+            index = min(range(len(self.processes)), key=lambda i: len(self.processes[i].in_flight))
+            if len(self.processes[index].in_flight) >= self.room(self.queue[0]):
+                return
+            if not self.processes[index].in_flight and self.processes[index].has_exited():
+                self.replace(index, "")
+            self.processes[index].send(self.queue.popleft())
+
+    def replace(self, index: int, failure: str) -> list[AnswerT]:
+        """A new process in the place of a failed one: its first item is charged, the others wait again."""
+        failed = self.processes[index]
+        failed.kill()
+        charged = [self.charge(item, failure) for item in failed.head()]
+        self.queue.extendleft(reversed(list(failed.in_flight)[1:]))
+        self.processes[index] = self.start_process()
+        return charged
+
+    def close(self) -> None:
+        """Ends all processes; what is pending is lost."""
+        for process in self.processes:
+            process.kill()
+
+
+class RewardPool(ProcessPool[Item | GroupItem, Score | GroupScore]):
+    def __init__(self, processes: int, rules: RewardRules):
+        self.rules = rules
+        super().__init__(processes)
 
     def submit(
         self,
@@ -53,63 +109,37 @@ class RewardPool:
         finish_reason: str,
         prompt: str = "",
         tokens: int = 0,
+        state: bytes = b"",
     ) -> None:
-        """`tokens`: of the response."""
-        self.queue.append(Item(key, verifier, response, label, finish_reason, prompt, tokens))
+        """`tokens`: of the response; `state`: of its environment at the end."""
+        self.queue.append(Item(key, verifier, response, label, finish_reason, prompt, tokens, state))
         self.dispatch()
 
     def submit_group(self, key: int, verifier: str, items: list[Item]) -> None:
         self.queue.append(GroupItem(key, verifier, items))
         self.dispatch()
 
-    def poll(self) -> list[Score | GroupScore]:
-        """Scores that have arrived since the last call."""
-        if not self.pending:
-            return []
-        scores = []
-        for index, process in enumerate(self.processes):
-            scores += process.receive()
-            if failure := process.failure():
-                scores += self.replace(index, failure)
-            else:
-                process.flush()
-        self.dispatch()
-        return scores
+    def start_process(self) -> "PoolProcess":
+        return PoolProcess("april.workers.rewards.process", self.rules, self.rules.timeout_s, Score | GroupScore)
 
-    def dispatch(self) -> None:
-        """Hand queued items to the processes that have the fewest."""
-        while self.queue:
-            index = min(range(len(self.processes)), key=lambda i: len(self.processes[i].in_flight))
-            most = BATCH_ITEMS if self.queue[0].verifier in IN_BATCHES else IN_FLIGHT_ITEMS
-            if len(self.processes[index].in_flight) >= most:
-                return
-            if not self.processes[index].in_flight and self.processes[index].has_exited():
-                self.replace(index, "")
-            self.processes[index].send(self.queue.popleft())
+    def charge(self, item: Item | GroupItem, failure: str) -> Score:
+        return Score(item.key, None, f"verifier {item.verifier!r}: {failure}")
 
-    def replace(self, index: int, failure: str) -> list[Score]:
-        """A new process in the place of a failed one: its first item is charged, the others wait again."""
-        failed = self.processes[index]
-        failed.kill()
-        charged = [Score(item.key, None, f"verifier {item.verifier!r}: {failure}") for item in failed.head()]
-        self.queue.extendleft(reversed(list(failed.in_flight)[1:]))
-        self.processes[index] = VerifierProcess(self.rules)
-        return charged
-
-    def close(self) -> None:
-        """Ends all processes; what is pending is lost."""
-        for process in self.processes:
-            process.kill()
+    def room(self, item: Item | GroupItem) -> int:
+        return BATCH_ITEMS if item.verifier in IN_BATCHES else super().room(item)
 
 
-class VerifierProcess:
-    """One operating-system process and the items it has been given, answered in order."""
+class PoolProcess:
+    """One operating-system process and the items it has been given, answered in order.
 
-    def __init__(self, rules: RewardRules):
-        self.timeout_s = rules.timeout_s
-        limit, encoded = str(rules.timeout_s + ORPHAN_MARGIN_S), msgspec.json.encode(rules).decode()
+    `module` is run with its time limit and the `rules`; what it answers is of the type `answer`.
+    """
+
+    def __init__(self, module: str, rules: msgspec.Struct, timeout_s: float, answer: type):
+        self.timeout_s, self._decoder = timeout_s, msgspec.msgpack.Decoder(answer)
+        limit, encoded = str(timeout_s + ORPHAN_MARGIN_S), msgspec.json.encode(rules).decode()
         self.inner = subprocess.Popen(
-            [sys.executable, "-m", "april.workers.rewards.process", limit, encoded],
+            [sys.executable, "-m", module, limit, encoded],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
@@ -118,13 +148,13 @@ class VerifierProcess:
         )
         os.set_blocking(self.inner.stdin.fileno(), False)
         os.set_blocking(self.inner.stdout.fileno(), False)
-        self.in_flight: deque[Item | GroupItem] = deque()
+        self.in_flight: deque = deque()
         self.unsent, self.unread = bytearray(), bytearray()
         self.ready = self.ended = False
         self.busy_since_s = time.monotonic()
         """start, or when the first item in flight became the first, as far as the pool can know"""
 
-    def send(self, item: Item | GroupItem) -> None:
+    def send(self, item: msgspec.Struct) -> None:
         if not self.in_flight and self.ready:
             self.busy_since_s = time.monotonic()
         self.in_flight.append(item)
@@ -141,8 +171,8 @@ class VerifierProcess:
         except BrokenPipeError:
             self.unsent.clear()
 
-    def receive(self) -> list[Score | GroupScore]:
-        """Scores that lie in the pipe."""
+    def receive(self) -> list:
+        """Answers that lie in the pipe."""
         try:
             while data := os.read(self.inner.stdout.fileno(), 65536):
                 self.unread += data
@@ -161,7 +191,7 @@ class VerifierProcess:
             self.busy_since_s = time.monotonic()
             if body:
                 self.in_flight.popleft()
-                yield score_decoder.decode(body)
+                yield self._decoder.decode(body)
             else:
                 self.ready = True
 
@@ -174,7 +204,7 @@ class VerifierProcess:
             return f"{'no answer' if self.ready else 'no start'} within {limit_s:g} s"
         return None
 
-    def head(self) -> list[Item]:
+    def head(self) -> list:
         return list(self.in_flight)[:1]
 
     def has_exited(self) -> bool:

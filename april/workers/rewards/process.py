@@ -35,8 +35,7 @@ BATCH_ITEMS = 32
 def main(limit_s: float, rules: RewardRules) -> None:
     """The pool ends an item after its time limit; `limit_s` is longer and ends one whose pool has died."""
     items, scores = private_pipes()
-    resource.setrlimit(resource.RLIMIT_AS, (rules.memory_mb << 20, rules.memory_mb << 20))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    limit_memory(rules.memory_mb)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     inbox = Inbox(items)
     for name in rules.verifiers:
@@ -47,6 +46,12 @@ def main(limit_s: float, rules: RewardRules) -> None:
         answers = verify(batch, rules) if isinstance(batch[0], Item) else [verify_group(batch[0], rules)]
         signal.setitimer(signal.ITIMER_REAL, 0)
         send(scores, b"".join(map(frame, answers)))
+
+
+def limit_memory(memory_mb: int) -> None:
+    """Of this process's address space; what runs into it leaves no core file."""
+    resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20, memory_mb << 20))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def load(name: str) -> None:

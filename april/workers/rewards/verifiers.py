@@ -1,8 +1,9 @@
 """Verifiers by name: what a response is worth.
 
 A verifier is a function `(response, label, finish_reason)` that returns a number, or a number and a dictionary of
-numbers that it is made of. If it has a parameter `prompt` or `tokens`, it is given that, too. One of your own is named
-by where it lives, `package.module:function`; it may raise, and an exception is never counted as a reward of zero.
+numbers that it is made of. If it has a parameter `prompt`, `tokens` or `state` (of its environment), it is given that,
+too. One of your own is named by where it lives, `package.module:function`; it may raise, and an exception is never
+counted as a reward of zero.
 
 A name that begins with `group:` is that of a function `(responses, label, finish_reasons)` of your own, which sees all
 responses to a prompt and returns as many such results; its `tokens` are a list. `group:remote` has a reward model see
@@ -14,6 +15,8 @@ import importlib.util
 import inspect
 from collections.abc import Callable
 from functools import cache
+
+import msgspec
 
 from april.data.rows import GROUP_REWARD
 from april.workers.rewards.messages import Item, RewardRules, Score
@@ -34,12 +37,13 @@ VERIFIERS = {
     "dapo": f"{PACKAGE}.mathematics:dapo",
     "code": f"{PACKAGE}.code:code",
     "remote": f"{PACKAGE}.remote:remote",
+    "environment": "april.environments.reward:environment",
 }
 NEEDED = {"math": "math_verify", "deepscaler": "math_verify"}
 """module of the `rewards` extra that a verifier imports when it is first used"""
 IN_BATCHES = {"remote"}
 """of which a process takes many at a time"""
-FURTHER = ("prompt", "tokens")
+FURTHER = ("prompt", "tokens", "state")
 """parameters that a verifier may have"""
 
 
@@ -76,6 +80,8 @@ def parameters(verifier: Verifier) -> list[str]:
 
 def one(verifier: Verifier, item: Item, further: list[str]) -> Score:
     more = {name: getattr(item, name) for name in further}
+    if "state" in more:
+        more["state"] = msgspec.msgpack.decode(item.state) if item.state else None
     return score_from(item, verifier(item.response, item.label, item.finish_reason, **more))
 
 
@@ -86,7 +92,7 @@ def together(verifier: Verifier, items: list[Item], further: list[str]) -> list[
         [item.response for item in items],
         items[0].label,
         [item.finish_reason for item in items],
-        **{name: more[name] for name in further},
+        **{name: more[name] for name in further if name in more},
     )
     if len(worths) != len(items):
         raise ValueError(f"returned {len(worths)} rewards for {len(items)} responses")

@@ -1,0 +1,67 @@
+"""An environment process, `python -m april.environments.process LIMIT_S RULES`: calls on stdin, answers on stdout."""
+
+import contextlib
+import os
+import signal
+import sys
+
+import msgspec
+
+from april.environments.base import Environment, Observation, Turn, find_environment
+from april.environments.messages import Answer, Call, EnvironmentRules
+from april.limits import OBSERVATION_CHARACTERS, STATE_BYTES
+from april.workers.rewards.messages import LENGTH_BYTES, READY, frame
+from april.workers.rewards.process import ERROR_CHARACTERS, limit_memory, private_pipes, send
+
+
+def main(limit_s: float, rules: EnvironmentRules) -> None:
+    """The pool ends a call after its time limit; `limit_s` is longer and ends one whose pool has died."""
+    pipe, answers = private_pipes()
+    calls = os.fdopen(pipe, "rb")
+    limit_memory(rules.memory_mb)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    with contextlib.suppress(Exception):
+        find_environment(rules.name)
+    send(answers, READY)
+    while length := int.from_bytes(calls.read(LENGTH_BYTES), "little"):
+        call = msgspec.msgpack.decode(calls.read(length), type=Call)
+        signal.setitimer(signal.ITIMER_REAL, limit_s)
+        answer = ask(rules.name, call)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        send(answers, frame(answer))
+
+
+def ask(name: str, call: Call) -> Answer:
+    try:
+        return answer_of(find_environment(name), call)
+    except Exception as error:
+        return Answer(call.key, error=f"{type(error).__name__}: {error}"[:ERROR_CHARACTERS])
+
+
+def answer_of(environment: Environment, call: Call) -> Answer:
+    """Raises what the environment raises, TypeError or ValueError for an answer that is none."""
+    state = msgspec.msgpack.decode(call.state) if call.state else None
+    observation = environment(
+        Turn(
+            text=call.text,
+            number=call.number,
+            complete=call.complete,
+            state=state,
+            prompt=call.prompt,
+            label=call.label,
+        )
+    )
+    if isinstance(observation, str):
+        observation = Observation(observation)
+    if not isinstance(observation, Observation) or not isinstance(observation.text, str):
+        raise TypeError(f"returned {observation!r}, which is neither an Observation nor text")
+    if not observation.text and not observation.done:
+        raise ValueError("returned an empty observation though it is not done; say something to the policy")
+    packed = b"" if observation.state is None else msgspec.msgpack.encode(observation.state)
+    if len(packed) > STATE_BYTES:
+        raise ValueError(f"returned a state of {len(packed)} bytes, more than {STATE_BYTES}; keep less in it")
+    return Answer(call.key, observation.text[:OBSERVATION_CHARACTERS], packed, bool(observation.done))
+
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]), msgspec.json.decode(sys.argv[2], type=EnvironmentRules))

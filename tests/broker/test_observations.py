@@ -1,0 +1,171 @@
+"""What the broker makes of an environment's answers: kept like chunks, counted as nobody's tokens, granted again."""
+
+import numpy as np
+import pytest
+
+from april import config as configuration
+from april import wire
+from april.limits import STATE_BYTES
+from april.version import Version
+from tests.broker.conversation import Conversation, FakeLearner, FakeWorker, chunk_arrays, finish_evaluation
+
+ENVIRONMENT = ["--environment.name", "calculator", "--environment.max_turn_tokens", "8"]
+
+
+@pytest.fixture
+def talk(config_file):
+    return Conversation(configuration.load(config_file, ENVIRONMENT))
+
+
+@pytest.fixture
+def worker(talk):
+    worker = FakeWorker(talk)
+    worker.join()
+    return worker
+
+
+def observe(worker, grant, start, count, **fields):
+    ids, _ = chunk_arrays(start, count)
+    worker.say(wire.Observation(grant.token, start, **fields), [ids])
+
+
+def sample_of(talk, grant):
+    return talk.ledger.groups[grant.group].samples[grant.index]
+
+
+def test_an_observation_is_kept_and_counted_as_nobody_s_token(talk, worker):
+    grant = finish_evaluation(worker)[0]
+    before = talk.ledger.tokens["generated"]
+    worker.chunk(grant, 0, 3)
+    observe(worker, grant, 3, 2, state=b"one")
+    worker.chunk(grant, 5, 4)
+    sample = sample_of(talk, grant)
+    assert (sample.length, sample.sampled, sample.observations) == (9, 7, [(3, 5)])
+    assert sample.segments == [(0, 3, Version(0, 0)), (5, 9, Version(0, 0))]
+    assert talk.ledger.tokens["generated"] == before + 7 and talk.ledger.closed
+    assert worker.take(wire.Acknowledged)[-1].message.lengths == [(grant.token, 9)]
+    assert talk.service.recorder.environment == {"observations": 1, "tokens": 2, "failed": 0}
+
+
+def test_again_it_is_a_duplicate_ahead_it_is_a_gap(talk, worker):
+    grant = finish_evaluation(worker)[0]
+    worker.chunk(grant, 0, 3)
+    for _ in range(2):
+        observe(worker, grant, 3, 2)
+        assert worker.take(wire.Acknowledged)[-1].message.lengths == [(grant.token, 5)]
+    observe(worker, grant, 9, 2)
+    assert worker.take(wire.ResendFrom)[-1].message == wire.ResendFrom(grant.token, 5)
+    assert sample_of(talk, grant).observations == [(3, 5)]
+
+
+@pytest.mark.parametrize(
+    ("chunks", "start", "count", "finish_reason"),
+    [([], 0, 2, ""), ([(0, 3), "observation"], 5, 2, ""), ([(0, 20)], 20, 4, ""), ([(0, 20)], 20, 5, "length")],
+    ids=["before any turn", "behind another", "the budget's end without a reason", "beyond the budget"],
+)
+def test_one_that_answers_no_turn_or_breaks_the_budget_is_invalid(talk, worker, chunks, start, count, finish_reason):
+    grant = finish_evaluation(worker)[0]
+    for chunk in chunks:
+        if chunk == "observation":
+            observe(worker, grant, 3, 2)
+        else:
+            worker.chunk(grant, *chunk)
+    observe(worker, grant, start, count, finish_reason=finish_reason)
+    assert "invalid" in worker.take(wire.Refused)[-1].message.reason
+    assert grant.token not in talk.ledger.leases and talk.ledger.closed
+
+
+@pytest.mark.parametrize(
+    ("message", "arrays", "wrong"),
+    [
+        ({"state": b"x" * (STATE_BYTES + 1)}, [np.ones(2, "i4")], "a state of at most"),
+        ({}, [np.array([-1], "i4")], "ids from 0"),
+        ({}, [np.array([10_000], "i4")], "token ids end at"),
+        ({}, [np.zeros(0, "i4")], "at least one token"),
+        ({}, [np.ones(2, "i4"), np.zeros(2, "f4")], "carries ids"),
+    ],
+)
+def test_a_malformed_one_changes_nothing(talk, worker, message, arrays, wrong):
+    grant = finish_evaluation(worker)[0]
+    worker.chunk(grant, 0, 3)
+    worker.say(wire.Observation(grant.token, 3, **message), arrays)
+    assert wrong in worker.take(wire.Refused)[-1].message.reason
+    assert sample_of(talk, grant).length == 3 and grant.token in talk.ledger.leases
+
+
+def test_a_run_without_an_environment_takes_none(config_file):
+    talk = Conversation(configuration.load(config_file))
+    worker = FakeWorker(talk)
+    worker.join()
+    grant = finish_evaluation(worker)[0]
+    worker.chunk(grant, 0, 3)
+    observe(worker, grant, 3, 2)
+    assert "no environment" in worker.take(wire.Refused)[-1].message.reason
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+@pytest.mark.parametrize("behind", [0, 4], ids=["between turns", "in a turn"])
+def test_a_resumed_grant_has_the_turn_and_the_state(talk, worker, restarted, behind):
+    grant = finish_evaluation(worker)[0]
+    worker.chunk(grant, 0, 3)
+    observe(worker, grant, 3, 2, state=b"one")
+    worker.chunk(grant, 5, 1)
+    observe(worker, grant, 6, 1, state=b"two")
+    if behind:
+        worker.chunk(grant, 7, behind)
+    if restarted:
+        talk.restart_broker()
+        talk.tick(11.0)
+    successor = FakeWorker(talk, "w0", uid="another-process")
+    successor.join()
+    again = next(
+        g for g in successor.take(wire.Grant) if (g.message.group, g.message.index) == (grant.group, grant.index)
+    )
+    message = again.message
+    assert (message.turns, message.turn_start, message.state) == (2, 7, b"two")
+    assert np.concatenate(again.arrays[1:]).tolist() == chunk_arrays(0, 7 + behind)[0].tolist()
+    assert message.max_new_tokens == 24 - 7 - behind
+
+
+def test_an_observation_may_end_the_response_and_its_state_goes_to_the_scorer(talk, worker):
+    grant = finish_evaluation(worker)[0]
+    worker.chunk(grant, 0, 3)
+    observe(worker, grant, 3, 2, state=b"end", finish_reason="stop")
+    successor = FakeWorker(talk, "w0", uid="another-process")
+    successor.join()
+    again = next(g for g in successor.grants() if (g.group, g.index) == (grant.group, grant.index))
+    assert again.scoring and again.finish_reason == "stop" and again.state == b"end"
+    successor.say(wire.Scored(again.token, 1.0))
+    assert successor.take(wire.Acknowledged)[-1].message.done == [again.token]
+
+
+def test_the_learner_gets_the_tokens_and_segments_that_leave_them_out(talk, worker):
+    learner = FakeLearner(talk)
+    learner.join()
+    grants = finish_evaluation(worker)
+    while talk.ledger.next_step == 0:
+        grant = grants.pop(0)
+        worker.chunk(grant, 0, 3)
+        observe(worker, grant, 3, 2)
+        worker.chunk(grant, 5, 2, "stop")
+        worker.say(wire.Scored(grant.token, 1.0))
+        grants += [grant for grant in worker.grants() if not grant.evaluation]
+    batch, arrays = learner.fetch(0)
+    head = batch.groups[0].samples[0]
+    assert (head.response_tokens, head.segments) == (7, [(0, 3, Version(0, 0)), (5, 7, Version(0, 0))])
+    assert arrays[1] == chunk_arrays(0, 7)[0].tolist()
+    assert arrays[2] == [-0.5] * 3 + [0.0] * 2 + [-0.5] * 2
+    learner.consume(0)
+    step = talk.service.recorder.steps[0]
+    assert step["tokens"] == 8 * 5 and step["staleness"]["tokens_by_age"] == {"0": 40}
+    assert step["lengths"]["trained"]["mean"] == 5
+    assert step["environment"]["failed"] == 0 and step["environment"]["tokens"] >= 16
+
+
+def test_a_failed_environment_is_a_failed_attempt_and_counted(talk, worker):
+    grant = finish_evaluation(worker)[0]
+    worker.chunk(grant, 0, 3)
+    worker.say(wire.GiveBack(grant.token, 3, "environment_failed", "no answer within 5 s"))
+    sample = sample_of(talk, grant)
+    assert (sample.attempts, sample.last_error, sample.length) == (1, "no answer within 5 s", 3)
+    assert talk.service.recorder.environment["failed"] == 1

@@ -1,0 +1,27 @@
+"""An environment that cannot be asked is refused before anything starts."""
+
+import pytest
+
+from april import config as configuration
+from april.config import ConfigError
+from april.data.tokenizer import Tokenizer
+from april.environments.base import check_environment
+from april.environments.turns import turn_end_ids
+from april.preflight import check_inputs
+
+
+def test_an_unknown_one_is_named_with_the_known_ones():
+    with pytest.raises(ConfigError, match=r"'environment.name' = 'abacus'.*'calculator', 'scratchpad'"):
+        check_environment("abacus")
+    with pytest.raises(ConfigError, match="no_such_module"):
+        check_environment("no_such_module:f")
+    check_environment("")
+
+
+def test_a_turn_ends_with_one_token(in_turns, babbling_policy):
+    tokenizer = Tokenizer(babbling_policy)
+    assert turn_end_ids(["=", "#", "="], tokenizer) == set(tokenizer.encode_prompt("=#").tolist())
+    with pytest.raises(ConfigError, match=r"environment.turn_ends.*'12', which is 2 tokens"):
+        turn_end_ids(["=", "12"], tokenizer)
+    with pytest.raises(ConfigError, match="turn_ends"):
+        check_inputs(configuration.load(in_turns, ["--environment.turn_ends", '["ab"]']))

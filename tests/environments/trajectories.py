@@ -1,0 +1,162 @@
+"""A real worker with the embedded engine on a broker without sockets, in one thread, so that either can die anywhere.
+
+Verifiers and environments answer in this process, an environment a few turns of the worker after it was asked.
+"""
+
+from itertools import count
+
+from april import config as configuration
+from april import wire
+from april.environments.process import ask
+from april.version import Version
+from april.workers.engines.torch_engine import TorchEngine, load_folder_weights
+from april.workers.rewards.messages import Item
+from april.workers.rewards.process import verify
+from april.workers.worker import Worker
+from tests.broker.conversation import Conversation, Peer
+
+UIDS = count()
+POLLS = 3
+"""that an environment takes to answer"""
+MOST_TURNS = 2000
+
+
+class SlowEnvironment:
+    """In place of a pool of processes."""
+
+    def __init__(self, processes, rules):
+        self.rules, self.waiting, self.asked = rules, [], []
+
+    @property
+    def pending(self):
+        return len(self.waiting)
+
+    def submit(self, call):
+        self.asked.append(call)
+        self.waiting.append((POLLS, call))
+
+    def poll(self):
+        due = [call for polls, call in self.waiting if polls == 0]
+        self.waiting = [(polls - 1, call) for polls, call in self.waiting if polls]
+        return [ask(self.rules.name, call) for call in due]
+
+    def close(self):
+        self.waiting.clear()
+
+
+class InstantRewards:
+    def __init__(self, processes, rules):
+        self.rules, self.scores = rules, []
+
+    @property
+    def pending(self):
+        return len(self.scores)
+
+    def submit(self, key, verifier, response, label, finish_reason, prompt, tokens, state):
+        item = Item(key, verifier, response, label, finish_reason, prompt, tokens, state)
+        self.scores += verify([item], self.rules)
+
+    def poll(self):
+        scores, self.scores = self.scores, []
+        return scores
+
+    def close(self):
+        pass
+
+
+class Line(Peer):
+    """A worker's connection to the broker of a conversation."""
+
+    def __init__(self, conversation, uid):
+        super().__init__(conversation, "worker", "w0", uid)
+
+    def send(self, message, arrays=()):
+        self.say(message, arrays)
+
+    def receive(self, timeout_ms=0):
+        received, self.inbox = self.inbox, []
+        return received
+
+    def is_disowned(self, received):
+        return isinstance(received.message, wire.Refused) and "unknown session" in received.message.reason
+
+    def hello(self, leases, acknowledged_tokens=0):
+        self.session = 0
+        self.conversation.peers[b"w0"] = self
+        return super().hello(leases)
+
+    def check_alive(self):
+        pass
+
+    def beat(self, leases=(), emitted_tokens=0):
+        self.say(wire.Heartbeat(list(leases), emitted_tokens), connection=b"control")
+
+
+class Weights:
+    """In place of a receiver: the engine has them already."""
+
+    held = None
+
+    def connect(self, address, key):
+        pass
+
+    def take(self):
+        return None
+
+
+class Table:
+    """A broker, and one worker at a time."""
+
+    def __init__(self, config_file, monkeypatch, overrides=()):
+        monkeypatch.setattr("april.environments.turns.EnvironmentPool", SlowEnvironment)
+        monkeypatch.setattr("april.workers.worker.RewardPool", InstantRewards)
+        self.config = configuration.load(config_file, overrides)
+        self.talk = Conversation(self.config)
+        self.weights = load_folder_weights(self.config.model.path)
+        self.worker = None
+
+    @property
+    def ledger(self):
+        return self.talk.ledger
+
+    def start_worker(self, capacity=64, chunk_tokens=1, step=0):
+        path = self.config.model.path
+        engine = TorchEngine(path, capacity, chunk_tokens=chunk_tokens, chunk_s=1000.0)
+        engine.load_weights(Version(0, step), self.weights)
+        self.worker = Worker(self.config, engine, Line(self.talk, f"uid-{next(UIDS)}"), Weights())
+        self.worker._say_hello()
+
+    def kill_worker(self):
+        """Without a word: what it had not sent is gone, and its successor gets what is on disk."""
+        self.worker = None
+
+    def kill_broker(self):
+        self.talk.restart_broker()
+        self.talk.peers[b"w0"] = self.worker.connection
+        self.worker._say_hello()
+
+    def turn(self):
+        self.worker.turn()
+        self.talk.tick(0.001)
+
+    def until(self, condition):
+        for _ in range(MOST_TURNS):
+            if condition():
+                return
+            self.turn()
+        raise AssertionError("it never came to that")
+
+    def group(self, number=0):
+        return self.ledger.groups[number]
+
+    def story(self, sample):
+        """Everything that is known of a complete sample but for the versions."""
+        ids, logprobs = (packed.data for packed in self.talk.service.read_response(sample))
+        return {
+            "ids": list(memoryview(ids).cast("i")),
+            "logprobs": [round(value, 3) for value in memoryview(logprobs).cast("f")],
+            "observations": sample.observations,
+            "finish_reason": sample.finish_reason,
+            "reward": sample.reward,
+            "state": self.talk.service.environment_state(sample),
+        }

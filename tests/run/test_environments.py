@@ -1,0 +1,60 @@
+"""A real run in turns: worker and broker are killed while a tool is at work; nothing is lost or asked amiss."""
+
+import os
+
+from april.broker.events import ChunkAccepted, GroupOpened, Leased, ObservationAccepted
+from april.broker.journal import Journal
+from april.data.tokenizer import Tokenizer
+from tests.run.processes import APRIL, Job, assert_closed, wait_until
+
+IN_TURNS = ["--environment.name", "tests.environments.games:wait_at_the_gate", "--environment.turn_ends", '[","]',
+            "--environment.max_turn_tokens", "6", "--environment.timeout_s", "170"]  # fmt: skip
+
+
+def assert_every_answer_fits_its_turn(run_dir, tokenizer):
+    """The k-th observation of each sample says k, whoever has sampled the turns; tokens follow one another."""
+    journal, holders, lengths, answered, observed = Journal(run_dir / "journal"), {}, {}, {}, 0
+    workers = set()
+    for event, reference in journal.replay():
+        match event:
+            case GroupOpened():
+                lengths |= {(event.group, index): 0 for index in range(event.size)}
+            case Leased():
+                holders[event.token] = (event.group, event.index)
+                workers.add(event.worker)
+            case ChunkAccepted() | ObservationAccepted():
+                sample = holders[event.token]
+                assert event.start == lengths[sample]
+                lengths[sample] += event.count
+                if isinstance(event, ObservationAccepted):
+                    _, [(_, ids), _] = journal.read(reference)
+                    times = answered[sample] = answered.get(sample, 0) + 1
+                    assert tokenizer.decode(memoryview(bytes(ids)).cast("i")) == str((times - 1) % 10)
+                    observed += 1
+    journal.close()
+    return workers, observed
+
+
+def test_killed_in_the_midst_of_a_tool_call(config_file, policy_folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("GATE", str(tmp_path))
+    asked = lambda: {path.name for path in tmp_path.glob("asked-*")}  # noqa: E731
+    job = Job([*APRIL, "run", str(config_file), *IN_TURNS, "--worker.count", "1"], tmp_path / "output")
+    run_dir = tmp_path / "runs" / "small"
+    try:
+        wait_until(asked, job)
+        first = asked()
+        job.kill("--name worker-0")
+        wait_until(lambda: asked() > first, job)
+        job.kill("april.cli broker")
+        wait_until(lambda: "broker ended with status" in job.output, job)
+        (tmp_path / "open").touch()
+        assert job.wait() == 0, job.output
+        assert job.descendants() == []
+    finally:
+        job.end()
+    summary = assert_closed(run_dir)
+    assert (summary["steps"], summary["state"], summary["starts"]["broker"]) == (3, "finished", 2)
+    assert summary["tokens"]["refused"] == 0 and not summary["tokens"]["discarded"]
+    workers, observed = assert_every_answer_fits_its_turn(run_dir, Tokenizer(policy_folder))
+    assert len(workers) == 2 and observed > 20
+    assert not [name for name in asked() if os.path.exists(f"/proc/{name.removeprefix('asked-')}")]
