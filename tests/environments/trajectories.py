@@ -109,7 +109,7 @@ class Table:
 
     def __init__(self, config_file, monkeypatch, overrides=()):
         monkeypatch.setattr("april.environments.turns.EnvironmentPool", SlowEnvironment)
-        monkeypatch.setattr("april.workers.worker.RewardPool", InstantRewards)
+        monkeypatch.setattr("april.workers.scoring.RewardPool", InstantRewards)
         self.config = configuration.load(config_file, overrides)
         self.talk = Conversation(self.config)
         self.weights = load_folder_weights(self.config.model.path)
