@@ -141,7 +141,7 @@ def done_samples(group: Group) -> list[Sample]:
 
 def group_head(group: Group) -> wire.GroupHead:
     samples = [
-        wire.SampleHead(sample.index, sample.length, sample.reward, sample.finish_reason, sample.segments)
+        wire.SampleHead(sample.index, sample.length, sample.reward, sample.finish_reason, list(sample.segments))
         for sample in done_samples(group)
     ]
     return wire.GroupHead(group.id, group.prompt_tokens, samples)

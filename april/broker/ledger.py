@@ -162,7 +162,7 @@ class Ledger(LedgerState):
             return misplaced
         lease = self.leases[token]
         segments = lease.sample.segments
-        answers_a_turn = bool(segments) and segments[-1][1] == start
+        answers_a_turn = bool(segments) and segments.end == start
         if not answers_a_turn or not self._goes_on(lease, count, finish_reason):
             return Verdict.INVALID
         lease_over = bool(finish_reason) and self.is_handed_over(lease.sample.group)

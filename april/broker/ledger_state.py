@@ -189,10 +189,7 @@ class LedgerState:
     def _on_ChunkAccepted(self, event: events.ChunkAccepted, reference: Any) -> None:
         sample = self.leases[event.token].sample
         end = event.start + event.count
-        if sample.segments and sample.segments[-1][1:] == (event.start, event.version):
-            sample.segments[-1] = (sample.segments[-1][0], end, event.version)
-        else:
-            sample.segments.append((event.start, end, event.version))
+        sample.segments.extend_by(event.start, end, event.version)
         sample.group.tokens += event.count
         if sample.group.evaluation:
             self.tokens["evaluation"] += event.count

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from april.version import Version
+from april.broker.segments import Segments
 
 
 class SampleState(StrEnum):
@@ -30,6 +30,7 @@ class GroupState(StrEnum):
     DISCARDED = "discarded"
 
 
+CLEANING_PUSHES = 1024
 TO_GENERATE = (SampleState.WAITING, SampleState.PARTIAL)
 
 
@@ -42,8 +43,8 @@ class Sample:
     state: SampleState = SampleState.WAITING
     length: int = 0
     """acknowledged response tokens, observations included"""
-    segments: list[tuple[int, int, Version]] = field(default_factory=list)
-    """(start, end, version) of what the policy has sampled; the gaps between them are observations"""
+    segments: Segments = field(default_factory=Segments)
+    """of what the policy has sampled"""
     chunks: array = field(default_factory=lambda: array("Q"))
     """position and length of the journal's record of each of its chunks, in order: 16 bytes a chunk"""
     token: int = 0
@@ -76,8 +77,7 @@ class Sample:
     @property
     def first_step(self) -> int:
         """A worker must be at this step or later to go on with it, so that versions never decrease."""
-        last = self.segments[-1][2].step if self.segments else 0
-        return max(self.group.opened_at, last)
+        return max(self.group.opened_at, self.segments.last_step)
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -156,17 +156,31 @@ class Waiting:
     """Samples that wait for a lease, each for a worker at its `first_step` or later, in the order of a key.
 
     An entry whose sample no longer waits, or has come to need a later step and was pushed again, is dropped when it
-    surfaces. Taking costs a look at each of the few steps that samples need, and a heap's logarithm.
+    surfaces, or when there are as many entries again as were left by the last such cleaning. Taking costs a look at
+    each of the few steps that samples need, and a heap's logarithm.
     """
 
     def __init__(self, order: Callable[[Sample], tuple]):
         self._order = order
         self._arrivals = itertools.count()
         self._by_step: dict[int, list[tuple]] = {}
+        self._pushes_to_cleaning = CLEANING_PUSHES
 
     def push(self, sample: Sample) -> None:
         heap = self._by_step.setdefault(sample.first_step, [])
         heapq.heappush(heap, (self._order(sample), next(self._arrivals), sample))
+        self._pushes_to_cleaning -= 1
+        if not self._pushes_to_cleaning:
+            self._clean()
+
+    def _clean(self) -> None:
+        """Drop every entry that stands for nothing any more."""
+        for first_step, heap in list(self._by_step.items()):
+            heap[:] = [entry for entry in heap if _waits_from(entry[-1], first_step)]
+            heapq.heapify(heap)
+            if not heap:
+                del self._by_step[first_step]
+        self._pushes_to_cleaning = max(CLEANING_PUSHES, sum(map(len, self._by_step.values())))
 
     def take(self, step: int, below: tuple | None = None) -> Sample | None:
         """The first that a worker at `step` may go on with; `below`: only if its key is."""
@@ -184,7 +198,7 @@ class Waiting:
     def _has_head(self, first_step: int) -> bool:
         """Drop what no longer waits at this step; whether anything is left."""
         heap = self._by_step[first_step]
-        while heap and not (_waits_to_generate(heap[0][-1]) and heap[0][-1].first_step == first_step):
+        while heap and not _waits_from(heap[0][-1], first_step):
             heapq.heappop(heap)
         if not heap:
             del self._by_step[first_step]
@@ -287,8 +301,9 @@ class ReadyGroups:
         return heapq.nsmallest(count, self._groups.values(), key=lambda group: group.opened_at)
 
 
-def _waits_to_generate(sample: Sample) -> bool:
-    return sample.state in TO_GENERATE and sample.group.state is GroupState.OPEN
+def _waits_from(sample: Sample, first_step: int) -> bool:
+    waits = sample.state in TO_GENERATE and sample.group.state is GroupState.OPEN
+    return waits and sample.first_step == first_step
 
 
 def _waits_for_score(sample: Sample) -> bool:

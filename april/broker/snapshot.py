@@ -22,7 +22,7 @@ from april.broker.events import RunStarted
 from april.broker.journal import Reference, sync_folder
 from april.broker.ledger_state import LedgerState
 from april.broker.samples import TO_GENERATE, Group, GroupState, Lease, Sample, SampleState
-from april.version import Version
+from april.broker.segments import Segment, Segments
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ COUNTERS = ("tokens", "discarded", "counts")
 class SampleImage(msgspec.Struct, array_like=True):
     state: SampleState
     length: int
-    segments: list[tuple[int, int, Version]]
+    segments: list[Segment]
     chunks: bytes
     """uint64 position and length of each, as the machine has them"""
     attempts: int
@@ -165,8 +165,8 @@ def _thaw_group(image: GroupImage) -> Group:
     )  # fmt: skip
     group.samples = [
         Sample(
-            group, index, one.state, one.length, one.segments, array("Q", one.chunks), one.lease[0] if one.lease else 0,
-            one.attempts, one.reward, one.finish_reason, one.last_error, one.details,
+            group, index, one.state, one.length, Segments(one.segments), array("Q", one.chunks),
+            one.lease[0] if one.lease else 0, one.attempts, one.reward, one.finish_reason, one.last_error, one.details,
         )
         for index, one in enumerate(image.samples)
     ]  # fmt: skip

@@ -29,6 +29,11 @@ BEYOND_ITS_SHARE = (5,)
 """rank of evaluation that has no share of a worker left"""
 
 
+@pytest.fixture(autouse=True)
+def queues_are_cleaned_often(monkeypatch):
+    monkeypatch.setattr("april.broker.samples.CLEANING_PUSHES", 3)
+
+
 def has_spread(group):
     rewards = {sample.reward for sample in group.samples if sample.state is SampleState.DONE}
     return len(rewards) > 1
