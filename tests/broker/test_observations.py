@@ -7,7 +7,15 @@ from april import config as configuration
 from april import wire
 from april.limits import STATE_BYTES
 from april.version import Version
-from tests.broker.conversation import Conversation, FakeLearner, FakeWorker, chunk_arrays, finish_evaluation
+from tests.broker.conversation import (
+    Conversation,
+    FakeLearner,
+    FakeScorer,
+    FakeWorker,
+    chunk_arrays,
+    finish_evaluation,
+    training,
+)
 
 ENVIRONMENT = ["--environment.name", "calculator", "--environment.max_turn_tokens", "8"]
 
@@ -169,3 +177,19 @@ def test_a_failed_environment_is_a_failed_attempt_and_counted(talk, worker):
     sample = sample_of(talk, grant)
     assert (sample.attempts, sample.last_error, sample.length) == (1, "no answer within 5 s", 3)
     assert talk.service.recorder.environment["failed"] == 1
+
+
+def test_one_that_ends_a_response_hands_it_over_to_a_scorer_with_its_state(config_file):
+    overrides = ["--reward.where", "scorer", "--evaluation.prompts", "1"]
+    talk = Conversation(configuration.load(config_file, ENVIRONMENT + overrides))
+    worker, scorer = FakeWorker(talk), FakeScorer(talk)
+    worker.join()
+    scorer.join()
+    grant = training(worker.grants())[0]
+    worker.chunk(grant, 0, 3)
+    observe(worker, grant, 3, 2, state=b"end", finish_reason="stop")
+    assert worker.take(wire.Acknowledged)[-1].message == wire.Acknowledged([(grant.token, 5)], [grant.token])
+    (given,) = scorer.grants()
+    assert (given.group, given.index, given.scoring, given.state) == (grant.group, grant.index, True, b"end")
+    scorer.say(wire.Scored(given.token, 1.0))
+    assert sample_of(talk, grant).reward == 1.0 and talk.ledger.closed
