@@ -76,3 +76,23 @@ def assert_agree(counts: np.ndarray, probabilities: np.ndarray) -> None:
         observed, expected = observed[:-1], expected[:-1]
     degrees = max(len(expected) - 1, 1)
     assert ((observed - expected) ** 2 / expected).sum() < degrees + 4 * np.sqrt(2 * degrees)
+
+
+def assert_frequencies(engine, model, options: dict, seeds: int) -> None:
+    """First tokens of one prompt under many seeds are drawn as `options` ask for: top-k, then top-p, the fewest
+    likeliest tokens whose mass reaches it; their behaviour log-probabilities are those of the whole distribution."""
+    logits = model.logits(prompt().tolist())[-1].double().numpy() / options.get("temperature", 1.0)
+    full = np.exp(logits - logits.max())
+    full /= full.sum()
+    order = np.argsort(-full)[: options.get("top_k") or None]
+    mass = full[order].cumsum() / full[order].sum()
+    support = order[: np.searchsorted(mass, options.get("top_p", 1.0)) + 1]
+    target = np.zeros(VOCABULARY)
+    target[support] = full[support] / full[support].sum()
+    requests = [Request(i, prompt(), 1, seed=i, **options) for i in range(seeds)]
+    streams = drive(engine, requests)
+    tokens = [streams[request.id].tokens[0] for request in requests]
+    assert set(tokens) <= set(support.tolist())
+    assert_agree(np.bincount(tokens, minlength=VOCABULARY), target)
+    for request, token in zip(requests, tokens, strict=True):
+        assert abs(streams[request.id].logprobs[0] - np.log(full[token])) < 1e-4

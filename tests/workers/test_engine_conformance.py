@@ -19,7 +19,7 @@ from tests.workers.engine_driving import (
     V2,
     VOCABULARY,
     Stream,
-    assert_agree,
+    assert_frequencies,
     assert_true_logprobs,
     drive,
     join,
@@ -307,22 +307,7 @@ def test_tied_embeddings_come_with_or_without_the_output_projection(make_engine,
     "options", [{"temperature": 0.7}, {"temperature": 1.5, "top_k": 6}, {"temperature": 1.5, "top_p": 0.8}], ids=str
 )
 def test_frequencies_agree_with_the_distribution_asked_for(make_engine, tiny_model, options):
-    """500 seeds of one prompt; top-k, then top-p: the fewest likeliest tokens whose mass reaches it."""
-    logits = tiny_model().logits(prompt().tolist())[-1].double().numpy() / options.get("temperature", 1.0)
-    full = np.exp(logits - logits.max())
-    full /= full.sum()
-    order = np.argsort(-full)[: options.get("top_k") or None]
-    mass = full[order].cumsum() / full[order].sum()
-    support = order[: np.searchsorted(mass, options.get("top_p", 1.0)) + 1]
-    target = np.zeros(VOCABULARY)
-    target[support] = full[support] / full[support].sum()
-    requests = [Request(i, prompt(), 1, seed=i, **options) for i in range(500)]
-    streams = drive(make_engine(slots=64), requests)
-    tokens = [streams[request.id].tokens[0] for request in requests]
-    assert set(tokens) <= set(support.tolist())
-    assert_agree(np.bincount(tokens, minlength=VOCABULARY), target)
-    for request, token in zip(requests, tokens, strict=True):
-        assert abs(streams[request.id].logprobs[0] - np.log(full[token])) < 1e-4
+    assert_frequencies(make_engine(slots=64), tiny_model(), options, seeds=500)
 
 
 GOOD = Request(1, prompt(), 5)
