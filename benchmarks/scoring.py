@@ -123,7 +123,7 @@ def run(folder: Path, work: list[wire.Grant], processes: int) -> tuple[float, fl
 
 def warm_up(worker: Worker) -> None:
     """Wait until every verifier process is up, as they are in the middle of a run."""
-    pool = worker.rewards
+    pool = worker.scoring.pool
     while not all(process.ready for process in pool.processes):
         for process in pool.processes:
             process.receive()
