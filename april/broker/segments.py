@@ -20,6 +20,16 @@ class Segments(Sequence[Segment]):
     def __init__(self, segments: Iterable[Segment] = ()):
         self._numbers = array("I", [number for start, end, version in segments for number in (start, end, *version)])
 
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "Segments":
+        """The inverse of `to_bytes`, on a machine of the same byte order."""
+        segments = cls()
+        segments._numbers.frombytes(data)
+        return segments
+
+    def to_bytes(self) -> bytes:
+        return self._numbers.tobytes()
+
     def extend_by(self, start: int, end: int, version: Version) -> None:
         """Tokens were sampled behind the others; they are the last segment's where they follow it under its version."""
         numbers = self._numbers

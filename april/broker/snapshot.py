@@ -22,7 +22,7 @@ from april.broker.events import RunStarted
 from april.broker.journal import Reference, sync_folder
 from april.broker.ledger_state import LedgerState
 from april.broker.samples import TO_GENERATE, Group, GroupState, Lease, Sample, SampleState
-from april.broker.segments import Segment, Segments
+from april.broker.segments import Segments
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,8 @@ COUNTERS = ("tokens", "discarded", "counts")
 class SampleImage(msgspec.Struct, array_like=True):
     state: SampleState
     length: int
-    segments: list[Segment]
+    segments: bytes
+    """of `Segments`"""
     chunks: bytes
     """uint64 position and length of each, as the machine has them"""
     attempts: int
@@ -114,8 +115,8 @@ def _freeze_group(group: Group, ledger: LedgerState) -> GroupImage:
 
 def _freeze_sample(sample: Sample, lease: Lease | None) -> SampleImage:
     return SampleImage(
-        sample.state, sample.length, list(sample.segments), sample.chunks.tobytes(), sample.attempts, sample.reward,
-        sample.finish_reason, sample.last_error,
+        sample.state, sample.length, sample.segments.to_bytes(), sample.chunks.tobytes(), sample.attempts,
+        sample.reward, sample.finish_reason, sample.last_error,
         (lease.token, lease.worker, lease.step, lease.scoring) if lease else None, sample.details,
     )  # fmt: skip
 
@@ -165,7 +166,7 @@ def _thaw_group(image: GroupImage) -> Group:
     )  # fmt: skip
     group.samples = [
         Sample(
-            group, index, one.state, one.length, Segments(one.segments), array("Q", one.chunks),
+            group, index, one.state, one.length, Segments.from_bytes(one.segments), array("Q", one.chunks),
             one.lease[0] if one.lease else 0, one.attempts, one.reward, one.finish_reason, one.last_error, one.details,
         )
         for index, one in enumerate(image.samples)

@@ -16,6 +16,7 @@ def test_what_goes_in_comes_out(segments):
     assert compact == segments and list(compact) == segments and len(compact) == len(segments)
     assert [compact[place] for place in range(-len(segments), len(segments))] == segments * 2
     assert all(isinstance(version, Version) for _, _, version in compact)
+    assert Segments.from_bytes(compact.to_bytes()) == segments
     assert (compact.end, compact.last_step) == ((segments[-1][1], segments[-1][2].step) if segments else (0, 0))
 
 
