@@ -164,7 +164,7 @@ class Server:
         sync.
         """
         if not sockets.has_message(self.socket):
-            self._poller.poll(0 if self.service.learner.can_send else POLL_MS)
+            self._wait(0 if self.service.learner.can_send else POLL_MS)
         try:
             self._work()
         except (JournalError, OSError) as error:
@@ -173,6 +173,11 @@ class Server:
             self._recover()
         if self.exporter:
             self.exporter.turned(clock.now(), self._picture)
+
+    def _wait(self, timeout_ms: int) -> None:
+        """For a message, or the end of a sync."""
+        if any(ready == self._synced for ready, _ in self._poller.poll(timeout_ms)):
+            os.eventfd_read(self._synced)
 
     def _work(self) -> None:
         caught_up = self._drain()
@@ -198,8 +203,6 @@ class Server:
         """Wait for the sync that is under way, and send what it has covered."""
         if self.journal.syncing:
             self.journal.finish_sync()
-            with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self._synced)
             self._sync_times.observe(self.journal.sync_s)
         unsent, self._unsent = self._unsent, []
         self._send(unsent)

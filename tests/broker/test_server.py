@@ -133,3 +133,9 @@ def test_a_worker_that_never_reads_loses_its_session_before_the_broker_its_memor
         server.turn()
     assert not server.service.sessions.by_id
     assert not server._late or sum(map(len, server._late.values())) <= OUTBOX_MESSAGES
+
+
+def test_the_end_of_a_sync_wakes_the_broker_once(server):
+    os.eventfd_write(server._synced, 1)
+    server._wait(10_000)
+    assert not server._poller.poll(0)
