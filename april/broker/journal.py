@@ -13,7 +13,7 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -207,7 +207,7 @@ class Journal:
             raise self.fail(error) from error
         return self.end
 
-    def reclaim(self, needed_from: int, live: set[int]) -> list[Path]:
+    def reclaim(self, needed_from: int, live: Iterable[int]) -> list[Path]:
         """Forget the segments that end at or below `needed_from` and hold no `live` position.
 
         Returns the files, for the caller to delete: that takes a while.

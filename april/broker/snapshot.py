@@ -174,15 +174,13 @@ def _thaw_group(image: GroupImage) -> Group:
     return group
 
 
-def live_positions(image: LedgerImage) -> set[int]:
+def live_positions(image: LedgerImage) -> Iterator[int]:
     """Where the journal holds prompts and tokens that may still be asked for."""
-    positions = set()
     for group in image.groups:
         if group.state is GroupState.OPEN or not group.evaluation:
-            positions.add(group.prompt[0])
+            yield group.prompt[0]
             for sample in group.samples:
-                positions.update(array("Q", sample.chunks)[::2])
-    return positions
+                yield from array("Q", sample.chunks)[::2]
 
 
 class SnapshotStore:
