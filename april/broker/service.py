@@ -1,6 +1,7 @@
 """The broker without its sockets: decoded messages in, ledger and journal changed, messages out.
 
-`handle` and `tick` only queue what is to be sent; the caller syncs the journal before it sends any of it.
+`handle` and `tick` only queue what is to be sent; the caller syncs the journal before it sends any of it,
+except what `Sessions.at_once` holds: that rests on nothing that is not on disk.
 """
 
 import logging
