@@ -117,6 +117,7 @@ class Service:
             self.ledger.rules.max_attempts,
             self.ledger.rules.min_group_size,
             self.ledger.rules.max_response_tokens,
+            self.config.sampling.is_cut,
         )
         if self.ledger.header is None:
             self.ledger.commit(header)
@@ -398,17 +399,18 @@ class Service:
         _, [(checksum, data)] = self.journal.read(reference)
         return wire.Packed("i4", checksum, data)
 
-    def read_chunks(self, sample: Sample) -> Iterator[tuple[wire.Packed, wire.Packed]]:
-        """(ids, behaviour logprobs) of the acknowledged chunks of a sample."""
+    def read_chunks(self, sample: Sample) -> Iterator[list[wire.Packed]]:
+        """[ids, behaviour logprobs] of the acknowledged chunks of a sample, and their supports where they have some."""
         for reference in sample.references:
-            _, [(checksum, ids), (logprobs_checksum, logprobs)] = self.journal.read(reference)
-            yield wire.Packed("i4", checksum, ids), wire.Packed("f4", logprobs_checksum, logprobs)
+            _, arrays = self.journal.read(reference)
+            kinds = zip(wire.CHUNK_ARRAYS, arrays, strict=False)
+            yield [wire.Packed(dtype, checksum, data) for dtype, (checksum, data) in kinds]
 
     def read_response(self, sample: Sample) -> list[wire.Packed]:
-        """[ids, behaviour logprobs] of all its acknowledged tokens."""
+        """The same of all its acknowledged tokens."""
         chunks = list(self.read_chunks(sample))
         if len(chunks) == 1:
-            return list(chunks[0])
+            return chunks[0]
         return [join(column) for column in zip(*chunks, strict=True)]
 
     def environment_state(self, sample: Sample) -> bytes:

@@ -13,6 +13,7 @@ from april.broker.prompts import sample_seed
 from april.broker.samples import Lease
 from april.broker.schedule import choose_sample
 from april.broker.sessions import Session
+from april.support import Support
 
 if TYPE_CHECKING:
     from april.broker.service import Service
@@ -112,15 +113,20 @@ class WorkerDesk:
 
     def on_Chunk(self, session: Session, received: wire.Received, now: float) -> None:
         message = received.message
-        if [packed.dtype for packed in received.packed] != ["i4", "f4"]:
-            raise wire.WireError("a chunk carries ids int32 and logprobs float32")
-        ids, logprobs = received.arrays
+        dtypes = tuple(packed.dtype for packed in received.packed)
+        if dtypes not in (wire.CHUNK_ARRAYS, wire.CHUNK_ARRAYS[:2]):
+            raise wire.WireError("a chunk carries ids int32, logprobs float32, and their supports, if any, int32")
+        ids, logprobs, *support = received.arrays
         if not len(ids) or ids.shape != logprobs.shape or ids.min() < 0 or not np.isfinite(logprobs).all():
             raise wire.WireError("a chunk has at least one token, ids from 0, and a finite logprob for each")
         self._check_ids(ids)
+        if support:
+            self._check_support(ids, Support(*support))
         if not self._holds(session.uid, message.token):
             return self._refuse(session, received, "the lease is not current", len(ids))
         lease = self.ledger.leases[message.token]
+        if bool(support) != (self.config.sampling.is_cut and not lease.sample.group.evaluation):
+            raise wire.WireError("training tokens come with their supports where the distribution is cut, no others do")
         verdict = self.ledger.add_chunk(
             message.token, message.start, len(ids), message.version, message.finish_reason,
             [(packed.checksum, packed.data) for packed in received.packed],
@@ -146,10 +152,12 @@ class WorkerDesk:
         self._check_ids(ids)
         if not self._holds(session.uid, message.token):
             return self._refuse(session, received, "the lease is not current")
-        lease, logprobs = self.ledger.leases[message.token], wire.pack(np.zeros(len(ids), "<f4"))
+        lease, nobodys = self.ledger.leases[message.token], [wire.pack(np.zeros(len(ids), "<f4"))]
+        if self.config.sampling.is_cut:
+            nobodys += [wire.pack(np.zeros(len(ids), "<i4")), wire.pack(np.zeros(0, "<i4"))]
         verdict = self.ledger.add_observation(
             message.token, message.start, len(ids), message.state, message.finish_reason, message.failed,
-            [(packed.checksum, packed.data) for packed in (*received.packed, logprobs)],
+            [(packed.checksum, packed.data) for packed in (*received.packed, *nobodys)],
         )  # fmt: skip
         if verdict is Verdict.OK:
             self.recorder.observed(len(ids), message.failed)
@@ -160,6 +168,14 @@ class WorkerDesk:
             raise wire.WireError(f"the policy's token ids end at {self.largest_id}")
         if len(ids) > limits.CHUNK_TOKENS:
             raise wire.WireError(f"a chunk has at most {limits.CHUNK_TOKENS} tokens")
+
+    def _check_support(self, ids: np.ndarray, support: Support) -> None:
+        if not support.holds(ids) or support.ids.min() < 0 or support.counts.max() > limits.SUPPORT_IDS:
+            raise wire.WireError(
+                f"a support has at most {limits.SUPPORT_IDS} ids, from 0, and the token that was drawn among them"
+            )
+        if support.ids.max() > self.largest_id:
+            raise wire.WireError(f"the policy's token ids end at {self.largest_id}")
 
     def _answer(
         self, session: Session, received: wire.Received, lease: Lease, verdict: Verdict, sampled: int, now: float
@@ -274,6 +290,7 @@ class WorkerDesk:
 
     def send_grant(self, session: Session, lease: Lease) -> None:
         sample, group, sampling = lease.sample, lease.sample.group, self.config.sampling
+        drawn = self.config.evaluation if group.evaluation else sampling
         row, observations = self.service.row_of(group.evaluation, group.epoch, group.row), sample.observations
         grant = wire.Grant(
             token=lease.token,
@@ -283,9 +300,10 @@ class WorkerDesk:
             evaluation=group.evaluation,
             max_new_tokens=sampling.max_response_tokens - sample.length,
             seed=sample_seed(self.config.seed, group.id, sample.index),
-            temperature=self.config.evaluation.temperature if group.evaluation else sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
+            temperature=drawn.temperature,
+            top_p=drawn.top_p,
+            top_k=drawn.top_k,
+            min_p=0.0 if group.evaluation else sampling.min_p,
             label=row.label,
             reward=self.service.reward_of(row),
             finish_reason=sample.finish_reason,
@@ -298,7 +316,7 @@ class WorkerDesk:
         if lease.on_group:
             pieces = [self.service.read_response(one)[0] for one in lease.samples]
         else:
-            pieces = [ids for ids, _ in self.service.read_chunks(sample)]
+            pieces = [ids for ids, *_ in self.service.read_chunks(sample)]
         self.sessions.send(session, grant, [self.service.read_prompt(group.prompt), *pieces])
 
     # --- aborts and losses ----------------------------------------------------------------------------------

@@ -11,16 +11,16 @@ from april.config.sections import (
     DataSection,
     EnvironmentSection,
     EvaluationSection,
-    SamplingSection,
     ScheduleSection,
 )
+from april.limits import TOP_K
 
 
 def check(config: Config, inputs: bool = True) -> None:
     """Refuse what is valid key by key but cannot work together. `inputs`: also a model or data that are not there."""
     check_schedule(config.schedule)
     check_ranks(config)
-    check_sampling(config.sampling)
+    check_sampling(config)
     check_evaluation(config.evaluation)
     check_algorithm(config.algorithm)
     check_addresses(config)
@@ -105,12 +105,33 @@ def check_ranks(config: Config) -> None:
         )
 
 
-def check_sampling(sampling: SamplingSection) -> None:
-    if sampling.top_p != 1.0 or sampling.top_k != 0:
-        key, value = ("top_p", sampling.top_p) if sampling.top_p != 1.0 else ("top_k", sampling.top_k)
+def check_sampling(config: Config) -> None:
+    """Training samples may be drawn from a part of the distribution where the engine returns which part that was."""
+    sampling, server = config.sampling, config.engine.server
+    if not sampling.is_cut:
+        return
+    whole = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    key, value = next((key, getattr(sampling, key)) for key in whole if getattr(sampling, key) != whole[key])
+    if config.worker.engine != "sglang":
         raise ConfigError(
-            f"key 'sampling.{key}' = {value} cuts the distribution that behaviour log-probabilities describe, so "
-            "training on it would be biased; use top_p = 1.0 and top_k = 0"
+            f"key 'sampling.{key}' = {value} cuts the distribution, and worker.engine = {config.worker.engine!r} does "
+            "not say what is left of it, without which training would be biased; set worker.engine = 'sglang', or "
+            "use top_k = 0, top_p = 1.0 and min_p = 0.0"
+        )
+    if sampling.top_k < 2:
+        raise ConfigError(
+            f"key 'sampling.{key}' = {value} does not bound what travels with every token, the ids that it was drawn "
+            f"from; set sampling.top_k from 2 to {TOP_K}"
+        )
+    if algorithm := server.get("speculative_algorithm"):
+        raise ConfigError(
+            f"key 'engine.server.speculative_algorithm' = {algorithm!r} cannot be with sampling.{key} = {value}: "
+            "SGLang does not say what tokens of a draft were drawn from; leave one out"
+        )
+    if sampling.min_p and server.get("enable_deterministic_inference"):
+        raise ConfigError(
+            f"key 'sampling.min_p' = {sampling.min_p} cannot be with engine.server.enable_deterministic_inference, "
+            "under which SGLang does not do it; use sampling.top_p, or leave one out"
         )
 
 

@@ -8,7 +8,7 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from april.config.presets import fill_preset
-from april.limits import CHUNK_TOKENS, CONTEXT_TOKENS
+from april.limits import CHUNK_TOKENS, CONTEXT_TOKENS, TOP_K
 
 
 class ConfigError(ValueError):
@@ -140,11 +140,21 @@ class SamplingSection(Section):
         512, ge=1, le=CONTEXT_TOKENS, description="budget of a response over all its segments (tokens)"
     )
     temperature: float = Field(1.0, ge=0.01, description="softmax temperature of training samples")
-    top_p: float = Field(1.0, gt=0, le=1, description="nucleus mass; training needs 1.0")
-    top_k: int = Field(0, ge=0, description="most likely tokens kept, 0 keeps all; training needs 0")
+    top_k: int = Field(
+        0, ge=0, le=TOP_K, description="tokens kept of the distribution, the likeliest; above 0 on SGLang only"
+    )
+    top_p: float = Field(1.0, gt=0, le=1, description="mass that the kept ones reach; below 1 needs a top_k as well")
+    min_p: float = Field(
+        0.0, ge=0, lt=1, description="least mass, as a share of the likeliest's; needs a top_k as well"
+    )
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(
         [], description="further stop tokens beside the tokenizer's end of text"
     )
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether training samples are drawn from a part of the distribution, which then travels with every token."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
 class EvaluationSection(Section):
@@ -152,6 +162,8 @@ class EvaluationSection(Section):
     prompts: int = Field(256, ge=1, description="held-out prompts, the first ones of the file")
     samples: int = Field(1, ge=1, le=1024, description="k: samples of each, for mean@k and pass@k")
     temperature: float = Field(1.0, ge=0, description="0 is greedy")
+    top_k: int = Field(0, ge=0, description="tokens kept of the distribution, the likeliest, 0: all")
+    top_p: float = Field(1.0, gt=0, le=1, description="mass that the kept ones reach")
     share: float = Field(0.5, gt=0, le=1, description="largest share of a worker's slots")
 
 

@@ -14,7 +14,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils.logging import disable_progress_bar
 
 from april.learner import attention
-from april.learner.packing import MicroBatch
+from april.learner.packing import MicroBatch, PackedSupport
 
 LOGITS_PER_CHUNK = 2**24
 """logits held at a time by the head (64 MiB in fp32); larger heads work through their tokens in chunks"""
@@ -32,9 +32,9 @@ class ScoreTokens(torch.autograd.Function):
     """See `score_tokens`. Where there are several chunks, the backward pass computes their logits again."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, temperature, rows_per_chunk):
+    def forward(ctx, hidden, weight, targets, temperature, rows_per_chunk, support):
         target_logits, logprobs, entropies = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(3))
-        chunks = LogitChunks(hidden, weight, temperature, rows_per_chunk)
+        chunks = LogitChunks(hidden, weight, temperature, rows_per_chunk, support)
         whole = torch.empty_like(chunks.buffer)
         for rows, logits in chunks:
             places = targets[rows, None]
@@ -44,7 +44,7 @@ class ScoreTokens(torch.autograd.Function):
             entropies[rows] = -torch.exp(log_p, out=logits).mul_(log_p).sum(-1)
         kept = whole if len(hidden) <= rows_per_chunk else None
         ctx.save_for_backward(hidden, weight, targets, target_logits - logprobs, entropies, kept)
-        ctx.temperature, ctx.rows_per_chunk = temperature, rows_per_chunk
+        ctx.temperature, ctx.rows_per_chunk, ctx.support = temperature, rows_per_chunk, support
         ctx.set_materialize_grads(False)  # an entropy that is only logged costs nothing
         return logprobs, entropies
 
@@ -55,7 +55,7 @@ class ScoreTokens(torch.autograd.Function):
         if logprob_gradients is None:
             logprob_gradients = torch.zeros_like(normalisers)
         if kept is None:
-            chunks = LogitChunks(hidden, weight, ctx.temperature, ctx.rows_per_chunk)
+            chunks = LogitChunks(hidden, weight, ctx.temperature, ctx.rows_per_chunk, ctx.support)
             log_ps = ((rows, logits.sub_(normalisers[rows, None])) for rows, logits in chunks)
         else:
             log_ps = [(slice(0, len(hidden)), kept)]
@@ -74,17 +74,20 @@ class ScoreTokens(torch.autograd.Function):
             gradient = gradient.to(hidden.dtype)
             torch.mm(gradient, weight, out=hidden_gradient[rows])
             add_product(weight_gradient, gradient.T, hidden[rows])
-        return hidden_gradient, weight_gradient.to(weight.dtype), None, None, None
+        return hidden_gradient, weight_gradient.to(weight.dtype), None, None, None, None
 
 
 class LogitChunks:
-    """Iterates over (rows, fp32 logits / temperature) of a head, all in one buffer that each chunk overwrites.
+    """Iterates over (rows, fp32 logits / temperature) of a head, all in one buffer that each chunk overwrites; what is
+    outside a target's support is out of its logits.
 
     16-bit inputs are multiplied with fp32 sums and keep them: rounding a logit of 20 to bfloat16 moves it by 0.06.
     """
 
-    def __init__(self, hidden: Tensor, weight: Tensor, temperature: float, rows_per_chunk: int):
-        self.hidden, self.weight, self.temperature = hidden, weight, temperature
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, temperature: float, rows_per_chunk: int, support: PackedSupport | None
+    ):
+        self.hidden, self.weight, self.temperature, self.support = hidden, weight, temperature, support
         self.rows_per_chunk = min(rows_per_chunk, max(1, len(hidden)))
         self.buffer = torch.empty(self.rows_per_chunk, len(weight), dtype=torch.float32, device=hidden.device)
         if weight.device.type == "cpu":
@@ -98,7 +101,10 @@ class LogitChunks:
                 torch.mm(part.float(), self.weight.T, out=logits)
             else:
                 torch.mm(part, self.weight.T, out_dtype=torch.float32, out=logits)
-            yield slice(start, start + len(part)), logits if self.temperature == 1 else logits.div_(self.temperature)
+            if self.temperature != 1:
+                logits.div_(self.temperature)
+            rows = slice(start, start + len(part))
+            yield rows, self.support.cut(logits, rows) if self.support else logits
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -111,13 +117,17 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total += torch.mm(left, right, out_dtype=torch.float32)
 
 
-def score_tokens(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target and entropy (nats) under softmax(hidden weight^T / temperature).
+def score_tokens(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, support: PackedSupport | None = None
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of each target and entropy (nats) under softmax(hidden weight^T / temperature), renormalised
+    over the target's support where there is one.
 
     hidden [K, D], weight [V, D], targets int64 [K] -> float32 [K], [K]; both carry a gradient, once. At most
     `LOGITS_PER_CHUNK` logits exist at a time, and twice in memory; where that is all, they are kept for backward.
     """
-    return ScoreTokens.apply(hidden, weight, targets, temperature, max(1, LOGITS_PER_CHUNK // len(weight)))
+    rows_per_chunk = max(1, LOGITS_PER_CHUNK // len(weight))
+    return ScoreTokens.apply(hidden, weight, targets, temperature, rows_per_chunk, support)
 
 
 class Policy(nn.Module):
@@ -133,7 +143,8 @@ class Policy(nn.Module):
         self.temperature = temperature
 
     def forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        """(log-probability, entropy) of each target of `micro`, float32 [K], as sampled at `temperature`."""
+        """(log-probability, entropy) of each target of `micro`, float32 [K], as sampled: at `temperature`, and from its
+        support."""
         longest = max(micro.seq_lens)
         hidden = self.lm.base_model(
             input_ids=micro.ids,
@@ -147,7 +158,8 @@ class Policy(nn.Module):
             max_length_k=longest,
         ).last_hidden_state
         head = self.lm.get_output_embeddings()
-        return score_tokens(hidden[0, micro.target_rows], head.weight, micro.targets, self.temperature)
+        rows = hidden[0, micro.target_rows]
+        return score_tokens(rows, head.weight, micro.targets, self.temperature, micro.support)
 
 
 def load(folder: Path, temperature: float, recompute: bool = False) -> Policy:

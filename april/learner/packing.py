@@ -11,8 +11,11 @@ import torch
 from torch import Tensor
 
 from april.learner.batch import TrainSample
+from april.support import Support
 from april.version import Version
 
+NEVER = -1e20
+"""a logit that softmax makes 0 of, and that stays finite where it is multiplied with a gradient"""
 DUMMY_TOKENS = 2
 """length of the sequence that a rank without samples runs, so that it joins the others' collectives"""
 
@@ -60,6 +63,28 @@ def input_tokens(sample: TrainSample) -> int:
 
 
 @dataclass(frozen=True, eq=False)
+class PackedSupport:
+    """The ids that each of K targets was drawn from, for a head that works through its logits row by row."""
+
+    counts: Tensor
+    """int64 [K]: 0 for a target that was drawn from everything"""
+    starts: list[int]
+    """K + 1: where the ids of each target begin, and how many there are in all"""
+    ids: Tensor
+    """int32 [S]"""
+
+    def cut(self, logits: Tensor, rows: slice) -> Tensor:
+        """`logits`, [rows, V] of these targets, changed in place: NEVER outside of their supports."""
+        first, last = self.starts[rows.start], self.starts[rows.stop]
+        counts, ids = self.counts[rows], self.ids[first:last].long()
+        targets = torch.arange(len(logits), device=logits.device).repeat_interleave(counts, output_size=last - first)
+        kept = logits[targets, ids]
+        logits.masked_fill_(counts[:, None] > 0, NEVER)
+        logits[targets, ids] = kept
+        return logits
+
+
+@dataclass(frozen=True, eq=False)
 class MicroBatch:
     """T input tokens of several sequences end to end, and the K sampled tokens that they predict."""
 
@@ -75,6 +100,8 @@ class MicroBatch:
     """int64 [K]: the input token that each sampled token is predicted from"""
     targets: Tensor
     """int64 [K]: the sampled tokens"""
+    support: PackedSupport | None = None
+    """of the sampled tokens, where the distribution was cut"""
     is_dummy: bool = False
     """stands in where a rank has no samples: K = 1, and its loss and gradient are zero"""
 
@@ -103,5 +130,18 @@ def join(samples: list[TrainSample], device: torch.device, is_dummy: bool) -> Mi
         cu_seq_lens=torch.tensor(starts, dtype=torch.int32, device=device),
         target_rows=column(rows, np.int64),
         targets=column([sample.tokens[sample.prompt_tokens :][sample.sampled] for sample in samples], np.int64),
+        support=pack_support(samples, device) if any(sample.support for sample in samples) else None,
         is_dummy=is_dummy,
+    )
+
+
+def pack_support(samples: list[TrainSample], device: torch.device) -> PackedSupport:
+    """Of their sampled tokens; of a sample that has none, of nothing."""
+    supports = [sample.support or Support.none(sample.response_tokens) for sample in samples]
+    counts = np.concatenate([support.counts[sample.sampled] for sample, support in zip(samples, supports, strict=True)])
+    ids = np.concatenate([support.ids for support in supports])
+    return PackedSupport(
+        counts=torch.from_numpy(counts.astype(np.int64)).to(device),
+        starts=[0, *np.cumsum(counts).tolist()],
+        ids=torch.from_numpy(ids.astype(np.int32)).to(device),
     )

@@ -251,6 +251,8 @@ class Worker:
             temperature=grant.temperature,
             top_p=grant.top_p,
             top_k=grant.top_k,
+            min_p=grant.min_p,
+            with_support=grant.is_cut and not grant.evaluation,
             stop_token_ids=self.turns.stops,
         )
         try:
@@ -274,7 +276,8 @@ class Worker:
         work.append(chunk.tokens)
         if ended and self.turns.is_over(work.turn):
             ended = "" if work.left else "length"
-        self._send(work, wire.Chunk(chunk.id, start, chunk.version, ended), [chunk.tokens, chunk.logprobs])
+        support = [chunk.support.counts, chunk.support.ids] if chunk.support else []
+        self._send(work, wire.Chunk(chunk.id, start, chunk.version, ended), [chunk.tokens, chunk.logprobs, *support])
         if chunk.finish_reason and not ended:
             self._go_on(work)
 

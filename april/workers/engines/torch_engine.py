@@ -74,6 +74,11 @@ class TorchEngine:
     def submit(self, request: Request) -> None:
         live = self._queue.keys() | self._slot_of.keys()
         check_request(request, self.shape.vocabulary, self.max_context, live)
+        if request.min_p or request.with_support:
+            raise EngineError(
+                f"request {request.id} has min_p = {request.min_p} and with_support = {request.with_support}, which the "
+                "embedded engine cannot do; use worker.engine = 'sglang'"
+            )
         self._queue[request.id] = request
 
     def load_weights(self, version: Version, tensors: Mapping[str, Tensor]) -> None:
