@@ -2,9 +2,15 @@
 
 import re
 
+import numpy as np
+import orjson
 import pytest
 
+from april.broker.events import ChunkAccepted, GroupOpened, Leased
+from april.broker.journal import Journal
 from april.data.tokenizer import Tokenizer
+from april.support import Support
+from april.wire import CHUNK_ARRAYS
 from tests.run.processes import APRIL, Job, assert_closed, steps_recorded, wait_until
 from tests.run.test_environments import assert_every_answer_fits_its_turn
 
@@ -61,13 +67,40 @@ def test_options_of_the_server_pass_through(run, run_dir):
 
 
 def test_an_environment_answers_the_turns_that_the_server_generates(run, run_dir, policy_folder):
+    """And each token is drawn from a part of the distribution, on which learner and server agree."""
     in_turns = ["--environment.name", "tests.environments.games:count", "--environment.turn_ends", '[","]']
-    job = run(*in_turns, "--environment.max_turn_tokens", "6", "--engine.stream_tokens", "4")
+    cut = ["--sampling.top_k", "8", "--sampling.top_p", "0.95", "--sampling.temperature", "1.2"]
+    job = run(*in_turns, *cut, "--environment.max_turn_tokens", "6", "--engine.stream_tokens", "4")
     assert job.wait(PATIENCE_S) == 0, job.output
     found = assert_closed(run_dir)
     assert found["steps"] == 4 and found["state"] == "finished" and not found["tokens"]["discarded"]
     _, observed = assert_every_answer_fits_its_turn(run_dir, Tokenizer(policy_folder))
     assert observed > 20
+    assert 1 < mean_support(run_dir) < 8
+    for step in map(orjson.loads, (run_dir / "metrics.jsonl").read_bytes().splitlines()):
+        assert step["learner"].get("k3_age_0", 0.0) < 1e-7
+
+
+def mean_support(run_dir):
+    """Ids to a training token, each of which is among its own."""
+    journal, evaluated, holders, counts = Journal(run_dir / "journal"), set(), {}, []
+    for event, reference in journal.replay():
+        if isinstance(event, GroupOpened) and event.evaluation:
+            evaluated.add(event.group)
+        elif isinstance(event, Leased):
+            holders[event.token] = event.group
+        elif isinstance(event, ChunkAccepted):
+            _, arrays = journal.read(reference)
+            if holders[event.token] in evaluated:
+                assert len(arrays) == 2
+            else:
+                ids, _, *support = (
+                    np.frombuffer(data, dtype) for dtype, (_, data) in zip(CHUNK_ARRAYS, arrays, strict=True)
+                )
+                assert Support(*support).holds(ids)
+                counts += support[0].tolist()
+    journal.close()
+    return sum(counts) / len(counts)
 
 
 def test_a_server_that_cannot_start_ends_the_run_with_its_own_words(run):

@@ -19,7 +19,21 @@ REFUSED = {
     ),
     "heads that cannot be split": (["--engine.server.tp_size", "3"], "2 heads and 1 key-value heads"),
     "unknown way": (["--engine.weights", "post"], "'disk', 'tensor' or 'broadcast'"),
-    "cut distribution": (["--sampling.top_p", "0.9"], "top_p = 1.0"),
+    "supports without a bound": (
+        ["--sampling.top_p", "0.9"],
+        "'sampling.top_p' = 0.9 .* sampling.top_k from 2 to 1024",
+    ),
+    "min_p alone": (["--sampling.min_p", "0.1"], "'sampling.min_p' = 0.1 .* sampling.top_k from 2 to 1024"),
+    "greedy training": (["--sampling.top_k", "1"], "sampling.top_k from 2 to 1024"),
+    "supports too large": (["--sampling.top_k", "1025"], "less than or equal to 1024"),
+    "supports of a draft": (
+        ["--sampling.top_k", "20", "--engine.server.speculative_algorithm", "NGRAM"],
+        "'NGRAM' .* sampling.top_k = 20",
+    ),
+    "min_p by a seed": (
+        ["--sampling.top_k", "20", "--sampling.min_p", "0.1", "--engine.server.enable_deterministic_inference"],
+        "use sampling.top_p",
+    ),
 }
 
 
@@ -28,6 +42,11 @@ def test_what_cannot_work_is_refused_with_a_sentence(config_file, case):
     overrides, mend = REFUSED[case]
     with pytest.raises(ConfigError, match=mend):
         load(config_file, [*SGLANG, *overrides])
+
+
+def test_a_cut_distribution_is_accepted_where_the_engine_says_what_is_left_of_it(config_file):
+    sampling = load(config_file, [*SGLANG, "--sampling.top_k", "50", "--sampling.top_p", "0.9"]).sampling
+    assert sampling.is_cut and not load(config_file, SGLANG).sampling.is_cut
 
 
 def test_options_become_the_server_s_command_line_and_win_over_april_s(config_file, tmp_path):

@@ -76,8 +76,8 @@ class TorchEngine:
         check_request(request, self.shape.vocabulary, self.max_context, live)
         if request.min_p or request.with_support:
             raise EngineError(
-                f"request {request.id} has min_p = {request.min_p} and with_support = {request.with_support}, which the "
-                "embedded engine cannot do; use worker.engine = 'sglang'"
+                f"request {request.id} has min_p = {request.min_p} and with_support = {request.with_support}, "
+                "which the embedded engine cannot do; use worker.engine = 'sglang'"
             )
         self._queue[request.id] = request
 
