@@ -43,13 +43,17 @@ def test_supports_are_kept_over_partials_and_restarts_and_delivered_behind_the_t
     worker.join(leases=[grant.token])
     worker.say(wire.GiveBack(grant.token, 5, "leave"))
     mine = (grant.group, grant.index)
-    [resumed] = [one for one in worker.take(wire.Grant) if (one.message.group, one.message.index) == mine]
+    granted = {(one.message.group, one.message.index): one for one in worker.take(wire.Grant)}
+    resumed = granted.pop(mine)
     assert [array.tolist() for array in resumed.arrays[1:]] == [[2, 3, 4], [5, 6]], "ids alone"
     worker.chunk(resumed.message, 5, 2, "stop")
     worker.say(wire.Scored(resumed.message.token, 1.0))
     learner = FakeLearner(talk, learner.name)
     learner.hello()
-    make_batch_with(worker, talk)
+    others = training(one.message for one in granted.values())
+    while not talk.ledger.next_step:
+        worker.complete(others.pop(0))
+        others += training(worker.grants())
     batch, arrays = learner.fetch(0)
     rest, found = iter(arrays), {}
     for group in batch.groups:
@@ -61,15 +65,6 @@ def test_supports_are_kept_over_partials_and_restarts_and_delivered_behind_the_t
         [2, 3, 4, 5, 6, 7, 8], [-0.5] * 3 + [0.0] * 2 + [-0.5] * 2, [1, 2, 3, 0, 0, 1, 2], [2, 0, 3, 0, 0, 4, 7, 0, 8],
     ]  # fmt: skip
     assert learner.fetch(0) == (batch, arrays), "the same again"
-
-
-def make_batch_with(worker, talk):
-    """Complete what is granted until there is a batch."""
-    while not talk.ledger.next_step:
-        grants = worker.grants()
-        assert grants
-        for grant in training(grants):
-            worker.complete(grant)
 
 
 def amiss(counts, support):
