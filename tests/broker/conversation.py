@@ -100,7 +100,7 @@ class FakeWorker(Peer):
     def chunk(self, grant, start, count, finish_reason="", version=None):
         message = wire.Chunk(grant.token, start, version or self.version, finish_reason)
         arrays = chunk_arrays(start, count)
-        cut = grant.is_cut and not grant.evaluation
+        cut = self.conversation.config.sampling.is_cut and not grant.evaluation
         self.say(message, [*arrays, *support_arrays(arrays[0])] if cut else arrays)
 
     def complete(self, grant, count=4, reward=1.0):

@@ -44,9 +44,11 @@ def test_what_cannot_work_is_refused_with_a_sentence(config_file, case):
         load(config_file, [*SGLANG, *overrides])
 
 
-def test_a_cut_distribution_is_accepted_where_the_engine_says_what_is_left_of_it(config_file):
-    sampling = load(config_file, [*SGLANG, "--sampling.top_k", "50", "--sampling.top_p", "0.9"]).sampling
-    assert sampling.is_cut and not load(config_file, SGLANG).sampling.is_cut
+def test_a_cut_distribution_is_accepted_where_the_engine_says_what_is_left_of_it(config_file, capsys):
+    cut = [*SGLANG, "--sampling.top_k", "9", "--sampling.top_p", "0.9"]
+    assert load(config_file, cut).sampling.is_cut and not load(config_file, SGLANG).sampling.is_cut
+    assert main(["run", str(config_file), "--dry-run", *cut]) == 0
+    assert "up to 9 KiB a step" in capsys.readouterr().out, "8 samples of 24 tokens, 8 + 4 + 9 * 4 bytes each"
 
 
 def test_options_become_the_server_s_command_line_and_win_over_april_s(config_file, tmp_path):
