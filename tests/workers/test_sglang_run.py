@@ -64,11 +64,17 @@ def test_every_token_keeps_its_support_and_its_logprob_within_it(cumulative):
 
 
 def test_tokens_without_their_supports_are_refused():
-    run = Run(Request(1, prompt(), 20, top_k=2, with_support=True))
-    for wrong in (event(WHOLE, 8), event_with_supports(WHOLE, 8, cut=WHOLE[1:])):
-        with pytest.raises(ServerRefuses, match="without the supports"):
+    run, too_large = Run(Request(1, prompt(), 20, top_k=2, with_support=True)), event_with_supports(WHOLE, 8)
+    too_large["meta_info"]["output_token_sampling_mask"][0] = list(range(SUPPORT_IDS + 1))
+    for wrong, why in (
+        (event(WHOLE, 8), "without the supports"),
+        (event_with_supports(WHOLE, 8, cut=WHOLE[1:]), "without the supports"),
+        (event_with_supports(WHOLE, 8, cut=WHOLE[::-1]), "not in its support"),
+        (too_large, "lower sampling.top_k"),
+    ):
+        with pytest.raises(ServerRefuses, match=why):
             run.take(wrong, V0)
-    assert run.generated == []
+    assert run.generated == run.supports == []
 
 
 def test_a_chunk_with_the_largest_supports_fits_into_a_frame():

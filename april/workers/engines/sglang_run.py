@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from april.limits import CUT_CHUNK_TOKENS
+from april.limits import CUT_CHUNK_TOKENS, SUPPORT_IDS
 from april.support import Support
 from april.version import Version
 from april.workers.engines.base import Chunk, Request
@@ -90,8 +90,7 @@ class Run:
             )
         if self.request.with_support:
             supports, logprobs = (meta.get(f"output_token_sampling_{kind}", [])[-new:] for kind in ("mask", "logprobs"))
-            if not len(supports) == len(logprobs) == new:
-                raise ServerRefuses("the SGLang server sent tokens without the supports that they were drawn from")
+            check_supports(ids, supports, logprobs)
             self.supports += [np.array(support, np.int32) for support in supports]
         else:
             logprobs = [entry[0] for entry in entries]
@@ -123,3 +122,13 @@ class Run:
             chunks.append(Chunk(self.request.id, tokens, logprobs, self.version, ended, support))
         self.pending, self.logprobs, self.supports = [], [], []
         return chunks
+
+
+def check_supports(ids: list[int], supports: list[list[int]], logprobs: list[float]) -> None:
+    """Raise ServerRefuses unless each token has one that it is in, and a log-probability within it."""
+    if not len(ids) == len(supports) == len(logprobs):
+        raise ServerRefuses("the SGLang server sent tokens without the supports that they were drawn from")
+    if any(token not in support for token, support in zip(ids, supports, strict=True)):
+        raise ServerRefuses("the SGLang server sent a token that is not in its support")
+    if max(map(len, supports)) > SUPPORT_IDS:
+        raise ServerRefuses(f"the SGLang server sent a support of more than {SUPPORT_IDS} ids; lower sampling.top_k")
