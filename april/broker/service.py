@@ -129,7 +129,6 @@ class Service:
         for lease in self.ledger.leases.values():
             lease.ends_at = now + self.config.broker.max_run_s
             self.ledger.expire_at(lease, now + self.config.broker.readopt_s)
-            lease.ends_at = now + self.config.broker.max_run_s
         self.ledger.commit(events.BrokerStarted(self.ledger.epoch + 1))
 
     # --- messages -------------------------------------------------------------------------------------------
@@ -362,9 +361,8 @@ class Service:
         if not self.journal.segment_full or self.snapshots.busy:
             return
         position = self.journal.rotate()
-        image = freeze(self.ledger)
-        dead_segments = self.journal.reclaim(self.snapshots.newest, live_positions(image))
-        self.snapshots.write(position, image, dead_segments)
+        dead_segments = self.journal.reclaim(self.snapshots.newest, live_positions(self.ledger))
+        self.snapshots.write(position, freeze(self.ledger), dead_segments)
 
     # --- the end --------------------------------------------------------------------------------------------
 

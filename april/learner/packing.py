@@ -3,6 +3,7 @@
 `plan` is a pure function of lengths, so every rank computes the same plan without talking to the others.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -20,28 +21,30 @@ DUMMY_TOKENS = 2
 """length of the sequence that a rank without samples runs, so that it joins the others' collectives"""
 
 
-def plan(lengths: list[int], ranks: int, budget_tokens: int, quadratic: float = 0.0) -> list[list[list[int]]]:
+def plan(
+    lengths: list[int], ranks: int, budget_tokens: int, costs: Sequence[float] | None = None
+) -> list[list[list[int]]]:
     """Split samples of `lengths` tokens into `plan[m][rank]`: the samples of that rank's micro-batch m.
 
     Every sample appears exactly once and every rank has the same number of micro-batches, some possibly empty.
     A micro-batch holds at most `budget_tokens`, except that a longer sample is alone in its own. The number of
     micro-batches is the smallest that the greedy placement reaches: longest first, each into the cheapest
-    one with room (LPT, Graham 1969). Micro-batches that run side by side have similar costs; a sample of L tokens
-    costs L + `quadratic` * L**2, the second term being attention's.
+    one with room (LPT, Graham 1969). Micro-batches that run side by side have similar sums of `costs`, one for each
+    sample: its length, if they are not given.
     """
     if not lengths:
         return []
     longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     no_two_share = sum(2 * length > budget_tokens for length in lengths)
     count = max(-(-sum(min(n, budget_tokens) for n in lengths) // (ranks * budget_tokens)), -(-no_two_share // ranks))
-    costs = [length + quadratic * length**2 for length in lengths]
+    costs = lengths if costs is None else costs
     while (bins := place(lengths, costs, longest_first, count * ranks, budget_tokens)) is None:
         count += 1
     return [bins[first : first + ranks] for first in range(0, len(bins), ranks)]
 
 
 def place(
-    lengths: list[int], costs: list[float], order: list[int], count: int, budget_tokens: int
+    lengths: list[int], costs: Sequence[float], order: list[int], count: int, budget_tokens: int
 ) -> list[list[int]] | None:
     """`count` bins sorted by cost, the costliest first; None if the samples do not fit into so few."""
     bins, tokens, cost = [[] for _ in range(count)], np.zeros(count, np.int64), np.zeros(count)

@@ -8,8 +8,6 @@ from learner_setup import make_sample
 
 from april.learner.packing import input_tokens, pack, plan
 
-QUADRATIC = 1 / 3000
-"""attention costs as much as the rest at 3,000 tokens"""
 lengths_of_samples = st.lists(st.integers(1, 300), max_size=60)
 
 
@@ -33,11 +31,12 @@ def test_the_plan_is_a_pure_function_and_no_pass_is_without_work(lengths, ranks,
 def test_long_tailed_lengths_reach_the_fewest_passes_with_balanced_ranks():
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(np.log(128), 1, 1024), 1, 2048).astype(int).tolist()
-    planned = plan(lengths, 8, 4096, QUADRATIC)
+    costs = [length + length**2 / 3000 for length in lengths]
+    planned = plan(lengths, 8, 4096, costs)
     assert len(planned) == -(-sum(lengths) // (8 * 4096))
     for side_by_side in planned:
-        costs = [sum(lengths[i] + QUADRATIC * lengths[i] ** 2 for i in indices) for indices in side_by_side]
-        assert max(costs) / np.mean(costs) < 1.02
+        of_ranks = [sum(costs[i] for i in indices) for indices in side_by_side]
+        assert max(of_ranks) / np.mean(of_ranks) < 1.02
 
 
 def test_a_micro_batch_points_each_response_token_at_the_input_it_follows():
