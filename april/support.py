@@ -11,18 +11,17 @@ import numpy as np
 
 @dataclass(frozen=True, eq=False)
 class Support:
-    """Of T tokens, ragged. A token that nobody drew, or that was drawn from everything, has none."""
+    """Of T tokens, ragged."""
 
     counts: np.ndarray
-    """int32 [T]: ids of each token's support, 0 where it has none"""
+    """int32 [T]: ids of each token's support, 0 for a token that nobody drew"""
     ids: np.ndarray
     """int32 [sum of counts]: those ids, token by token"""
 
     @classmethod
     def of(cls, rows: Sequence[np.ndarray]) -> "Support":
-        """From each token's ids, int32."""
-        counts = np.fromiter(map(len, rows), np.int32, len(rows))
-        return cls(counts, np.concatenate(rows) if len(rows) else np.zeros(0, np.int32))
+        """From each token's ids, int32; at least one token."""
+        return cls(np.fromiter(map(len, rows), np.int32, len(rows)), np.concatenate(rows))
 
     @classmethod
     def none(cls, tokens: int) -> "Support":
@@ -34,7 +33,12 @@ class Support:
 
     def holds(self, tokens: np.ndarray) -> bool:
         """Whether every token, int32 [T], has a support and is in it."""
-        if not self.fits(len(tokens)) or (self.counts < 1).any():
-            return False
+        fits = self.fits(len(tokens)) and (self.counts > 0).all()
+        return bool(fits and (self.places(tokens) < self.counts).all())
+
+    def places(self, tokens: np.ndarray) -> np.ndarray:
+        """int64 [T]: each token's place in its support, which has at least one id; beyond it where it is not in it."""
+        starts = np.cumsum(self.counts, dtype=np.int64) - self.counts
         found = self.ids == np.repeat(tokens, self.counts)
-        return bool(np.logical_or.reduceat(found, np.cumsum(self.counts) - self.counts).all())
+        at = np.where(found, np.arange(len(self.ids)), len(self.ids))
+        return np.minimum.reduceat(at, starts) - starts

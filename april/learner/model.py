@@ -29,21 +29,29 @@ class ModelError(ValueError):
 
 
 class ScoreTokens(torch.autograd.Function):
-    """See `score_tokens`. Where there are several chunks, the backward pass computes their logits again."""
+    """See `score_tokens`. Where there are several chunks, the backward pass computes their logits again.
+
+    With supports, columns are places in them instead of ids; what is computed there is little, and kept.
+    """
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature, rows_per_chunk, support):
         target_logits, logprobs, entropies = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(3))
-        chunks = LogitChunks(hidden, weight, temperature, rows_per_chunk, support)
-        whole = torch.empty_like(chunks.buffer)
+        chunks = LogitChunks(hidden, weight, temperature, rows_per_chunk)
+        columns = support.places if support else targets
+        whole = None if support else torch.empty_like(chunks.buffer)
+        kept = []
         for rows, logits in chunks:
-            places = targets[rows, None]
+            if support:
+                logits = support.select(logits, rows)
+            places = columns[rows, None]
             target_logits[rows] = logits.gather(-1, places)[:, 0]
-            log_p = torch.log_softmax(logits, -1, out=whole[: len(logits)])
+            log_p = torch.log_softmax(logits, -1, out=None if support else whole[: len(logits)])
             logprobs[rows] = log_p.gather(-1, places)[:, 0]
             entropies[rows] = -torch.exp(log_p, out=logits).mul_(log_p).sum(-1)
-        kept = whole if len(hidden) <= rows_per_chunk else None
-        ctx.save_for_backward(hidden, weight, targets, target_logits - logprobs, entropies, kept)
+            if support or len(hidden) <= rows_per_chunk:
+                kept.append(log_p)
+        ctx.save_for_backward(hidden, weight, columns, target_logits - logprobs, entropies, *kept)
         ctx.temperature, ctx.rows_per_chunk, ctx.support = temperature, rows_per_chunk, support
         ctx.set_materialize_grads(False)  # an entropy that is only logged costs nothing
         return logprobs, entropies
@@ -51,14 +59,15 @@ class ScoreTokens(torch.autograd.Function):
     @staticmethod
     def backward(ctx, logprob_gradients, entropy_gradients):
         """With p = softmax(z), z = logits / temperature: d logprob / dz = onehot - p, dH / dz = -p (log p + H)."""
-        hidden, weight, targets, normalisers, entropies, kept = ctx.saved_tensors
+        hidden, weight, columns, normalisers, entropies, *kept = ctx.saved_tensors
         if logprob_gradients is None:
             logprob_gradients = torch.zeros_like(normalisers)
-        if kept is None:
-            chunks = LogitChunks(hidden, weight, ctx.temperature, ctx.rows_per_chunk, ctx.support)
-            log_ps = ((rows, logits.sub_(normalisers[rows, None])) for rows, logits in chunks)
+        if kept:
+            starts = range(0, len(hidden), ctx.rows_per_chunk)
+            log_ps = ((slice(start, start + len(log_p)), log_p) for start, log_p in zip(starts, kept, strict=True))
         else:
-            log_ps = [(slice(0, len(hidden)), kept)]
+            chunks = LogitChunks(hidden, weight, ctx.temperature, ctx.rows_per_chunk)
+            log_ps = ((rows, logits.sub_(normalisers[rows, None])) for rows, logits in chunks)
         hidden_gradient = torch.empty_like(hidden)
         weight_gradient = torch.zeros_like(weight, dtype=torch.float32)
         for rows, log_p in log_ps:
@@ -68,7 +77,9 @@ class ScoreTokens(torch.autograd.Function):
             else:
                 factor = (log_p + entropies[rows, None]).mul_(-entropy_gradients[rows, None]).sub_(of_logprob)
                 gradient = log_p.exp_().mul_(factor)
-            gradient.scatter_add_(1, targets[rows, None], of_logprob)
+            gradient.scatter_add_(1, columns[rows, None], of_logprob)
+            if ctx.support:
+                gradient = ctx.support.spread(gradient, rows, len(weight))
             if ctx.temperature != 1:
                 gradient.div_(ctx.temperature)
             gradient = gradient.to(hidden.dtype)
@@ -78,16 +89,13 @@ class ScoreTokens(torch.autograd.Function):
 
 
 class LogitChunks:
-    """Iterates over (rows, fp32 logits / temperature) of a head, all in one buffer that each chunk overwrites; what is
-    outside a target's support is out of its logits.
+    """Iterates over (rows, fp32 logits / temperature) of a head, all in one buffer that each chunk overwrites.
 
     16-bit inputs are multiplied with fp32 sums and keep them: rounding a logit of 20 to bfloat16 moves it by 0.06.
     """
 
-    def __init__(
-        self, hidden: Tensor, weight: Tensor, temperature: float, rows_per_chunk: int, support: PackedSupport | None
-    ):
-        self.hidden, self.weight, self.temperature, self.support = hidden, weight, temperature, support
+    def __init__(self, hidden: Tensor, weight: Tensor, temperature: float, rows_per_chunk: int):
+        self.hidden, self.weight, self.temperature = hidden, weight, temperature
         self.rows_per_chunk = min(rows_per_chunk, max(1, len(hidden)))
         self.buffer = torch.empty(self.rows_per_chunk, len(weight), dtype=torch.float32, device=hidden.device)
         if weight.device.type == "cpu":
@@ -101,10 +109,7 @@ class LogitChunks:
                 torch.mm(part.float(), self.weight.T, out=logits)
             else:
                 torch.mm(part, self.weight.T, out_dtype=torch.float32, out=logits)
-            if self.temperature != 1:
-                logits.div_(self.temperature)
-            rows = slice(start, start + len(part))
-            yield rows, self.support.cut(logits, rows) if self.support else logits
+            yield slice(start, start + len(part)), logits if self.temperature == 1 else logits.div_(self.temperature)
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -121,7 +126,7 @@ def score_tokens(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, support: PackedSupport | None = None
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target and entropy (nats) under softmax(hidden weight^T / temperature), renormalised
-    over the target's support where there is one.
+    over the target's support where there are some.
 
     hidden [K, D], weight [V, D], targets int64 [K] -> float32 [K], [K]; both carry a gradient, once. At most
     `LOGITS_PER_CHUNK` logits exist at a time, and twice in memory; where that is all, they are kept for backward.

@@ -67,24 +67,33 @@ def input_tokens(sample: TrainSample) -> int:
 
 @dataclass(frozen=True, eq=False)
 class PackedSupport:
-    """The ids that each of K targets was drawn from, for a head that works through its logits row by row."""
+    """The ids that each of K targets was drawn from, S in all, for a head that works through its logits row by row."""
 
-    counts: Tensor
-    """int64 [K]: 0 for a target that was drawn from everything"""
-    starts: list[int]
-    """K + 1: where the ids of each target begin, and how many there are in all"""
     ids: Tensor
-    """int32 [S]"""
+    """int32 [S], target by target"""
+    counts: Tensor
+    """int64 [K]"""
+    ends: np.ndarray
+    """int64 [K + 1]: where the ids of each target end, from 0 on; on the CPU"""
+    places: Tensor
+    """int64 [K]: each target's among its ids"""
 
-    def cut(self, logits: Tensor, rows: slice) -> Tensor:
-        """`logits`, [rows, V] of these targets, changed in place: NEVER outside of their supports."""
-        first, last = self.starts[rows.start], self.starts[rows.stop]
-        counts, ids = self.counts[rows], self.ids[first:last].long()
-        targets = torch.arange(len(logits), device=logits.device).repeat_interleave(counts, output_size=last - first)
-        kept = logits[targets, ids]
-        logits.masked_fill_(counts[:, None] > 0, NEVER)
-        logits[targets, ids] = kept
-        return logits
+    def select(self, logits: Tensor, rows: slice) -> Tensor:
+        """[n, W]: of the `rows` of logits, [n, V], those of each one's ids in their order, and NEVER behind them."""
+        ids, inside = self.columns(rows)
+        return logits.gather(1, ids).masked_fill_(~inside, NEVER)
+
+    def spread(self, gradient: Tensor, rows: slice, vocabulary: int) -> Tensor:
+        """[n, V]: the gradient of what `select` has selected, 0 behind the ids, as that of the logits."""
+        ids, _ = self.columns(rows)
+        return gradient.new_zeros(len(gradient), vocabulary).scatter_add_(1, ids, gradient)
+
+    def columns(self, rows: slice) -> tuple[Tensor, Tensor]:
+        """int64 [n, W]: the ids of the targets `rows`, and 0 behind them; bool [n, W]: which are ids."""
+        ends = self.ends[rows.start : rows.stop + 1]
+        inside = torch.arange(int(np.diff(ends).max()), device=self.ids.device) < self.counts[rows, None]
+        ids = self.ids[ends[0] : ends[-1]].long()
+        return torch.zeros(inside.shape, dtype=torch.int64, device=ids.device).masked_scatter_(inside, ids), inside
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,12 +148,17 @@ def join(samples: list[TrainSample], device: torch.device, is_dummy: bool) -> Mi
 
 
 def pack_support(samples: list[TrainSample], device: torch.device) -> PackedSupport:
-    """Of their sampled tokens; of a sample that has none, of nothing."""
+    """Of their sampled tokens, which all have one; of observations, which have none. Raises ValueError."""
     supports = [sample.support or Support.none(sample.response_tokens) for sample in samples]
     counts = np.concatenate([support.counts[sample.sampled] for sample, support in zip(samples, supports, strict=True)])
     ids = np.concatenate([support.ids for support in supports])
+    drawn = np.concatenate([sample.tokens[sample.prompt_tokens :][sample.sampled] for sample in samples])
+    packed = Support(counts, ids)
+    if not packed.holds(drawn):
+        raise ValueError("some sampled tokens have a support that they are not in, or none where others have one")
     return PackedSupport(
+        ids=torch.from_numpy(ids).to(device),
         counts=torch.from_numpy(counts.astype(np.int64)).to(device),
-        starts=[0, *np.cumsum(counts).tolist()],
-        ids=torch.from_numpy(ids.astype(np.int32)).to(device),
+        ends=np.cumsum([0, *counts], dtype=np.int64),
+        places=torch.from_numpy(packed.places(drawn)).to(device),
     )

@@ -131,12 +131,12 @@ def batch_in_turns(policy: Path) -> Batch:
 
 
 def cut_batch(policy: Path) -> Batch:
-    """The batch in turns as if each token had been drawn from 1 to 12 ids, but for every ninth, drawn from all."""
+    """The batch in turns as if each token of the policy had been drawn from 1 to 12 ids."""
     rng, turns = np.random.default_rng(13), batch_in_turns(policy)
 
     def cut(sample):
         rows, drawn = [np.zeros(0, np.int32)] * sample.response_tokens, sample.tokens[sample.prompt_tokens :]
-        for place in sample.sampled[np.arange(sample.sampled_tokens) % 9 != 8]:
+        for place in sample.sampled:
             others = rng.permutation(np.delete(np.arange(VOCAB, dtype=np.int32), drawn[place]))
             rows[place] = rng.permutation(np.append(others[: rng.integers(0, 12)], drawn[place]))
         return replace(sample, support=Support.of(rows))

@@ -5,7 +5,10 @@ import pytest
 import torch
 
 from april.learner import model
-from april.learner.packing import PackedSupport
+from april.learner.batch import TrainSample
+from april.learner.packing import pack
+from april.support import Support
+from april.version import Version
 
 TEMPERATURE = 0.7
 
@@ -17,13 +20,21 @@ def written_out(hidden, weight, targets, drawable):
 
 
 def supports(targets):
-    """From 1 to 9 ids for each target; every fifth is drawn from all."""
-    rows = [np.append(np.random.default_rng(i).permutation(50)[: i % 9], target) for i, target in enumerate(targets)]
-    rows = [np.unique(row) if i % 5 else row[:0] for i, row in enumerate(rows)]
-    drawable = torch.tensor([[not len(row) or place in row for place in range(50)] for row in rows])
-    counts = torch.tensor([len(row) for row in rows])
-    ids = torch.tensor(np.concatenate(rows), dtype=torch.int32)
-    return PackedSupport(counts, [0, *counts.cumsum(0).tolist()], ids), drawable
+    """From 1 to 9 ids for each target, and for one in the midst all of them."""
+    chance = np.random.default_rng(0)
+    others = [np.delete(np.arange(50), target) for target in targets]
+    rows = [
+        chance.permutation(np.append(chance.permutation(rest)[: i % 9], t))
+        for i, (t, rest) in enumerate(zip(targets.tolist(), others, strict=True))
+    ]
+    rows[11] = chance.permutation(50)
+    sample = TrainSample(
+        tokens=np.append(0, targets).astype(np.int32), prompt_tokens=1, logprobs=np.zeros(len(targets), np.float32),
+        reward=0.0, segments=((0, len(targets), Version(0, 0)),),
+        support=Support.of([row.astype(np.int32) for row in rows]),
+    )  # fmt: skip
+    drawable = torch.tensor([[place in row for place in range(50)] for row in rows])
+    return pack([sample], torch.device("cpu")).support, drawable
 
 
 @pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])

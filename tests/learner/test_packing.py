@@ -1,12 +1,16 @@
 """The plan's promises for any lengths, and what a packed micro-batch holds."""
 
+from dataclasses import replace
+
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from learner_setup import make_sample
 
 from april.learner.packing import input_tokens, pack, plan
+from april.support import Support
 
 lengths_of_samples = st.lists(st.integers(1, 300), max_size=60)
 
@@ -56,3 +60,18 @@ def test_without_samples_a_rank_runs_a_dummy_that_weighs_nothing():
     assert micro.is_dummy
     assert len(micro.targets) == 1
     assert micro.ids.shape == (1, 2)
+
+
+def test_supports_are_those_of_the_sampled_tokens_and_hold_them():
+    rng, cpu = np.random.default_rng(3), torch.device("cpu")
+    one, other = make_sample(rng, 2, 1, 1.0), make_sample(rng, 3, 2, 1.0)
+    first, (second, third) = one.tokens[2], other.tokens[3:]
+    one = replace(one, support=Support(np.array([2], "i4"), np.array([99, first], "i4")))
+    other = replace(other, support=Support(np.array([1, 3], "i4"), np.array([second, third, 98, 99], "i4")))
+    support = pack([one, other], cpu).support
+    assert support.ids.tolist() == [99, first, second, third, 98, 99]
+    assert (support.counts.tolist(), support.ends.tolist()) == ([2, 1, 3], [0, 2, 3, 6])
+    assert support.places.tolist() == [1, 0, 0] and pack([], cpu).support is None
+    for amiss in (None, Support.none(2), Support(np.array([1, 1], "i4"), np.array([second, 98], "i4"))):
+        with pytest.raises(ValueError, match="support that they are not in, or none where others have one"):
+            pack([one, replace(other, support=amiss)], cpu)
