@@ -21,7 +21,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from april.workers.rewards.verifiers import final_answer
+from april.workers.rewards.text import final_answer
 
 ROWS = 32
 """of a micro-batch"""
