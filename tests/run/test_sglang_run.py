@@ -32,17 +32,24 @@ def run_dir(tmp_path):
     return tmp_path / "runs" / "small"
 
 
-def test_a_killed_server_is_started_again_and_the_run_comes_to_its_end(run, run_dir):
-    """The learner's broadcast goes to the server itself, also to the new one; the worker keeps its process."""
-    job = run("--engine.weights", "broadcast", "--sampling.max_response_tokens", "120", "--schedule.max_steps", "6")
+def test_killed_servers_are_started_again_and_the_run_comes_to_its_end(run, run_dir):
+    """The learner's broadcast goes to the two servers themselves, also to new ones; the worker keeps its process."""
+
+    def worker_log():
+        return (run_dir / "logs/worker-0.log").read_text()
+
+    job = run("--engine.weights", "broadcast", "--engine.servers", "2", "--sampling.max_response_tokens", "120",
+              "--schedule.max_steps", "6")  # fmt: skip
     wait_until(lambda: steps_recorded(run_dir) >= 2, job, PATIENCE_S)
+    job.kill("sglang.launch_server")
+    wait_until(lambda: "the SGLang server has died" in worker_log(), job, PATIENCE_S)
     job.kill("sglang.launch_server")
     assert job.wait(PATIENCE_S) == 0, job.output
     found = assert_closed(run_dir)
-    worker_log = (run_dir / "logs/worker-0.log").read_text()
     assert found["steps"] == 6 and found["state"] == "finished" and "restart" not in job.output
-    assert "the SGLang server serves again" in worker_log
-    assert len(re.findall(r"tensors are those that were sent", worker_log)) >= 2, "compared on every new server"
+    assert "the SGLang server serves again" in worker_log()
+    compared = len(re.findall(r"tensors are those that were sent", worker_log()))
+    assert compared >= 3, "on each server, and on every new one"
     assert found["tokens"]["refused"] == 0 and not found["tokens"]["discarded"]
     assert job.descendants() == []
 
