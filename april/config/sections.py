@@ -416,9 +416,9 @@ class Config(Section):
         return self.worker.engine == "sglang" and self.engine.weights == "broadcast"
 
     def lanes_of(self, worker: str) -> list[str]:
-        """Names of a worker's lanes to the learner: its own, or one for each of several SGLang servers behind it."""
+        """Names of a worker's lanes to the learner: its own, or one for each of several servers behind it."""
         servers = len(self.engine.url) or self.engine.servers
-        several = self.worker.engine == "sglang" and servers > 1
+        several = self.worker.engine != "torch" and servers > 1
         return [f"{worker}-server-{index}" for index in range(servers)] if several else [worker]
 
     @property

@@ -435,8 +435,8 @@ class SGLangEngine:
         self._capacity = CapacityRule(min(self.slots, info.get("max_running_requests") or self.slots))
 
     async def _tend(self) -> None:
-        """Look after the server: capacity while it is well, a restart when it is dead or hung."""
-        while True:
+        """Look after the server until it is given up: capacity while it is well, a restart when it is dead or hung."""
+        while not self._fatal:
             looked_at = clock.now()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(TEND_S):
