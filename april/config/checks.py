@@ -9,6 +9,7 @@ from april.config.sections import (
     Config,
     ConfigError,
     DataSection,
+    EngineSection,
     EnvironmentSection,
     EvaluationSection,
     ScheduleSection,
@@ -301,12 +302,35 @@ def check_engine(config: Config) -> None:
                 f"key 'engine.server.tp_size' = {ranks} cannot split the model's {query} heads and {shared} key-value "
                 f"heads evenly; use a divisor of {query}"
             )
-    if engine.url and not re.fullmatch(r"https?://[^/\s:]+(:\d+)?", engine.url.rstrip("/")):
-        raise ConfigError(f"key 'engine.url' = {engine.url!r} is no address; give the server's as http://HOST:PORT")
+    check_servers(engine)
+
+
+def check_servers(engine: EngineSection) -> None:
+    """Refuse addresses that are none, and what is said of servers that others have started."""
+    for url in engine.url:
+        if not re.fullmatch(r"https?://[^/\s:]+(:\d+)?", url.rstrip("/")):
+            raise ConfigError(
+                f"key 'engine.url' = {url!r} is no address; give the server's as http://HOST:PORT, several with commas"
+            )
+    if len({url.rstrip("/") for url in engine.url}) < len(engine.url):
+        raise ConfigError(
+            f"key 'engine.url' = {','.join(engine.url)!r} names a server twice, whose weights would be loaded twice "
+            "over; name each once"
+        )
     if engine.url and engine.server:
         raise ConfigError(
-            f"key 'engine.server' = {engine.server!r} cannot be passed to the server at {engine.url}, which is not "
+            f"key 'engine.server' = {engine.server!r} cannot be passed to the server at {engine.url[0]}, which is not "
             "started here; leave it out"
+        )
+    if engine.url and engine.servers > 1:
+        raise ConfigError(
+            f"key 'engine.servers' = {engine.servers} starts servers, but engine.url = {','.join(engine.url)!r} names "
+            "those that there are; leave one of them out"
+        )
+    if engine.port and engine.port + engine.servers > 65536:
+        raise ConfigError(
+            f"key 'engine.port' = {engine.port} leaves no ports for {engine.servers} servers behind it; lower it, or "
+            "use 0 for any that are free"
         )
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from april.config.presets import fill_preset
 from april.limits import CHUNK_TOKENS, CONTEXT_TOKENS, TOP_K
@@ -181,11 +181,16 @@ class WorkerSection(Section):
 
 
 class EngineSection(Section):
-    """The SGLang server behind a worker."""
+    """The SGLang servers behind a worker."""
 
-    url: str = Field("", description="a server that is kept by others, as http://HOST:PORT; none: start one")
+    url: list[str] = Field(
+        [], description="servers that are kept by others, as http://HOST:PORT,http://HOST:PORT; none: start them"
+    )
+    servers: int = Field(1, ge=1, le=64, description="servers that a worker starts")
     python: Path = Field(Path(".venv-sglang/bin/python"), description="interpreter that has SGLang")
-    port: int = Field(0, ge=0, le=65535, description="of the server that is started; 0: any that is free")
+    port: int = Field(
+        0, ge=0, le=65535, description="of the server that is started, of further ones those behind it; 0: any free"
+    )
     server: dict[str, Any] = Field({}, description="its own options: --engine.server.OPTION VALUE, true: a bare flag")
     start_s: float = Field(600.0, gt=0, description="longest start of the server (seconds)")
     stall_s: float = Field(
@@ -204,9 +209,14 @@ class EngineSection(Section):
     )
     snapshot_dir: Path | None = Field(None, description="folder of snapshots; none: shared memory, else the system's")
 
+    @field_validator("url", mode="before")
+    @classmethod
+    def split_addresses(cls, value: Any) -> Any:
+        return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
     @property
     def tensor_ranks(self) -> int:
-        """Tensor-parallel ranks of the server, as its options say; a server of others has one."""
+        """Tensor-parallel ranks of a server, as its options say; a server of others has one."""
         return self.server.get("tp_size", self.server.get("tensor_parallel_size", 1))
 
 
@@ -411,6 +421,17 @@ class Config(Section):
     def scorers(self) -> int:
         """Scorer processes that `april run` starts."""
         return self.scorer.count if self.reward.where == "scorer" else 0
+
+    @property
+    def broadcasts_to_servers(self) -> bool:
+        """Whether the learner's weights go to SGLang servers past their worker."""
+        return self.worker.engine == "sglang" and self.engine.weights == "broadcast"
+
+    def lanes_of(self, worker: str) -> list[str]:
+        """Names of a worker's lanes to the learner: its own, or one for each of several servers behind it."""
+        servers = len(self.engine.url) or self.engine.servers
+        several = self.worker.engine != "torch" and servers > 1
+        return [f"{worker}-server-{index}" for index in range(servers)] if several else [worker]
 
     @property
     def run_dir(self) -> Path:

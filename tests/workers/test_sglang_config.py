@@ -5,7 +5,9 @@ import pytest
 from april.cli import main
 from april.config import ConfigError, load
 from april.workers.engines.capacity import CapacityRule
-from april.workers.engines.sglang_server import ServerSettings
+from april.workers.engines.sglang_checks import check_server, check_speculation
+from april.workers.engines.sglang_engine import make_sglang_engine, server_settings
+from april.workers.engines.sglang_server import ServerFailed, ServerSettings
 
 SGLANG = ["--worker.engine", "sglang"]
 REFUSED = {
@@ -13,6 +15,10 @@ REFUSED = {
     "pipeline parallel": (["--engine.server.pp_size", "2"], "tensor-parallel"),
     "replicas": (["--engine.server.data_parallel_size", "2"], "one worker for each replica"),
     "no address": (["--engine.url", "somewhere"], "http://HOST:PORT"),
+    "one of them none": (["--engine.url", "http://a:1,somewhere"], "'somewhere' is no address"),
+    "the same twice": (["--engine.url", "http://a:1,http://a:1/"], "name each once"),
+    "servers of others to start": (["--engine.url", "http://a:1", "--engine.servers", "2"], "leave one of them out"),
+    "no ports left": (["--engine.port", "65535", "--engine.servers", "2"], "lower it, or use 0"),
     "options for a server of others": (
         ["--engine.url", "http://127.0.0.1:1", "--engine.server.tp_size", "2"],
         "not started here",
@@ -61,12 +67,43 @@ def test_options_become_the_server_s_command_line_and_win_over_april_s(config_fi
     assert "float32" not in line and "--sleep-on-idle" not in line and "--skip-tokenizer-init" in line
 
 
+def test_guesses_that_are_not_verified_by_sampling_are_refused_before_a_server_is_started(config_file):
+    config = load(config_file, [*SGLANG, "--engine.server.speculative_algorithm", "NGRAM"])
+    with pytest.raises(ConfigError, match=r"'NGRAM' cannot be: on device 'cpu' .* the likeliest token"):
+        make_sglang_engine(config, "cpu", "w")
+
+
+def test_speculation_is_allowed_where_samples_stay_the_policy_s():
+    ngram = {"speculative_algorithm": "NGRAM", "speculative_accept_threshold_acc": 1.0}
+    check_server(ngram | {"device": "cuda"})
+    check_speculation({"speculative_algorithm": None}, "cpu", rocm=True)
+    check_speculation(ngram | {"speculative_use_rejection_sampling": True}, "cuda", rocm=True)
+    with pytest.raises(ServerFailed, match="an AMD accelerator without speculative_use_rejection_sampling"):
+        check_speculation(ngram, "cuda", rocm=True)
+    with pytest.raises(ServerFailed, match=r"speculative_accept_threshold_acc' = 0\.9 accepts guesses"):
+        check_server(ngram | {"speculative_accept_threshold_acc": 0.9})
+
+
 def test_a_dry_run_says_who_is_in_which_group(config_file, capsys):
     words = ["--engine.weights", "broadcast", "--engine.server.tp_size", "2", "--worker.count", "2"]
     assert main(["run", str(config_file), "--dry-run", *SGLANG, *words]) == 0
     said = capsys.readouterr().out
     assert "worker-1: 3 ranks: 0 the learner, 1-2 its server's tensor-parallel ranks 0-1" in said
     assert not (config_file.parent / "runs").exists()
+
+
+def test_several_servers_of_a_worker_have_lanes_logs_ports_and_devices_of_their_own(config_file, capsys):
+    words = ["--engine.servers", "2", "--engine.port", "30000", "--engine.server.tp_size", "2", "--worker.count", "1"]
+    config = load(config_file, [*SGLANG, *words])
+    assert config.lanes_of("w") == ["w-server-0", "w-server-1"]
+    first, second = server_settings(config, "cuda", "w")
+    assert (first.port, second.port) == (30000, 30001)
+    assert second.log.name == "w-server-1-sglang.log" and second.options["base_gpu_id"] == 2
+    assert main(["run", str(config_file), "--dry-run", *SGLANG, *words, "--engine.weights", "broadcast"]) == 0
+    assert "worker-0-server-1: 3 ranks: 0 the learner, 1-2" in capsys.readouterr().out
+    config = load(config_file, [*SGLANG, "--engine.url", "http://a:1, http://b:2"])
+    assert config.engine.url == ["http://a:1", "http://b:2"] and len(config.lanes_of("w")) == 2
+    assert load(config_file, ["--engine.servers", "2"]).lanes_of("w") == ["w"], "the embedded engine has no servers"
 
 
 def test_the_configuration_with_server_options_reads_back_unchanged(config_file, tmp_path):
