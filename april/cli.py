@@ -1,6 +1,7 @@
 """The `april` command: its subcommands, their options, and errors as sentences."""
 
 import argparse
+import logging
 import os
 import socket
 import sys
@@ -149,9 +150,10 @@ def run_command(options, overrides: list[str]) -> int:
     from april.broker.plan import describe_plan
     from april.report.html import write_report
     from april.report.live import LiveView
+    from april.simulate.automatic import resolve
     from april.supervisor import RunFailed, Supervisor
 
-    config = configuration.load(options.config, overrides)
+    config, why = resolve(configuration.load(options.config, overrides), resumed=options.resume)
     changes = preflight.check_resume(config) if options.resume else []
     preflight.check_inputs(config)
     if not options.resume:
@@ -159,6 +161,8 @@ def run_command(options, overrides: list[str]) -> int:
     failure = ""
     with LiveView() as view:
         view.note(describe_plan(config.schedule))
+        if why:
+            view.note(f"      {why}")
         for change in changes:
             view.note(f"resumed with a changed key: {change}")
         try:
@@ -175,10 +179,13 @@ def run_command(options, overrides: list[str]) -> int:
 
 
 def dry_run_command(options, overrides: list[str]) -> int:
-    from april.dry_run import describe, missing
+    from april.dry_run import LABEL_WIDTH, describe, missing
+    from april.simulate.automatic import resolve
 
-    config = configuration.load(options.config, overrides, inputs=False)
+    config, why = resolve(configuration.load(options.config, overrides, inputs=False))
     print(describe(config))
+    if why:
+        print(f"{'auto':{LABEL_WIDTH}}{why}")
     lacking = missing(config)
     for sentence in lacking:
         print(f"missing: {sentence}")
@@ -190,10 +197,13 @@ def broker_command(options, overrides: list[str]) -> int:
     from april.broker.journal import JournalError
     from april.broker.server import BindError, Server
     from april.process import die_with_parent, log_to_stderr
+    from april.simulate.automatic import resolve_as_recorded
 
     die_with_parent()
-    config = configuration.load(options.config, overrides)
+    config, why = resolve_as_recorded(configuration.load(options.config, overrides))
     log_to_stderr("broker", config.operations.log_format, run=config.run.name)
+    if why:
+        logging.getLogger(__name__).info(why)
     try:
         server = Server(config)
     except (JournalError, BindError) as error:

@@ -35,7 +35,7 @@ PLAIN = (
     "_grants", "draining",
 )  # fmt: skip
 """attributes that are what they are"""
-COUNTERS = ("tokens", "discarded", "counts")
+COUNTERS = ("tokens", "discarded", "counts", "resumed")
 
 
 class SampleImage(msgspec.Struct, array_like=True):
@@ -52,6 +52,7 @@ class SampleImage(msgspec.Struct, array_like=True):
     lease: tuple[int, str, int, bool] | None
     """(token, worker, step, scoring)"""
     details: dict[str, float] | None = None
+    home: str = ""
 
 
 class GroupImage(msgspec.Struct, array_like=True):
@@ -127,6 +128,7 @@ def _freeze_sample(sample: Sample, lease: Lease | None) -> SampleImage:
         sample.state, sample.length, sample.segments.to_bytes(), sample.chunks.tobytes(), sample.attempts,
         sample.reward, sample.finish_reason, sample.last_error,
         (lease.token, lease.worker, lease.step, lease.scoring) if lease else None, sample.details,
+        sample.home,
     )  # fmt: skip
 
 
@@ -137,7 +139,7 @@ def thaw(image: LedgerImage, ledger: LedgerState) -> None:
         setattr(ledger, name, image.plain[name])
     ledger.cursor = tuple(ledger.cursor)
     for name in COUNTERS:
-        getattr(ledger, name).update(image.counters[name])
+        getattr(ledger, name).update(image.counters.get(name, {}))
     cohorts = ledger.cohorts
     cohorts.settled, created, trained, cohorts.waiting = image.cohorts
     cohorts.created, cohorts.trained = Counter(created), Counter(trained)
@@ -178,6 +180,7 @@ def _thaw_group(image: GroupImage) -> Group:
         Sample(
             group, index, one.state, one.length, Segments.from_bytes(one.segments), array("Q", one.chunks),
             one.lease[0] if one.lease else 0, one.attempts, one.reward, one.finish_reason, one.last_error, one.details,
+            one.home,
         )
         for index, one in enumerate(image.samples)
     ]  # fmt: skip

@@ -10,7 +10,7 @@ import numpy as np
 from april import limits, wire
 from april.broker.ledger import Verdict
 from april.broker.prompts import sample_seed
-from april.broker.samples import Lease
+from april.broker.samples import Lease, Sample
 from april.broker.schedule import choose_sample
 from april.broker.sessions import Session
 from april.support import Support
@@ -237,29 +237,34 @@ class WorkerDesk:
     # --- leases ---------------------------------------------------------------------------------------------
 
     def hand_out(self, now: float) -> None:
-        """Fill every worker as far as it has room, the emptiest first; nothing while the broker is drained.
+        """Fill every worker as far as it has room; nothing while the broker is drained.
 
-        What one worker cannot be given, no other at the same policy step or before it can.
+        A sample goes to the emptiest, or, if it has room, to the one at the same policy step that has its prefix in
+        cache. What one worker cannot be given, no other at the same policy step or before it can.
         """
         if self.ledger.draining:
             return
         first = next((session for session in self.hungry.values() if self._is_foremost(session)), None)
-        if first and not self._grant_one(first, now):
+        sample = self._choose(first) if first else None
+        if first and sample is None:
             return
-        able = [session for session in self.hungry.values() if self._has_room(session)]
-        self.hungry = {session.id: session for session in able}
-        emptiest = [(self._load(session) / session.capacity, session.id, session) for session in able]
+        able = {session.uid: session for session in self.hungry.values() if self._has_room(session)}
+        self.hungry = {session.id: session for session in able.values()}
+        if sample:
+            self._grant(sample, first, able, now)
+        emptiest = [(self._fullness(session), session.id, session) for session in able.values()]
         heapq.heapify(emptiest)
         nothing_up_to = -1
         while emptiest:
-            _, number, session = emptiest[0]
-            step = session.version.step
-            if step > nothing_up_to and not self._grant_one(session, now):
-                nothing_up_to = step
-            if step <= nothing_up_to or not self._has_room(session):
+            fullness, number, session = emptiest[0]
+            if session.version.step <= nothing_up_to or not self._has_room(session):
                 heapq.heappop(emptiest)
+            elif fullness != self._fullness(session):
+                heapq.heapreplace(emptiest, (self._fullness(session), number, session))
+            elif sample := self._choose(session):
+                self._grant(sample, session, able, now)
             else:
-                heapq.heapreplace(emptiest, (self._load(session) / session.capacity, number, session))
+                nothing_up_to = session.version.step
 
     def _is_foremost(self, session: Session) -> bool:
         """Whether it has room and the newest weights that any worker has held: nothing for it is nothing for all."""
@@ -275,15 +280,22 @@ class WorkerDesk:
     def _load(self, session: Session) -> int:
         return self.ledger.load[session.uid, False] + self.ledger.load[session.uid, True]
 
-    def _grant_one(self, session: Session, now: float) -> bool:
+    def _fullness(self, session: Session) -> float:
+        return self._load(session) / session.capacity
+
+    def _choose(self, session: Session) -> Sample | None:
+        share_left = self._evaluation_share_left(session)
+        return choose_sample(self.service.schedule, self.ledger, session.version.step, share_left)
+
+    def _grant(self, sample: Sample, session: Session, able: dict[str, Session], now: float) -> None:
+        """To `session`, for which it was chosen, or to the worker of `able` that has its prefix in cache."""
         step = session.version.step
-        sample = choose_sample(self.service.schedule, self.ledger, step, self._evaluation_share_left(session))
-        if sample is None:
-            return False
+        home = able.get(sample.cached_by(step))
+        if home and home.version.step == step and self._has_room(home):
+            session = home
         lease_s, max_run_s = self.config.broker.lease_s, self.config.broker.max_run_s
         lease = self.ledger.lease(sample, session.uid, step, now + lease_s, now + max_run_s)
         self.send_grant(session, lease)
-        return True
 
     def _evaluation_share_left(self, session: Session) -> bool:
         return self.ledger.load[session.uid, True] < self.config.evaluation.share * session.capacity

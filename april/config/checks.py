@@ -35,6 +35,9 @@ def check(config: Config, inputs: bool = True) -> None:
 
 
 def check_schedule(schedule: ScheduleSection) -> None:
+    if key := schedule.automatic_key:
+        check_automatic(schedule, key)
+        schedule = schedule.model_copy(update={key: None})
     n, groups, per_round = schedule.n_samples_per_prompt, schedule.rollout_batch_size, schedule.groups_per_round
     if n < 2:
         raise ConfigError(
@@ -63,6 +66,26 @@ def check_schedule(schedule: ScheduleSection) -> None:
     if schedule.min_group_size and schedule.min_group_size > n:
         raise ConfigError(
             f"key 'schedule.min_group_size' = {schedule.min_group_size} exceeds n = {n}; use a value from 1 to {n}"
+        )
+
+
+def check_automatic(schedule: ScheduleSection, key: str) -> None:
+    """Refuse `auto` where there is nothing to choose."""
+    wanted = {"april": "over_sampling_batch_size", "continuous": "in_flight"}.get(schedule.kind)
+    if wanted is None:
+        raise ConfigError(
+            f"key 'schedule.{key}' = 'auto' has nothing to choose where schedule.kind = {schedule.kind!r}; "
+            "use schedule.kind = 'april' or 'continuous', or leave the key out"
+        )
+    if key != wanted:
+        raise ConfigError(
+            f"key 'schedule.{key}' = 'auto' is not what schedule.kind = {schedule.kind!r} goes by; "
+            f"set schedule.{wanted} = 'auto'"
+        )
+    if schedule.scenario is not None and not schedule.scenario.is_file():
+        raise ConfigError(
+            f"key 'schedule.scenario' = {str(schedule.scenario)!r} does not exist; give a file such as "
+            "configs/published.toml, or leave it out"
         )
 
 

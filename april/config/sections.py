@@ -1,11 +1,12 @@
 """The keys of a run by section: types, defaults, units, and what follows from them alone."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, WrapValidator, field_validator, model_validator
 
 from april.config.presets import fill_preset
 from april.limits import CHUNK_TOKENS, CONTEXT_TOKENS, TOP_K
@@ -83,13 +84,24 @@ class DataSection(Section):
         )
 
 
+def or_auto(value: Any, validate: Callable[[Any], int | None]) -> Any:
+    return AUTO if value == AUTO else validate(value)
+
+
+AUTO = "auto"
+Automatic = Annotated[
+    Annotated[int, Field(ge=1)] | None, WrapValidator(or_auto), PlainSerializer(lambda value: value, return_type=Any)
+]
+"""a count of 1 or more, or `AUTO`, which `april.simulate.automatic` replaces by a count when a run starts"""
+
+
 class ScheduleSection(Section):
     kind: Literal["sync", "april", "continuous"] = Field(
         "april", description="sync waits for all; april stops at N; continuous never stops"
     )
     rollout_batch_size: int = Field(32, ge=1, description="N: groups in a batch")
-    over_sampling_batch_size: int | None = Field(
-        None, ge=1, description="N': groups in a round if > N, groups opened at a time if < N; none: N"
+    over_sampling_batch_size: Automatic = Field(
+        None, description="N': groups in a round if > N, groups opened at a time if < N; none: N; auto: from lengths"
     )
     n_samples_per_prompt: int = Field(8, ge=1, description="n: samples in a group")
     partial_rollout: bool = Field(True, description="resume aborted samples instead of discarding them")
@@ -105,9 +117,17 @@ class ScheduleSection(Section):
     group_filter: str = Field(
         "", description="package.module:function that gives the reason to discard a complete group; empty: none"
     )
-    in_flight: int | None = Field(
-        None, ge=1, description="C: samples that `continuous` keeps in generation; none: N' x n"
+    in_flight: Automatic = Field(
+        None, description="C: samples that `continuous` keeps in generation; none: N' x n; auto: from lengths"
     )
+    scenario: Path | None = Field(
+        None, description="file of `april tune` with the costs and lengths that auto starts from; none: plain costs"
+    )
+
+    @property
+    def automatic_key(self) -> str:
+        """The key that is still `AUTO`, empty if there is none."""
+        return next((key for key in ("over_sampling_batch_size", "in_flight") if getattr(self, key) == AUTO), "")
 
     @property
     def groups_per_round(self) -> int:

@@ -31,6 +31,7 @@ class Totals:
     lost: int = 0
     prefilled: int = 0
     recomputed: int = 0
+    reused: int = 0
     retractions: int = 0
     leased_slot_s: float = 0.0
     idle_slot_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(IDLE_CAUSES, 0.0))
@@ -126,6 +127,7 @@ class Measures:
             lost=pipeline.lost_tokens,
             prefilled=sum(engine.prefilled_tokens for engine in engines),
             recomputed=sum(engine.recomputed_tokens for engine in engines),
+            reused=sum(engine.reused_tokens for engine in engines),
             retractions=sum(engine.retractions for engine in engines),
             leased_slot_s=self._leased_slot_s,
             idle_slot_s=idle_slot_s,
@@ -157,6 +159,11 @@ class Measures:
     def recomputed_share(self) -> float:
         """Response tokens whose context was computed again, over generated tokens."""
         return self.measured.recomputed / self.measured.generated
+
+    @property
+    def reused_share(self) -> float:
+        """Of the context that arriving samples needed, what their engine had in its cache."""
+        return self.measured.reused / (self.measured.reused + self.measured.prefilled)
 
     @property
     def slot_s(self) -> float:

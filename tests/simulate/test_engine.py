@@ -94,6 +94,27 @@ def test_what_is_taken_back_has_what_it_generated_up_to_the_end_of_the_step():
     assert engine.kv == 0 and engine.next_event_s == float("inf")
 
 
+@pytest.mark.parametrize("interlude", ["none", "weights", "other work"])
+def test_what_comes_back_is_found_in_the_cache_until_new_weights_or_until_its_room_is_needed(interlude):
+    engine = SimulatedEngine("e", COST.model_copy(update={"kv_tokens": 200}), slots=2)
+    engine.submit(Run(1, 100, 0, 50, 0.0, sample=(0, 0)))
+    engine.wake()
+    engine.take_back(engine.clock_s + COST.steps_s(20, 1, 100) - 1e-6)
+    engine.wake()
+    if interlude == "weights":
+        engine.load_weights(Version(0, 1), engine.clock_s, pause_s=0.0)
+    elif interlude == "other work":
+        engine.submit(Run(2, 150, 0, 1, engine.clock_s, sample=(0, 1)))
+    run_until_idle(engine)
+    before = engine.prefilled_tokens
+    engine.submit(Run(3, 100, 20, 30, engine.clock_s, sample=(0, 0)))
+    ends = run_until_idle(engine)
+    assert len(ends) == 1 and engine.generated == 50 + (interlude == "other work")
+    found = 120 if interlude == "none" else 0
+    assert engine.prefilled_tokens - before == 120 - found == engine.recomputed_tokens + (100 if not found else 0)
+    assert engine.reused_tokens == found
+
+
 def test_a_full_cache_sends_those_that_have_generated_least_to_wait():
     cost = COST.model_copy(update={"kv_tokens": 200})
     engine = SimulatedEngine("e", cost, slots=8)
