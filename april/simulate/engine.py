@@ -220,7 +220,7 @@ class SimulatedEngine:
         self._changes[0].append(self.steps)
         self._changes[1].append(version)
         if not self.keep_kv and self.kv:
-            pause_s += self.kv * self.cost.prefill_s * self.slowdown
+            pause_s += self.cost.context_s(len(self.running), self.kv) * self.slowdown
             self.prefilled_tokens += self.kv
             prompts = sum(run.prompt_tokens for run in self.running.values())
             self.recomputed_tokens += self.kv - prompts
@@ -263,7 +263,7 @@ class SimulatedEngine:
             self.kv += run.context
             self.prefilled_tokens += run.context
             self.recomputed_tokens += run.context - run.prompt_tokens
-            self.clock_s += run.context * self.cost.prefill_s * self.slowdown
+            self.clock_s += self.cost.context_s(1, run.context) * self.slowdown
             run.begun = self.steps
             self.running[run.token] = run
             heapq.heappush(self._finishes, (self.steps + run.left, run.token))
