@@ -1,0 +1,200 @@
+"""The schedules on a real engine with forced lengths, beside its limit and beside what the simulator foretells.
+
+The learner is its own loop with a wait in place of training; the weights that it publishes are real. The engine has a
+core of its own, everything else another.
+"""
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from common import Row
+from pinned_engine import PROMPT_TOKENS, PinnedEngine
+from rollout_turn import Turn, run_turn
+
+from april.simulate.pipeline import simulate
+from april.simulate.scenario import Scenario, load_scenario
+from april.simulate.variants import table, variants
+
+WARM_UP_STEPS = 6
+LONGEST = 466
+SETTING = f"""
+warmup_steps = {WARM_UP_STEPS}
+[lengths]
+median_tokens = 128
+sigma_between = 0.6
+sigma_within = 0.35
+longest_tokens = {LONGEST}
+prompt_tokens = {PROMPT_TOKENS}
+[learner]
+token_s = 8e-6
+[engines]
+count = 1
+[schedule]
+kind = "april"
+n_samples_per_prompt = 8
+max_staleness = 5
+"""
+"""The published one (`configs/published.toml`) with responses a thirty-fifth as long and fewer of them."""
+GROUPS = {"torch": 8, "sglang": 4}
+"""N; N' is twice that, and the slots are as many as samples in N' groups"""
+UNKNOWN = "[cost]\ndecode_base_s = 1.0\ndecode_running_s = 0.0\ndecode_kv_s = 0.0\nprefill_s = 0.0\n"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One turn, and what there was beside it."""
+
+    turn: Turn
+    limit: float
+    """tokens/s of the engine driven directly with as many samples in flight"""
+    predicted: float
+    """consumed tokens/s of the simulated run"""
+
+    @property
+    def limit_share(self) -> float:
+        return self.turn.consumed_per_s / self.limit
+
+    @property
+    def cap(self) -> float:
+        return self.turn.scenario.cap(self.turn.scenario.make_lengths())
+
+    @property
+    def prediction_error(self) -> float:
+        return self.predicted / self.turn.consumed_per_s - 1
+
+
+COLUMNS: dict[str, tuple[Callable[[Outcome], float], str]] = {
+    "consumed/s": (lambda one: one.turn.consumed_per_s, ",.0f"),
+    "in rollout": (lambda one: one.turn.consumed_per_rollout_s, ",.0f"),
+    "generated/s": (lambda one: one.turn.generated / one.turn.time_s, ",.0f"),
+    "wasted": (lambda one: one.turn.discarded / one.turn.generated, ".1%"),
+    "recomputed": (lambda one: one.turn.recomputed / one.turn.generated, ".1%"),
+    "occupied": (lambda one: one.turn.occupancy, ".1%"),
+    "stale mean": (lambda one: one.turn.staleness_mean, ".2f"),
+    "max": (lambda one: max(one.turn.ages), ".0f"),
+    "off-policy": (lambda one: one.turn.off_policy_share, ".1%"),
+    "step p50 s": (lambda one: np.percentile(one.turn.step_times_s, 50), ".2f"),
+    "p95 s": (lambda one: np.percentile(one.turn.step_times_s, 95), ".2f"),
+    "limit/s": (lambda one: one.limit, ",.0f"),
+    "of limit": (lambda one: one.limit_share, ".3f"),
+    "cap": (lambda one: one.cap, ".3f"),
+    "of cap": (lambda one: one.limit_share / one.cap, ".3f"),
+    "buffer peak": (lambda one: one.turn.buffer_peak_tokens, ",.0f"),
+    "foretold/s": (lambda one: one.predicted, ",.0f"),
+    "off by": (lambda one: one.prediction_error, "+.1%"),
+}
+
+
+def schedules(kind: str, base: Scenario) -> dict[str, Scenario]:
+    """Those of `april simulate`; contexts are computed again after an update, and kept where the engine can."""
+    found = {name: one for name, one in variants(base).items() if "recomputed" not in name}
+    if kind == "torch":
+        continuous = {name: one for name, one in found.items() if one.schedule.kind == "continuous"}
+        found |= {f"{name}, cache kept": one.with_keys(weights__keep_kv=True) for name, one in continuous.items()}
+    return found
+
+
+def scenario_of(kind: str, cost: Path | None, folder: Path, seed: int) -> Scenario:
+    """`cost`: sections that `april calibrate` has written; none: nothing is known of the engine yet."""
+    path, groups = folder / "setting.toml", GROUPS[kind]
+    path.write_text(SETTING + (cost.read_text() if cost else UNKNOWN))
+    keys = [("schedule.rollout_batch_size", groups), ("schedule.over_sampling_batch_size", 2 * groups)]
+    return load_scenario(path, [*keys, ("engines.slots", 2 * groups * 8), ("seed", seed)])
+
+
+def measure(kind: str, seeds: range, seconds: float) -> list[Row]:
+    """Every schedule and every limit once for each seed, in an order that turns round from seed to seed."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with tempfile.TemporaryDirectory(prefix="april-rollout-") as place:
+        folder = Path(place)
+        slots = scenario_of(kind, None, folder, 0).engines.slots
+        engine = PinnedEngine(kind, folder, slots, LONGEST)
+        try:
+            print(engine.calibrate(folder / "cost.toml"), flush=True)
+            bases = [scenario_of(kind, folder / "cost.toml", folder, seed) for seed in seeds]
+            found = [of_seed(engine, base, seconds) for base in bases]
+        finally:
+            engine.close()
+    by_name = {name: [one[name] for one in found] for name in found[0]}
+    lines = [[name, *(cell(ones, *column) for column in COLUMNS.values())] for name, ones in by_name.items()]
+    print(f"medians of {len(seeds)} seeds\n{table(lines, ('', *COLUMNS))}\n", flush=True)
+    return rows(kind, by_name)
+
+
+def cell(outcomes: list[Outcome], value: Callable[[Outcome], float], form: str) -> str:
+    return format(median(map(value, outcomes)), form)
+
+
+def of_seed(engine: PinnedEngine, base: Scenario, seconds: float) -> dict[str, Outcome]:
+    runs = schedules(engine.kind, base)
+    limits = {one.slots_wanted: one for one in runs.values()}
+    turns: dict[str | int, Turn | float] = {}
+    order = [*limits, *runs]
+    for name in order if base.seed % 2 == 0 else reversed(order):
+        folder = engine.folder / f"seed-{base.seed}" / str(name).replace(" ", "-")
+        folder.mkdir(parents=True)
+        if name in limits:
+            turns[name] = engine.limit(folder, limits[name], seconds)
+            said = f"limit with {name} in flight: {turns[name]:,.0f} tokens/s"
+        else:
+            turns[name] = run_turn(engine, runs[name], folder, seconds)
+            said = f"{name}: {turns[name].consumed_per_s:,.0f} tokens/s in {len(turns[name].step_times_s)} batches"
+        print(f"  seed {base.seed}, {said}", file=sys.stderr, flush=True)
+    return {
+        name: Outcome(turns[name], turns[runs[name].slots_wanted], foretell(turns[name]).consumed_per_s)
+        for name in runs
+    }
+
+
+def foretell(turn: Turn):
+    """The same batches of the same run, simulated."""
+    return simulate(turn.scenario.with_keys(steps=len(turn.step_times_s)))
+
+
+def rows(kind: str, outcomes: dict[str, list[Outcome]]) -> list[Row]:
+    sync, sync_equal, april, dropped, overlap, continuous, most, *kept = outcomes.values()
+    gains = {
+        "april_gain": (april, sync),
+        "april_gain_equal_concurrency": (april, sync_equal),
+        "overlap_gain_equal_concurrency": (overlap, sync_equal),
+        "continuous_gain": (most, sync),
+        "continuous_gain_equal_concurrency": (most, sync_equal),
+    }
+    found = []
+    for name, (ours, theirs) in gains.items():
+        for suffix, value in (("", "consumed_per_s"), ("_rollout_time", "consumed_per_rollout_s")):
+            ratios = [getattr(a.turn, value) / getattr(b.turn, value) - 1 for a, b in zip(ours, theirs, strict=True)]
+            found.append(Row(f"{name}_{kind}{suffix}", ratios, "fraction"))
+    partial = [a.turn.consumed_per_s / b.turn.consumed_per_s - 1 for a, b in zip(april, dropped, strict=True)]
+    found += [
+        Row(f"partial_rollout_gain_{kind}", partial, "fraction"),
+        Row(f"continuous_limit_{kind}", [one.limit_share for one in continuous], "fraction"),
+        Row(f"continuous_limit_{kind}_most", [one.limit_share for one in most], "fraction"),
+        *(
+            Row(f"continuous_limit_{kind}_kept{suffix}", [one.limit_share for one in ones], "fraction")
+            for suffix, ones in zip(("", "_most"), kept, strict=False)
+        ),
+        *(
+            Row(f"idle_slot_share_{cause}_{kind}", [one.turn.idle_share[cause] for one in continuous], "fraction")
+            for cause in continuous[0].turn.idle_share
+        ),
+        Row("prediction_error_max", worst_errors(outcomes), "fraction"),
+    ]
+    return found
+
+
+def worst_errors(outcomes: dict[str, list[Outcome]]) -> list[float]:
+    """Of each seed, the largest relative error of what the simulator foretold, over the schedules."""
+    return [max(abs(one.prediction_error) for one in of_seed) for of_seed in zip(*outcomes.values(), strict=True)]
