@@ -8,6 +8,7 @@ from pathlib import Path
 
 import orjson
 import tomli_w
+from core_time import CoreTime, server_processes
 
 from april.policy.model import build_model, save_policy
 from april.simulate.scenario import Scenario
@@ -89,26 +90,35 @@ class PinnedEngine:
         path.write_text(tomli_w.dumps(scenario.model_dump(mode="json", exclude_none=True)))
         return path
 
-    def limit(self, folder: Path, scenario: Scenario, seconds: float) -> float:
+    def core_time(self, client: int) -> CoreTime:
+        """`client`: the process that drives the engine, and runs it if it has no server."""
+        return CoreTime(*server_processes(self.server._process.pid)) if self.server else CoreTime(client)
+
+    def limit(self, folder: Path, scenario: Scenario) -> float:
         """Tokens/s of the engine driven directly with the scenario's samples in flight."""
         command = [ROOT / "benchmarks/saturated.py", self.write_run(folder, scenario)]
-        command += ["--scenario", self.write_scenario(folder, scenario), "--seconds", seconds]
-        return float(self._run(command))
+        command += ["--scenario", self.write_scenario(folder, scenario)]
+        output, core = self._run(command)
+        began, ended, tokens = map(float, output.split())
+        return tokens / (ended - began - core.taken(began, ended))
 
     def calibrate(self, path: Path) -> str:
         """Write the sections of a scenario that `april calibrate` finds; what it says."""
         command = ["-m", "april.cli", "calibrate", "--model", self.policy, "--slots", self.slots, "--out", path]
         command += ["--worker.engine", self.kind, "--worker.device", "cpu"]
-        return self._run(command + (["--engine.url", self.server.url] if self.server else []))
+        return self._run(command + (["--engine.url", self.server.url] if self.server else []))[0]
 
-    def _run(self, command: list) -> str:
+    def _run(self, command: list) -> tuple[str, CoreTime]:
         """The output of a Python command on the engine's core, or beside its server."""
-        place = {self.worker_core} if self.worker_core is not None else self.others
-        ended = subprocess.run(
-            [sys.executable, *map(str, command)], stdout=subprocess.PIPE, text=True, check=True, timeout=TURN_S,
+        place = self.others if self.server else {self.core}
+        with subprocess.Popen(
+            [sys.executable, *map(str, command)], stdout=subprocess.PIPE, text=True,
             preexec_fn=lambda: os.sched_setaffinity(0, place),
-        )  # fmt: skip
-        return ended.stdout
+        ) as started, self.core_time(started.pid) as core:  # fmt: skip
+            output, _ = started.communicate(timeout=TURN_S)
+        if started.returncode:
+            sys.exit(f"{command[0]} has ended with status {started.returncode}")
+        return output, core
 
     def close(self) -> None:
         if self.server:

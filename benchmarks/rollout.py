@@ -198,7 +198,7 @@ def main() -> int:
     arguments = parser(__doc__.partition("\n")[0])
     arguments.add_argument("--simulated", action="store_true", help="the published setting on a virtual clock")
     arguments.add_argument("--engine", choices=("torch", "sglang"), help="the schedules on this engine")
-    arguments.add_argument("--seconds", type=float, default=18.0, help="of a turn on an engine [default 18]")
+    arguments.add_argument("--steps", type=int, default=12, help="measured batches of a turn on an engine [default 12]")
     arguments.add_argument(
         "--scenario", type=Path, default=PUBLISHED, help="TOML file [default configs/published.toml]"
     )
@@ -215,8 +215,8 @@ def main() -> int:
     else:
         import rollout_real
 
-        seeds, seconds = (range(1), 3.0) if options.quick else (range(options.seeds), options.seconds)
-        rows = rollout_real.measure(options.engine, seeds, seconds)
+        seeds, steps = (range(1), 2) if options.quick else (range(options.seeds), options.steps)
+        rows = rollout_real.measure(options.engine, seeds, steps)
     report(rows, options.json)
     return 0
 

@@ -48,6 +48,8 @@ max_staleness = 5
 """The published one (`configs/published.toml`) with responses a thirty-fifth as long and fewer of them."""
 GROUPS = {"torch": 8, "sglang": 4}
 """N; N' is twice that, and the slots are as many as samples in N' groups"""
+PIPELINE_STEPS = 8
+EQUAL = {"lengths__family": "equal", "lengths__median_tokens": 100, "warmup_steps": 3}
 UNKNOWN = "[cost]\ndecode_base_s = 1.0\ndecode_running_s = 0.0\ndecode_kv_s = 0.0\nprefill_s = 0.0\n"
 
 
@@ -86,6 +88,7 @@ COLUMNS: dict[str, tuple[Callable[[Outcome], float], str]] = {
     "off-policy": (lambda one: one.turn.off_policy_share, ".1%"),
     "step p50 s": (lambda one: np.percentile(one.turn.step_times_s, 50), ".2f"),
     "p95 s": (lambda one: np.percentile(one.turn.step_times_s, 95), ".2f"),
+    "taken": (lambda one: one.turn.taken, ".0%"),
     "limit/s": (lambda one: one.limit, ",.0f"),
     "of limit": (lambda one: one.limit_share, ".3f"),
     "cap": (lambda one: one.cap, ".3f"),
@@ -105,26 +108,31 @@ def schedules(kind: str, base: Scenario) -> dict[str, Scenario]:
     return found
 
 
-def scenario_of(kind: str, cost: Path | None, folder: Path, seed: int) -> Scenario:
+def scenario_of(kind: str, cost: Path | None, folder: Path, seed: int, steps: int) -> Scenario:
     """`cost`: sections that `april calibrate` has written; none: nothing is known of the engine yet."""
     path, groups = folder / "setting.toml", GROUPS[kind]
     path.write_text(SETTING + (cost.read_text() if cost else UNKNOWN))
     keys = [("schedule.rollout_batch_size", groups), ("schedule.over_sampling_batch_size", 2 * groups)]
-    return load_scenario(path, [*keys, ("engines.slots", 2 * groups * 8), ("seed", seed)])
+    keys += [
+        ("engines.slots", 2 * groups * 8),
+        ("seed", seed),
+        ("steps", steps),
+        ("limit_responses", 8 * groups * steps),
+    ]
+    return load_scenario(path, keys)
 
 
-def measure(kind: str, seeds: range, seconds: float) -> list[Row]:
+def measure(kind: str, seeds: range, steps: int) -> list[Row]:
     """Every schedule and every limit once for each seed, in an order that turns round from seed to seed."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with tempfile.TemporaryDirectory(prefix="april-rollout-") as place:
         folder = Path(place)
-        slots = scenario_of(kind, None, folder, 0).engines.slots
+        slots = scenario_of(kind, None, folder, 0, 1).engines.slots
         engine = PinnedEngine(kind, folder, slots, LONGEST)
         try:
-            print(engine.calibrate(folder / "cost.toml"), flush=True)
-            bases = [scenario_of(kind, folder / "cost.toml", folder, seed) for seed in seeds]
-            found = [of_seed(engine, base, seconds) for base in bases]
+            bases = calibrate(engine, folder, seeds, steps)
+            found = [of_seed(engine, base) for base in bases]
         finally:
             engine.close()
     by_name = {name: [one[name] for one in found] for name in found[0]}
@@ -137,30 +145,23 @@ def cell(outcomes: list[Outcome], value: Callable[[Outcome], float], form: str) 
     return format(median(map(value, outcomes)), form)
 
 
-def of_seed(engine: PinnedEngine, base: Scenario, seconds: float) -> dict[str, Outcome]:
+def of_seed(engine: PinnedEngine, base: Scenario) -> dict[str, Outcome]:
     runs = schedules(engine.kind, base)
     limits = {one.slots_wanted: one for one in runs.values()}
     turns: dict[str | int, Turn | float] = {}
     order = [*limits, *runs]
     for name in order if base.seed % 2 == 0 else reversed(order):
-        folder = engine.folder / f"seed-{base.seed}" / str(name).replace(" ", "-")
-        folder.mkdir(parents=True)
+        folder = made(engine.folder / f"seed-{base.seed}" / str(name).replace(" ", "-"))
         if name in limits:
-            turns[name] = engine.limit(folder, limits[name], seconds)
+            turns[name] = engine.limit(folder, limits[name])
             said = f"limit with {name} in flight: {turns[name]:,.0f} tokens/s"
         else:
-            turns[name] = run_turn(engine, runs[name], folder, seconds)
-            said = f"{name}: {turns[name].consumed_per_s:,.0f} tokens/s in {len(turns[name].step_times_s)} batches"
+            turns[name] = run_turn(engine, runs[name], folder)
+            said = f"{name}: {turns[name].consumed_per_s:,.0f} tokens/s"
         print(f"  seed {base.seed}, {said}", file=sys.stderr, flush=True)
     return {
-        name: Outcome(turns[name], turns[runs[name].slots_wanted], foretell(turns[name]).consumed_per_s)
-        for name in runs
+        name: Outcome(turns[name], turns[one.slots_wanted], simulate(one).consumed_per_s) for name, one in runs.items()
     }
-
-
-def foretell(turn: Turn):
-    """The same batches of the same run, simulated."""
-    return simulate(turn.scenario.with_keys(steps=len(turn.step_times_s)))
 
 
 def rows(kind: str, outcomes: dict[str, list[Outcome]]) -> list[Row]:

@@ -8,11 +8,13 @@ import time
 import uuid
 from collections import Counter
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import orjson
+from core_time import CoreTime
 from forced_worker import Reading
 from pinned_engine import ROOT, TURN_S, PinnedEngine
 from timed_learner import TimedTrainer, consume
@@ -44,7 +46,9 @@ class Turn:
 
     scenario: Scenario
     step_times_s: list[float]
-    """between two batches"""
+    """between two batches; the time that strangers took from the engine's core is left out, as everywhere"""
+    taken: float
+    """share of the wall time for which the engine's core was somebody else's"""
     consumed: int
     """tokens"""
     rollout_s: float
@@ -98,10 +102,10 @@ class Turn:
         return 1 - self.ages[0] / self.ages.total()
 
 
-def run_turn(engine: PinnedEngine, scenario: Scenario, folder: Path, seconds: float) -> Turn:
-    """Run the scenario's schedule for `seconds` after its warm-up, at least for a batch. Raises Failed."""
+def run_turn(engine: PinnedEngine, scenario: Scenario, folder: Path) -> Turn:
+    """Run the scenario's schedule for its warm-up and its steps. Raises Failed."""
     config = configuration.load(engine.write_run(folder, scenario))
-    trainer = TimedTrainer(scenario.learner, engine.tensors, scenario.first_measured, seconds)
+    trainer = TimedTrainer(scenario.learner, engine.tensors, scenario.first_measured, scenario.steps)
     with contextlib.ExitStack() as parts:
         broker = parts.enter_context(process(["-m", "april.cli", "broker", folder / "run.toml"], folder / "broker.log"))
         address = wait_for_address(config, broker)
@@ -117,11 +121,14 @@ def run_turn(engine: PinnedEngine, scenario: Scenario, folder: Path, seconds: fl
         source = WatchedSource(address, publisher.address, watch)
         parts.callback(source.close)
         looks = parts.enter_context(Looks(address))
+        core = parts.enter_context(engine.core_time(worker.pid))
         consume(config, trainer, source, publisher)
-    return make_turn(scenario, config, trainer, gauge, looks)
+    return make_turn(scenario, config, trainer, gauge, looks, core)
 
 
-def make_turn(scenario: Scenario, config: Config, trainer: TimedTrainer, gauge: Path, looks: "Looks") -> Turn:
+def make_turn(
+    scenario: Scenario, config: Config, trainer: TimedTrainer, gauge: Path, looks: "Looks", core: CoreTime
+) -> Turn:
     first, began, measured = trainer.warmup_steps, trainer.began, trainer.measured
     ended = measured[-1][0]
     records = [orjson.loads(line) for line in (config.run_dir / "metrics.jsonl").read_bytes().splitlines()]
@@ -134,11 +141,15 @@ def make_turn(scenario: Scenario, config: Config, trainer: TimedTrainer, gauge: 
     )  # fmt: skip
     grown = {name: growth(readings, name, began, ended) for name in Reading.__struct_fields__}
     tokens = sum(tokens for _, tokens in measured)
+    taken_s = core.taken(began, ended)
+    instants = [began, *(at for at, _ in measured)]
+    step_times_s = [until - since - core.taken(since, until) for since, until in pairwise(instants)]
     return Turn(
         scenario=scenario,
-        step_times_s=np.diff([began, *(at for at, _ in measured)]).tolist(),
+        step_times_s=step_times_s,
+        taken=taken_s / (ended - began),
         consumed=tokens,
-        rollout_s=sum(step["rollout_s"] for step in steps),
+        rollout_s=sum(step["rollout_s"] for step in steps) - taken_s,
         training_s=scenario.learner.step_s * len(measured) + scenario.learner.token_s * tokens,
         generated=round(grown["generated"]),
         discarded=discarded(steps[-1]) - discarded(before),

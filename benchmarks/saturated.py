@@ -1,6 +1,6 @@
-"""An engine driven directly: every slot refilled at once, no broker, no barrier, no new weights; tokens/s on stdout.
+"""An engine driven directly: every slot refilled at once, no broker, no barrier, no new weights.
 
-python benchmarks/saturated.py RUN.toml --scenario FILE --seconds 15
+python benchmarks/saturated.py RUN.toml --scenario FILE
 """
 
 import argparse
@@ -28,8 +28,7 @@ PROMPT = "05*3+60="
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     arguments.add_argument("config", type=Path)
-    arguments.add_argument("--scenario", type=Path, required=True, help="has the lengths and the samples in flight")
-    arguments.add_argument("--seconds", type=float, required=True)
+    arguments.add_argument("--scenario", type=Path, required=True, help="has lengths, samples in flight, responses")
     options = arguments.parse_args()
     config, scenario = configuration.load(options.config), load_scenario(options.scenario)
     engine = make_engine(config, "cpu", "saturated")
@@ -41,14 +40,14 @@ def main() -> None:
     for _ in range(in_flight + (SPARE if in_flight == scenario.engines.slots else 0)):
         engine.submit(next(requests))
     ended, began = 0, None
-    while began is None or time.perf_counter() - began[0] < options.seconds:
+    while began is None or ended < WARM_UP_RESPONSES * in_flight + scenario.limit_responses:
         for chunk in engine.step():
             if chunk.finish_reason:
                 ended += 1
                 engine.submit(next(requests))
         if began is None and ended >= WARM_UP_RESPONSES * in_flight:
-            began = time.perf_counter(), engine.generated_tokens
-    print((engine.generated_tokens - began[1]) / (time.perf_counter() - began[0]), flush=True)
+            began = time.monotonic(), engine.generated_tokens
+    print(began[0], time.monotonic(), engine.generated_tokens - began[1], flush=True)
     engine.cancel_all(range(next(requests).id))
     engine.close()
 

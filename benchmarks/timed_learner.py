@@ -16,13 +16,13 @@ class Enough(Exception):
 
 
 class TimedTrainer:
-    """Stands in for `april.learner.trainer.Trainer` in `loop.run`, until `seconds` after the warm-up have passed."""
+    """Stands in for `april.learner.trainer.Trainer` in `loop.run`, for a warm-up and `steps` batches more."""
 
     oldest_checkpoint = 0
 
-    def __init__(self, cost: LearnerCost, tensors: Mapping[str, torch.Tensor], warmup_steps: int, seconds: float):
+    def __init__(self, cost: LearnerCost, tensors: Mapping[str, torch.Tensor], warmup_steps: int, steps: int):
         self.cost, self.tensors = cost, tensors
-        self.warmup_steps, self.seconds = warmup_steps, seconds
+        self.warmup_steps, self.steps = warmup_steps, steps
         self.step_count = 0
         self.trained: list[tuple[float, int]] = []
         """(monotonic time, response tokens) of each batch"""
@@ -50,10 +50,6 @@ class TimedTrainer:
         """When the warm-up's last batch was trained."""
         return self.trained[self.warmup_steps - 1][0]
 
-    @property
-    def measured_s(self) -> float:
-        return self.measured[-1][0] - self.began
-
     def weights(self) -> Mapping[str, torch.Tensor]:
         return self.tensors
 
@@ -62,7 +58,7 @@ class TimedTrainer:
 
     def saved(self, wait: bool = False) -> None:
         """Nothing has been saved; a good moment to end, since the batch has been reported."""
-        if self.step_count > self.warmup_steps and self.measured_s >= self.seconds:
+        if self.step_count == self.warmup_steps + self.steps:
             raise Enough
 
     def export(self) -> None: ...
