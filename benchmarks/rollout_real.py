@@ -27,6 +27,7 @@ from april.simulate.scenario import Scenario, load_scenario
 from april.simulate.variants import table, variants
 
 WARM_UP_STEPS = 6
+GROUP_SIZE = 8
 LONGEST = 466
 SETTING = f"""
 warmup_steps = {WARM_UP_STEPS}
@@ -42,7 +43,7 @@ token_s = 8e-6
 count = 1
 [schedule]
 kind = "april"
-n_samples_per_prompt = 8
+n_samples_per_prompt = {GROUP_SIZE}
 max_staleness = 5
 """
 """The published one (`configs/published.toml`) with responses a thirty-fifth as long and fewer of them."""
@@ -110,16 +111,34 @@ def schedules(kind: str, base: Scenario) -> dict[str, Scenario]:
 
 def scenario_of(kind: str, cost: Path | None, folder: Path, seed: int, steps: int) -> Scenario:
     """`cost`: sections that `april calibrate` has written; none: nothing is known of the engine yet."""
-    path, groups = folder / "setting.toml", GROUPS[kind]
+    path, samples = folder / "setting.toml", GROUPS[kind] * GROUP_SIZE
     path.write_text(SETTING + (cost.read_text() if cost else UNKNOWN))
-    keys = [("schedule.rollout_batch_size", groups), ("schedule.over_sampling_batch_size", 2 * groups)]
-    keys += [
-        ("engines.slots", 2 * groups * 8),
-        ("seed", seed),
-        ("steps", steps),
-        ("limit_responses", 8 * groups * steps),
-    ]
-    return load_scenario(path, keys)
+    keys = {
+        "seed": seed, "steps": steps, "limit_responses": steps * samples, "engines.slots": 2 * samples,
+        "schedule.rollout_batch_size": GROUPS[kind], "schedule.over_sampling_batch_size": 2 * GROUPS[kind],
+    }  # fmt: skip
+    return load_scenario(path, list(keys.items()))
+
+
+def calibrate(engine: PinnedEngine, folder: Path, seeds: range, steps: int) -> list[Scenario]:
+    """The scenario of each seed, with the costs of the engine and, from runs with equal lengths, of the pipeline:
+    the way of a grant, by Little's law, and what a round takes beyond its generation and training."""
+    cost, samples = folder / "cost.toml", GROUPS[engine.kind] * GROUP_SIZE
+    print(engine.calibrate(cost), flush=True)
+    equal = scenario_of(engine.kind, cost, folder, 0, PIPELINE_STEPS).with_keys(**EQUAL)
+    flowing = run_turn(engine, with_schedule(equal, "continuous", in_flight=samples), made(folder / "flowing"))
+    latency_s = max(0.0, flowing.leased - flowing.busy) * flowing.time_s / (PIPELINE_STEPS * samples)
+    rounds = with_schedule(equal, "sync").with_keys(engines__latency_s=latency_s)
+    measured_s = median(run_turn(engine, rounds, made(folder / "rounds")).step_times_s)
+    transfer_s = max(0.0, measured_s - simulate(rounds).step_s[0])
+    print(f"a grant arrives after {latency_s * 1e3:.1f} ms; a round takes {transfer_s * 1e3:.1f} ms more\n", flush=True)
+    costs = {"engines__latency_s": latency_s, "weights__transfer_s": transfer_s}
+    return [scenario_of(engine.kind, cost, folder, seed, steps).with_keys(**costs) for seed in seeds]
+
+
+def made(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    return folder
 
 
 def measure(kind: str, seeds: range, steps: int) -> list[Row]:
