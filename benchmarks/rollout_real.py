@@ -24,7 +24,7 @@ from rollout_turn import Turn, run_turn
 
 from april.simulate.pipeline import simulate
 from april.simulate.scenario import Scenario, load_scenario
-from april.simulate.variants import table, variants
+from april.simulate.variants import table, variants, with_schedule
 
 WARM_UP_STEPS = 6
 GROUP_SIZE = 8
