@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 ROWS = 512
 PROMPT_TOKENS = 8
 BINDING = "SGLANG_CPU_OMP_THREADS_BIND"
-TURN_S = 300.0
+TURN_S = 900.0
 """longest turn"""
 
 

@@ -8,9 +8,9 @@ import tomli_w
 
 from april.simulate.costs import EngineCost
 
-CONTEXTS = (16, 64, 256, 1024)
+CONTEXTS = (16, 128, 512)
 """tokens of each sequence when it is submitted"""
-SHARES = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)
+SHARES = (1 / 16, 1 / 4, 1 / 2, 1)
 """of the slots that have a sequence"""
 REPEATS = 3
 """of which the fastest counts: whatever else goes on only adds"""
