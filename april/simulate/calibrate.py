@@ -1,6 +1,7 @@
 """Fits the cost model to a real engine: timed decode steps, updates and prefills over running sequences and context."""
 
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Protocol
 
 import numpy as np
@@ -13,7 +14,7 @@ CONTEXTS = (16, 128, 512)
 SHARES = (1 / 16, 1 / 4, 1 / 2, 1)
 """of the slots that have a sequence"""
 REPEATS = 3
-"""of which the fastest counts: whatever else goes on only adds"""
+"""of which the median counts"""
 LEAST_S = 1e-9
 """a is a cost, so that a fit that would make it negative puts it here"""
 
@@ -47,20 +48,17 @@ def measure(probe: Probe) -> list[Timing]:
     counts = sorted({max(1, round(probe.slots * share)) for share in SHARES})
     probe.time(probe.slots, CONTEXTS[0])  # what is slow the first time
     return [
-        fastest([probe.time(running, context) for _ in range(REPEATS)])
+        middle([probe.time(running, context) for _ in range(REPEATS)])
         for context in CONTEXTS
         if context <= probe.longest_context
         for running in counts
     ]
 
 
-def fastest(timings: list[Timing]) -> Timing:
-    return replace(
-        timings[0],
-        step_s=min(one.step_s for one in timings),
-        pause_s=min(one.pause_s for one in timings),
-        prefill_s=min(one.prefill_s for one in timings),
-    )
+def middle(timings: list[Timing]) -> Timing:
+    """Medians of what was timed several times."""
+    medians = {name: median(getattr(one, name) for one in timings) for name in ("step_s", "pause_s", "prefill_s")}
+    return replace(timings[0], **medians)
 
 
 @dataclass(frozen=True)
@@ -78,17 +76,17 @@ class Fit:
     def pause_s(self) -> float:
         """Seconds for which full slots stand still while weights are taken in; then contexts are computed again."""
         most = max(one.running for one in self.timings)
-        return float(np.median([one.pause_s for one in self.timings if one.running == most]))
+        return median(one.pause_s for one in self.timings if one.running == most)
 
     def describe(self) -> str:
         cost = self.cost
-        median, worst = np.percentile(np.abs(self.errors), [50, 95])
+        half, worst = np.percentile(np.abs(self.errors), [50, 95])
         return (
             f"decode step = {cost.decode_base_s * 1e3:.3f} ms + {cost.decode_running_s * 1e6:.2f} us x running + "
             f"{cost.decode_kv_s * 1e9:.2f} ns x KV tokens\n"
             f"prefill = {cost.request_s * 1e3:.3f} ms x sequences + {cost.prefill_s * 1e6:.2f} us x tokens\n"
             f"new weights: {self.pause_s * 1e3:.1f} ms, then the prefill of what runs\n"
-            f"{len(self.timings)} timings; the fit of the steps is off by {median:.1%} (median), {worst:.1%} (95 %)"
+            f"{len(self.timings)} timings; the fit of the steps is off by {half:.1%} (median), {worst:.1%} (95 %)"
         )
 
     def to_toml(self) -> str:
