@@ -85,8 +85,11 @@ def build_parser() -> argparse.ArgumentParser:
     trace = add(commands, "trace", trace_command, "write the response lengths of a run as a trace")
     trace.add_argument("run", type=Path, help="a run folder, such as runs/quickstart")
     trace.add_argument("--out", type=Path, required=True, help="JSONL file")
-    calibrate = add(commands, "calibrate", calibrate_command, "measure an engine, and fit the simulator's cost model")
-    calibrate.add_argument("--model", type=Path, required=True, help="Hugging Face folder; runs on the torch engine")
+    calibrate = add(
+        commands, "calibrate", calibrate_command, "measure an engine, and fit the simulator's cost model",
+        overrides=True,
+    )  # fmt: skip
+    calibrate.add_argument("--model", type=Path, required=True, help="Hugging Face folder")
     calibrate.add_argument("--slots", type=int, default=64, help="sequences decoded together [default 64]")
     calibrate.add_argument("--out", type=Path, default=Path("cost.toml"), help="[cost] section [default cost.toml]")
 
@@ -334,7 +337,7 @@ def trace_command(options, overrides: list[str]) -> int:
 def calibrate_command(options, overrides: list[str]) -> int:
     from april.simulate import command
 
-    command.calibrate(options.model, options.slots, options.out)
+    command.calibrate(options.model, options.slots, options.out, overrides)
     return 0
 
 

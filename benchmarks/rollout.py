@@ -1,4 +1,4 @@
-"""Rollout throughput by schedule, in consumed tokens/s; `--simulated`: the published setting on a virtual clock.
+"""Rollout throughput by schedule, in consumed tokens/s: on a real engine, or the published setting on a virtual clock.
 
 Simulated rows depend on the scenario and the seed alone, not on the machine. Without a suffix they are those of the
 scenario's first cost model; the others have its name as a suffix.
@@ -174,20 +174,8 @@ def extreme_rows(results: Results, base: Scenario) -> list[Row]:
     return [Row(name, values, "fraction") for name, values in shares.items()]
 
 
-def main() -> int:
-    arguments = parser(__doc__.partition("\n")[0])
-    arguments.add_argument("--simulated", action="store_true", help="the published setting on a virtual clock")
-    arguments.add_argument(
-        "--scenario", type=Path, default=PUBLISHED, help="TOML file [default configs/published.toml]"
-    )
-    arguments.add_argument("--processes", type=int, default=2, help="simulations at a time [default 2]")
-    arguments.add_argument(
-        "--part", help="a cost model's rows alone, or those of extreme lengths: extreme [default all]"
-    )
-    arguments.add_argument("--seeds", type=int, default=3, help="of lengths; a row's n [default 3]")
-    options = arguments.parse_args()
-    if not options.simulated:
-        arguments.error("say --simulated")
+def simulate_published(options) -> list[Row]:
+    """Print each cost model's table; the rows."""
     costs = list(tomllib.loads(options.scenario.read_text())["costs"])
     parts = [options.part] if options.part else [*costs, "extreme"]
     seeds, steps = (range(1), WINDOW_STEPS) if options.quick else (range(options.seeds), 60)
@@ -203,6 +191,32 @@ def main() -> int:
             lines = [[name, *columns(found[0].result())[1:]] for name, found in outcomes]
             print(f"cost model {part}: {base.cost.source}\n{table(lines, COLUMNS)}\n", flush=True)
             rows += simulated_rows(results, base, "" if part == costs[0] else f"_{part}")
+    return rows
+
+
+def main() -> int:
+    arguments = parser(__doc__.partition("\n")[0])
+    arguments.add_argument("--simulated", action="store_true", help="the published setting on a virtual clock")
+    arguments.add_argument("--engine", choices=("torch", "sglang"), help="the schedules on this engine")
+    arguments.add_argument("--steps", type=int, default=12, help="measured batches of a turn on an engine [default 12]")
+    arguments.add_argument(
+        "--scenario", type=Path, default=PUBLISHED, help="TOML file [default configs/published.toml]"
+    )
+    arguments.add_argument("--processes", type=int, default=2, help="simulations at a time [default 2]")
+    arguments.add_argument(
+        "--part", help="a cost model's rows alone, or those of extreme lengths: extreme [default all]"
+    )
+    arguments.add_argument("--seeds", type=int, default=3, help="of lengths; a row's n [default 3]")
+    options = arguments.parse_args()
+    if options.simulated == bool(options.engine):
+        arguments.error("say --simulated, or an --engine")
+    if options.simulated:
+        rows = simulate_published(options)
+    else:
+        import rollout_real
+
+        seeds, steps = (range(1), 2) if options.quick else (range(options.seeds), options.steps)
+        rows = rollout_real.measure(options.engine, seeds, steps)
     report(rows, options.json)
     return 0
 

@@ -233,7 +233,7 @@ class SimulatedEngine:
         self._changes[0].append(self.steps)
         self._changes[1].append(version)
         if not self.keep_kv and self.kv:
-            pause_s += self.kv * self.cost.prefill_s * self.slowdown
+            pause_s += self.cost.context_s(len(self.running), self.kv) * self.slowdown
             self.prefilled_tokens += self.kv
             prompts = sum(run.prompt_tokens for run in self.running.values())
             self.recomputed_tokens += self.kv - prompts
@@ -286,7 +286,7 @@ class SimulatedEngine:
             self.reused_tokens += found
             self.prefilled_tokens += run.context - found
             self.recomputed_tokens += run.context - max(run.prompt_tokens, found)
-            self.clock_s += (run.context - found) * self.cost.prefill_s * self.slowdown
+            self.clock_s += self.cost.context_s(1, run.context - found) * self.slowdown
             run.begun = self.steps
             self.running[run.token] = run
             heapq.heappush(self._finishes, (self.steps + run.left, run.token))

@@ -123,6 +123,7 @@ def make_engine(config: Config, device: str, name: str) -> "Engine":
             device=device,
             chunk_tokens=config.worker.chunk_tokens,
             chunk_s=config.worker.chunk_s,
+            keep_cache=config.engine.pause == "in_place",
         )
     except EngineError as error:
         raise ConfigError(f"key 'model.path' = {str(config.model.path)!r} cannot be used: {error}") from None

@@ -8,7 +8,7 @@ from april.simulate.costs import EngineCost
 from april.simulate.engine import Run, SimulatedEngine
 from april.version import Version
 
-COST = EngineCost(decode_base_s=5e-3, decode_running_s=1e-4, decode_kv_s=1e-6, prefill_s=1e-5)
+COST = EngineCost(decode_base_s=5e-3, decode_running_s=1e-4, decode_kv_s=1e-6, prefill_s=1e-5, request_s=2e-3)
 
 
 def run_until_idle(engine):
@@ -50,7 +50,7 @@ def test_it_ends_samples_when_an_engine_that_takes_every_step_would(requests):
         while waiting and len(running) < 3 and waiting[0][1][2] <= clock:
             token, (prompt, left, _) = waiting.pop(0)
             running[token] = [prompt, left]
-            clock += prompt * COST.prefill_s
+            clock += COST.context_s(1, prompt)
         clock += COST.steps_s(1, len(running), sum(kv for kv, _ in running.values()))
         for state in running.values():
             state[0] += 1
@@ -64,11 +64,11 @@ def test_new_weights_split_a_sample_and_stop_the_engine_for_a_moment():
     engine = SimulatedEngine("e", COST, slots=2)
     engine.submit(Run(1, 0, 0, 10, 0.0))
     engine.wake()
-    three_steps_s = COST.steps_s(3, 1, 0)
-    engine.load_weights(Version(0, 1), three_steps_s - 1e-6, pause_s=0.5)
+    taken_in_s, three_steps_s = engine.clock_s, COST.steps_s(3, 1, 0)
+    engine.load_weights(Version(0, 1), taken_in_s + three_steps_s - 1e-6, pause_s=0.5)
     ((end_s, run),) = run_until_idle(engine)
     assert run.pieces == [(Version(0, 0), 3), (Version(0, 1), 7)]
-    assert end_s == pytest.approx(COST.steps_s(10, 1, 0) + 0.5)
+    assert end_s == pytest.approx(COST.request_s + COST.steps_s(10, 1, 0) + 0.5)
 
 
 def test_recomputing_the_cache_takes_a_prefill_of_everything():
@@ -79,7 +79,7 @@ def test_recomputing_the_cache_takes_a_prefill_of_everything():
         engine.wake()
         engine.load_weights(Version(0, 1), engine.clock_s + COST.steps_s(3, 1, 120) - 1e-6, pause_s=0.0)
         ends.append(run_until_idle(engine)[0][0])
-    assert ends[1] - ends[0] == pytest.approx(123 * COST.prefill_s)
+    assert ends[1] - ends[0] == pytest.approx(COST.context_s(1, 123))
     assert engine.recomputed_tokens == 20 + 23
 
 
@@ -131,5 +131,5 @@ def test_a_failure_gives_up_everything_with_what_it_had():
     engine = SimulatedEngine("e", COST, slots=2)
     engine.submit(Run(1, 0, 0, 100, 0.0))
     engine.wake()
-    (lost,) = engine.fail(COST.steps_s(7, 1, 0) + 1e-6)
+    (lost,) = engine.fail(engine.clock_s + COST.steps_s(7, 1, 0) + 1e-6)
     assert lost.generated == 7 and engine.next_event_s == float("inf")
