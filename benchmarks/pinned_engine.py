@@ -57,7 +57,7 @@ class PinnedEngine:
             )
         )  # fmt: skip
         server.spawn()
-        asyncio.run(server.wait(SGLangClient(server.url)))
+        asyncio.run(serving(server))
         return server
 
     @property
@@ -123,3 +123,11 @@ class PinnedEngine:
     def close(self) -> None:
         if self.server:
             self.server.kill()
+
+
+async def serving(server: SGLangServer) -> None:
+    client = SGLangClient(server.url)
+    try:
+        await server.wait(client)
+    finally:
+        await client.close()

@@ -20,7 +20,9 @@ OVER_SAMPLED = (1.5, 2, 3)
 """N' over N for the comparison at equal staleness"""
 IN_FLIGHT = (64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 """of `continuous`, from which the best at a staleness is chosen"""
-LOOSE = {"schedule__max_staleness": 240, "warmup_steps": 350, "steps": 250}
+OVERLAPPED = (40, 42, 44, 45, 46, 48, 56, 64, 72, 80, 96)
+"""N' of `april` with overlap, likewise"""
+LOOSE = {"schedule__max_staleness": 240, "warmup_steps": 350, "steps": 250, "limit_responses": 100_000}
 """a bound so large that the cap is 1 for the extreme lengths, and a run that is long against the longest of them"""
 BIMODAL = {"lengths__family": "bimodal", "lengths__longest_tokens": 50_000}
 """1 % of 50,000 tokens, the rest 100"""
@@ -100,9 +102,8 @@ def simulated_rows(results: Results, base: Scenario, suffix: str) -> list[Row]:
     most = continuous[64 * n]
     recomputed = most.with_keys(weights__keep_kv=False)
     aprils = [with_schedule(base, "april", over_sampling_batch_size=round(32 * factor)) for factor in OVER_SAMPLED]
-    overlaps = [
-        with_schedule(base, "april", over_sampling_batch_size=groups, overlap=True) for groups in (40, 48, 56, 64, 96)
-    ]
+    overlaps = [with_schedule(base, "april", over_sampling_batch_size=groups, overlap=True) for groups in OVERLAPPED]
+    overlap = overlaps[OVERLAPPED.index(64)]
     equal = {"lengths__family": "equal"}
     april_equal, sync_equal_lengths = april.with_keys(**equal), sync.with_keys(**equal)
     first = [one.with_keys(warmup_steps=0, steps=base.schedule.max_staleness + 1) for one in (sync, april, most)]
@@ -136,6 +137,7 @@ def simulated_rows(results: Results, base: Scenario, suffix: str) -> list[Row]:
         "equal_lengths_april_vs_sync": ([gain + 1 for gain in results.gain(april_equal, sync_equal_lengths)], "ratio"),
         "continuous_limit_simulated": ([one.limit_share for one in in_flight_256], "fraction"),
         "continuous_limit_simulated_512": ([one.cap_share for one in in_flight_512], "fraction"),
+        "prefix_reused_share": ([one.measures.reused_share for one in results.of(overlap)], "fraction"),
         "idle_slot_share_total": ([1 - one.measures.occupancy for one in in_flight_512], "fraction"),
         **{
             f"idle_slot_share_{cause}": ([one.measures.idle_share[cause] for one in in_flight_512], "fraction")

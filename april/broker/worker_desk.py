@@ -256,11 +256,11 @@ class WorkerDesk:
         heapq.heapify(emptiest)
         nothing_up_to = -1
         while emptiest:
-            fullness, number, session = emptiest[0]
-            if session.version.step <= nothing_up_to or not self._has_room(session):
+            noted, number, session = emptiest[0]
+            if (fullness := self._fullness(session)) != noted:
+                heapq.heapreplace(emptiest, (fullness, number, session))
+            elif session.version.step <= nothing_up_to or not self._has_room(session):
                 heapq.heappop(emptiest)
-            elif fullness != self._fullness(session):
-                heapq.heapreplace(emptiest, (self._fullness(session), number, session))
             elif sample := self._choose(session):
                 self._grant(sample, session, able, now)
             else:

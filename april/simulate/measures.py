@@ -1,5 +1,6 @@
 """What a simulated run is judged by, over the batches after the warm-up."""
 
+from array import array
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -53,7 +54,8 @@ class TrainedStep:
     time_s: float
     tokens: int
     tokens_by_age: dict[int, int]
-    lengths: list[int]
+    lengths: array
+    """uint32, of each sample: there are a great many"""
 
 
 class Measures:
@@ -98,7 +100,7 @@ class Measures:
 
     def trained(self, step: int, groups: list[Group]) -> None:
         if step >= self.scenario.first_measured:
-            lengths = [sample.length for group in groups for sample in group.samples]
+            lengths = array("I", (sample.length for group in groups for sample in group.samples))
             ages = dict(tokens_by_age(groups, step))
             self.steps.append(TrainedStep(step, self.pipeline.now_s, sum(ages.values()), ages, lengths))
         if step == self.scenario.first_measured - 1:
