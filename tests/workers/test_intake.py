@@ -79,7 +79,7 @@ def test_a_server_takes_its_weights_beside_everything_else(loop):
     while intake.load() is None:
         loop.run_until_complete(asyncio.sleep(0))
         turns += 1
-    assert turns > 2 and receiver.held == V0
+    assert turns > 0 and receiver.held == V0
     while not receiver.told:
         assert intake.load() is None and receiver.held == V0
         loop.run_until_complete(asyncio.sleep(0))
