@@ -3,11 +3,14 @@
 import asyncio
 import logging
 from concurrent.futures import Future
+from typing import TYPE_CHECKING
 
 from april import clock
 from april.weights.receiver import Staged, WeightReceiver
 from april.workers.engines.base import Engine, EngineError
-from april.workers.engines.sglang import SGLangEngine
+
+if TYPE_CHECKING:
+    from april.workers.engines.sglang import SGLangEngine
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +58,7 @@ class Intake:
 class ServerIntake(Intake):
     """Into an SGLang server, beside everything else: it may take long, and other servers are behind its worker."""
 
-    engine: SGLangEngine
+    engine: "SGLangEngine"
 
     def begin(self, staged: Staged) -> asyncio.Task:
         if staged.manifest:

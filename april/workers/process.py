@@ -91,12 +91,13 @@ def make_intakes(
     """A lane to the learner for the engine, or for each server behind it; where the learner broadcasts to a server
     itself, that takes the worker's place in its lane."""
     from april.weights.receiver import WeightReceiver
-    from april.workers.engines.sglang_fleet import SGLangFleet
-    from april.workers.engines.sglang_lane import ServerLane
     from april.workers.intake import Intake, ServerIntake
 
-    if not isinstance(engine, SGLangFleet):
+    if config.worker.engine == "torch":
         return [Intake(engine, WeightReceiver(config.weights, uid, name, device, keys))]
+
+    from april.workers.engines.sglang_lane import ServerLane
+
     intakes = []
     for lane, part in zip(config.lanes_of(name), engine.parts, strict=True):
         server = ServerLane(part, config.engine.tensor_ranks) if config.broadcasts_to_servers else None

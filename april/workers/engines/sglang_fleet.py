@@ -80,7 +80,10 @@ class SGLangFleet:
     def _place(self) -> None:
         while self._waiting and (serving := self._serving()):
             request = self._waiting.pop(next(iter(self._waiting)))
-            min(serving, key=load).submit(request)
+            try:
+                min(serving, key=load).submit(request)
+            except EngineError as error:
+                self._failures.append((request.id, str(error)))
 
     def step(self) -> list[Chunk]:
         self._place()
