@@ -77,7 +77,8 @@ class ForcedWorker(Worker):
         reading.at, reading.generated = now, self.engine.generated_tokens
         if self._updating and reading.generated > self._updating[1]:
             reading.update_slot_s += live * (now - self._updating[0])
-            reading.recomputed += sum(work.length for work in self.works.values() if not work.finished)
+            if self.config.engine.pause != "in_place":
+                reading.recomputed += sum(work.length for work in self.works.values() if not work.finished)
             self._updating = None
         if now >= self._next_note:
             self._next_note = now + NOTE_S

@@ -102,10 +102,12 @@ COLUMNS: dict[str, tuple[Callable[[Outcome], float], str]] = {
 
 def schedules(kind: str, base: Scenario) -> dict[str, Scenario]:
     """Those of `april simulate`; contexts are computed again after an update, and kept where the engine can."""
-    found = {name: one for name, one in variants(base).items() if "recomputed" not in name}
-    if kind == "torch":
-        continuous = {name: one for name, one in found.items() if one.schedule.kind == "continuous"}
-        found |= {f"{name}, cache kept": one.with_keys(weights__keep_kv=True) for name, one in continuous.items()}
+    found = {}
+    for name, one in variants(base).items():
+        if "recomputed" not in name:
+            found[name] = one
+        if name in found and kind == "torch" and one.schedule.kind == "continuous":
+            found[f"{name}, cache kept"] = one.with_keys(weights__keep_kv=True)
     return found
 
 
@@ -166,9 +168,13 @@ def cell(outcomes: list[Outcome], value: Callable[[Outcome], float], form: str) 
 
 def of_seed(engine: PinnedEngine, base: Scenario) -> dict[str, Outcome]:
     runs = schedules(engine.kind, base)
-    limits = {one.slots_wanted: one for one in runs.values()}
+    limits, order = {}, []
+    for name, one in runs.items():
+        if one.schedule.kind == "continuous" and one.slots_wanted not in limits:
+            limits[one.slots_wanted] = one
+            order.append(one.slots_wanted)
+        order.append(name)
     turns: dict[str | int, Turn | float] = {}
-    order = [*limits, *runs]
     for name in order if base.seed % 2 == 0 else reversed(order):
         folder = made(engine.folder / f"seed-{base.seed}" / str(name).replace(" ", "-"))
         if name in limits:
@@ -184,35 +190,28 @@ def of_seed(engine: PinnedEngine, base: Scenario) -> dict[str, Outcome]:
 
 
 def rows(kind: str, outcomes: dict[str, list[Outcome]]) -> list[Row]:
-    sync, sync_equal, april, dropped, overlap, continuous, most, *kept = outcomes.values()
+    sync, sync_equal, april, dropped, overlap, *flowing = outcomes.values()
+    fewer, most = flowing[: len(flowing) // 2], flowing[len(flowing) // 2 :]
     gains = {
         "april_gain": (april, sync),
         "april_gain_equal_concurrency": (april, sync_equal),
+        "partial_rollout_gain": (april, dropped),
         "overlap_gain_equal_concurrency": (overlap, sync_equal),
-        "continuous_gain": (most, sync),
-        "continuous_gain_equal_concurrency": (most, sync_equal),
+        "continuous_gain": (most[0], sync),
+        "continuous_gain_equal_concurrency": (most[0], sync_equal),
     }
     found = []
     for name, (ours, theirs) in gains.items():
         for suffix, value in (("", "consumed_per_s"), ("_rollout_time", "consumed_per_rollout_s")):
             ratios = [getattr(a.turn, value) / getattr(b.turn, value) - 1 for a, b in zip(ours, theirs, strict=True)]
             found.append(Row(f"{name}_{kind}{suffix}", ratios, "fraction"))
-    partial = [a.turn.consumed_per_s / b.turn.consumed_per_s - 1 for a, b in zip(april, dropped, strict=True)]
-    found += [
-        Row(f"partial_rollout_gain_{kind}", partial, "fraction"),
-        Row(f"continuous_limit_{kind}", [one.limit_share for one in continuous], "fraction"),
-        Row(f"continuous_limit_{kind}_most", [one.limit_share for one in most], "fraction"),
-        *(
-            Row(f"continuous_limit_{kind}_kept{suffix}", [one.limit_share for one in ones], "fraction")
-            for suffix, ones in zip(("", "_most"), kept, strict=False)
-        ),
-        *(
-            Row(f"idle_slot_share_{cause}_{kind}", [one.turn.idle_share[cause] for one in continuous], "fraction")
-            for cause in continuous[0].turn.idle_share
-        ),
-        Row("prediction_error_max", worst_errors(outcomes), "fraction"),
-    ]
-    return found
+    for suffix, same_limit in (("", fewer), ("_most", most)):
+        for cache, ones in zip(("", "_kept"), same_limit, strict=False):
+            found.append(Row(f"continuous_limit_{kind}{suffix}{cache}", [one.limit_share for one in ones], "fraction"))
+    for cause in fewer[0][0].turn.idle_share:
+        shares = [one.turn.idle_share[cause] for one in fewer[0]]
+        found.append(Row(f"idle_slot_share_{cause}_{kind}", shares, "fraction"))
+    return [*found, Row("prediction_error_max", worst_errors(outcomes), "fraction")]
 
 
 def worst_errors(outcomes: dict[str, list[Outcome]]) -> list[float]:

@@ -28,6 +28,7 @@ from april.learner.source import BrokerSource
 from april.operate import content
 from april.simulate.scenario import Scenario
 from april.weights.publisher import WeightPublisher
+from april.workers.engines.sglang_server import die_with_parent
 
 START_S = 60.0
 """longest start of the broker"""
@@ -177,9 +178,11 @@ def discarded(record: dict) -> int:
 
 @contextlib.contextmanager
 def process(command: list, log: Path):
-    """A Python process, asked to end on the way out, and killed if it does not."""
+    """A Python process, asked to end on the way out and killed if it does not, or if this one is killed."""
     with log.open("wb") as output:
-        started = subprocess.Popen([sys.executable, *map(str, command)], stdout=output, stderr=output, cwd=ROOT)
+        started = subprocess.Popen(
+            [sys.executable, *map(str, command)], stdout=output, stderr=output, cwd=ROOT, preexec_fn=die_with_parent
+        )
     try:
         yield started
     finally:

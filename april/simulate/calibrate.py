@@ -25,6 +25,8 @@ class Timing:
     kv: float
     """tokens in the cache, mean over the timed steps"""
     step_s: float
+    admit_s: float | None
+    """to take in one sequence more; None where all slots were in use"""
     pause_s: float
     """to take new weights in"""
     context: int
@@ -57,7 +59,8 @@ def measure(probe: Probe) -> list[Timing]:
 
 def middle(timings: list[Timing]) -> Timing:
     """Medians of what was timed several times."""
-    medians = {name: median(getattr(one, name) for one in timings) for name in ("step_s", "pause_s", "prefill_s")}
+    names = [name for name in ("step_s", "admit_s", "pause_s", "prefill_s") if getattr(timings[0], name) is not None]
+    medians = {name: median(getattr(one, name) for one in timings) for name in names}
     return replace(timings[0], **medians)
 
 
@@ -84,7 +87,8 @@ class Fit:
         return (
             f"decode step = {cost.decode_base_s * 1e3:.3f} ms + {cost.decode_running_s * 1e6:.2f} us x running + "
             f"{cost.decode_kv_s * 1e9:.2f} ns x KV tokens\n"
-            f"prefill = {cost.request_s * 1e3:.3f} ms x sequences + {cost.prefill_s * 1e6:.2f} us x tokens\n"
+            f"prefill = {cost.admit_s * 1e3:.3f} ms + {cost.request_s * 1e3:.3f} ms x sequences + "
+            f"{cost.prefill_s * 1e6:.2f} us x tokens\n"
             f"new weights: {self.pause_s * 1e3:.1f} ms, then the prefill of what runs\n"
             f"{len(self.timings)} timings; the fit of the steps is off by {half:.1%} (median), {worst:.1%} (95 %)"
         )
@@ -100,13 +104,14 @@ def fit(timings: list[Timing], source: str) -> Fit:
     base_s, running_s, kv_s = least_squares(
         [[1.0, one.running, one.kv] for one in timings], [one.step_s for one in timings]
     )
-    prefills = [one for one in timings if one.prefill_s > 0]
+    admit_s = median(one.admit_s for one in timings if one.admit_s is not None)
+    prefills = [one for one in timings if one.prefill_s > admit_s]
     request_s, prefill_s = least_squares(
-        [[one.running, one.context] for one in prefills], [one.prefill_s for one in prefills]
+        [[one.running, one.context] for one in prefills], [one.prefill_s - admit_s for one in prefills]
     )
     cost = EngineCost(
         source=source, decode_base_s=max(LEAST_S, base_s), decode_running_s=running_s, decode_kv_s=kv_s,
-        request_s=request_s, prefill_s=prefill_s,
+        admit_s=admit_s, request_s=request_s, prefill_s=prefill_s,
     )  # fmt: skip
     return Fit(cost, timings)
 

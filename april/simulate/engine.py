@@ -267,12 +267,13 @@ class SimulatedEngine:
         heapq.heapify(self._finishes)
 
     def _admit(self, now: float) -> None:
+        admitted = context = 0
         while self.waiting and len(self.running) < self.slots and self.waiting[0].arrives_s <= now:
             run = self.waiting[0]
             room = self.cost.kv_tokens * (1 - KV_HEADROOM) - self.kv
             if run.context > room and self.running:
                 self._full = True
-                return
+                break
             self.waiting.popleft()
             waited_s = now - run.arrives_s
             if run.retracted or self._full:
@@ -286,8 +287,9 @@ class SimulatedEngine:
             self.reused_tokens += found
             self.prefilled_tokens += run.context - found
             self.recomputed_tokens += run.context - max(run.prompt_tokens, found)
-            self.clock_s += self.cost.context_s(1, run.context - found) * self.slowdown
+            admitted, context = admitted + 1, context + run.context - found
             run.begun = self.steps
             self.running[run.token] = run
             heapq.heappush(self._finishes, (self.steps + run.left, run.token))
-        self._full = False if not self.waiting else self._full
+        self.clock_s += self.cost.context_s(admitted, context) * self.slowdown
+        self._full = self._full and bool(self.waiting)

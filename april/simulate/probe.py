@@ -41,21 +41,38 @@ class EngineProbe:
         engine.load_weights(Version(0, 0), tensors)
 
     def time(self, running: int, context: int) -> Timing:
-        """Decode steps of `running` sequences of `context` random tokens, an update of the weights, the prefill."""
-        ids = range(self._count, self._count + running)
-        self._count = ids.stop
-        for number in ids:
-            tokens = self._random.integers(2, self.vocabulary, context).astype(np.int32)
-            self.engine.submit(Request(number, tokens, SETTLE_STEPS + 4 * STEPS, seed=number))
+        """Decode steps of `running` sequences of `context` random tokens, the same while others come and go, an update
+        of the weights, the prefill."""
+        ids = [self._submit(context, SETTLE_STEPS + 4 * STEPS) for _ in range(running)]
         self._generate(SETTLE_STEPS * running)
         step_s = self._generate(STEPS * running) / STEPS
+        admit_s = self._time_admissions(running, step_s) if running < self.slots else None
         began = self.clock()
-        self.engine.load_weights(Version(0, ids.stop), self.tensors)
+        self.engine.load_weights(Version(0, self._count), self.tensors)
         pause_s = self.clock() - began
         prefill_s = self._generate(running) - step_s
         self.engine.cancel_all(ids)
         before = context + SETTLE_STEPS
-        return Timing(running, running * (before + STEPS / 2), step_s, pause_s, running * (before + STEPS), prefill_s)
+        computed = before + STEPS * (1 if admit_s is None else 2)
+        return Timing(
+            running, running * (before + STEPS / 2), step_s, admit_s, pause_s, running * computed, prefill_s
+        )  # fmt: skip
+
+    def _submit(self, context: int, response: int) -> int:
+        self._count += 1
+        tokens = self._random.integers(2, self.vocabulary, context).astype(np.int32)
+        self.engine.submit(Request(self._count, tokens, response, seed=self._count))
+        return self._count
+
+    def _time_admissions(self, running: int, step_s: float) -> float:
+        """What a short request costs those that run beside it, one coming when the last has gone."""
+        admitted, began, wanted = 0, self.clock(), self.engine.generated_tokens + STEPS * running
+        while self.engine.generated_tokens < wanted:
+            if self.engine.live == running:
+                self._submit(1, 1)
+                admitted += 1
+            self.engine.step()
+        return max(0.0, self.clock() - began - STEPS * step_s) / admitted
 
     def _generate(self, tokens: int) -> float:
         """Go on until there are so many more; the seconds that it takes."""

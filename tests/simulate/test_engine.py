@@ -8,7 +8,9 @@ from april.simulate.costs import EngineCost
 from april.simulate.engine import Run, SimulatedEngine
 from april.version import Version
 
-COST = EngineCost(decode_base_s=5e-3, decode_running_s=1e-4, decode_kv_s=1e-6, prefill_s=1e-5, request_s=2e-3)
+COST = EngineCost(
+    decode_base_s=5e-3, decode_running_s=1e-4, decode_kv_s=1e-6, prefill_s=1e-5, admit_s=1e-3, request_s=2e-3
+)
 
 
 def run_until_idle(engine):
@@ -48,9 +50,12 @@ def test_it_ends_samples_when_an_engine_that_takes_every_step_would(requests):
         if not running:
             clock = max(clock, waiting[0][1][2])
         while waiting and len(running) < 3 and waiting[0][1][2] <= clock:
-            token, (prompt, left, _) = waiting.pop(0)
-            running[token] = [prompt, left]
-            clock += COST.context_s(1, prompt)
+            now, together = clock, []
+            while waiting and len(running) < 3 and waiting[0][1][2] <= now:
+                token, (prompt, left, _) = waiting.pop(0)
+                running[token] = [prompt, left]
+                together.append(prompt)
+            clock += COST.context_s(len(together), sum(together))
         clock += COST.steps_s(1, len(running), sum(kv for kv, _ in running.values()))
         for state in running.values():
             state[0] += 1
@@ -68,7 +73,7 @@ def test_new_weights_split_a_sample_and_stop_the_engine_for_a_moment():
     engine.load_weights(Version(0, 1), taken_in_s + three_steps_s - 1e-6, pause_s=0.5)
     ((end_s, run),) = run_until_idle(engine)
     assert run.pieces == [(Version(0, 0), 3), (Version(0, 1), 7)]
-    assert end_s == pytest.approx(COST.request_s + COST.steps_s(10, 1, 0) + 0.5)
+    assert end_s == pytest.approx(COST.context_s(1, 0) + COST.steps_s(10, 1, 0) + 0.5)
 
 
 def test_recomputing_the_cache_takes_a_prefill_of_everything():

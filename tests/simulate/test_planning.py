@@ -19,7 +19,9 @@ from april.simulate.tune import tune
 from april.version import Version
 
 PUBLISHED = Path(__file__).parents[2] / "configs" / "published.toml"
-COST = EngineCost(decode_base_s=5e-3, decode_running_s=1e-4, decode_kv_s=1e-8, prefill_s=1e-5, request_s=1e-3)
+COST = EngineCost(
+    decode_base_s=5e-3, decode_running_s=1e-4, decode_kv_s=1e-8, prefill_s=1e-5, admit_s=2e-3, request_s=1e-3
+)
 
 SMALL = """
 steps = 4
@@ -185,7 +187,8 @@ def test_a_fit_finds_the_costs_that_made_the_timings(tmp_path):
 
         def time(self, running, context):
             kv = running * context
-            return Timing(running, kv, COST.steps_s(1, running, kv), 0.02, kv, COST.context_s(running, kv))
+            admit_s = COST.admit_s if running < self.slots else None
+            return Timing(running, kv, COST.steps_s(1, running, kv), admit_s, 0.02, kv, COST.context_s(running, kv))
 
     found = fit(measure(Exact()), "here")
     assert found.cost.model_dump(exclude={"source"}) == pytest.approx(COST.model_dump(exclude={"source"}), rel=1e-6)
@@ -199,7 +202,7 @@ def test_a_fit_finds_the_costs_that_made_the_timings(tmp_path):
 def test_a_fit_has_no_negative_costs():
     """Steps that become shorter with more in the cache are noise."""
     grid = [(running, context) for running in (1, 8) for context in (100, 1000, 9000)]
-    timings = [Timing(running, context, 0.01 - 1e-8 * context, 0.0, context, 1.0) for running, context in grid]
+    timings = [Timing(running, context, 0.01 - 1e-8 * context, 0.0, 0.0, context, 1.0) for running, context in grid]
     cost = fit(timings, "").cost
     assert cost.decode_kv_s == 0 and cost.decode_running_s >= 0 and cost.decode_base_s > 0
 
