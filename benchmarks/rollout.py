@@ -18,9 +18,9 @@ from april.simulate.variants import COLUMNS, Outcome, columns, evaluate, table, 
 PUBLISHED = Path(__file__).parent.parent / "configs" / "published.toml"
 OVER_SAMPLED = (1.5, 2, 3)
 """N' over N for the comparison at equal staleness"""
-IN_FLIGHT = (64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+IN_FLIGHT = (96, 128, 192, 256, 320, 384, 448, 512)
 """of `continuous`, from which the best at a staleness is chosen"""
-OVERLAPPED = (40, 42, 44, 45, 46, 48, 56, 64, 72, 80, 96)
+OVERLAPPED = (42, 44, 45, 46, 56, 60, 64, 80)
 """N' of `april` with overlap, likewise"""
 LOOSE = {"schedule__max_staleness": 240, "warmup_steps": 350, "steps": 250, "limit_responses": 100_000}
 """a bound so large that the cap is 1 for the extreme lengths, and a run that is long against the longest of them"""
