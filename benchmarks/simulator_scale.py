@@ -47,9 +47,8 @@ def main() -> int:
     measures = pipeline.run()
     step_s = (instants_s[-1] - instants_s[BATCHES_IN_FLIGHT - 1]) / options.steps
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    print(
-        f"{engines} engines of {SLOTS} slots, {groups} groups in a batch, {instants_s[-1] - started_s:.0f} s of processor time in all"
-    )
+    took_s = instants_s[-1] - started_s
+    print(f"{engines} engines of {SLOTS} slots, {groups} groups in a batch, {took_s:.0f} s of processor time in all")
     rows = [
         Row("simulated_steps_per_s", [1 / step_s], "steps/s"),
         Row("simulated_responses_per_s", [in_flight / BATCHES_IN_FLIGHT / step_s], "responses/s"),
