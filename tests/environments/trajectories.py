@@ -92,18 +92,6 @@ class Line(Peer):
         self.say(wire.Heartbeat(list(leases), emitted_tokens), connection=b"control")
 
 
-class Weights:
-    """In place of a receiver: the engine has them already."""
-
-    held = None
-
-    def connect(self, address, key):
-        pass
-
-    def take(self):
-        return None
-
-
 class Table:
     """A broker, and one worker at a time."""
 
@@ -123,7 +111,7 @@ class Table:
         path = self.config.model.path
         engine = TorchEngine(path, capacity, chunk_tokens=chunk_tokens, chunk_s=1000.0)
         engine.load_weights(Version(0, step), self.weights)
-        self.worker = Worker(self.config, engine, Line(self.talk, f"uid-{next(UIDS)}"), Weights())
+        self.worker = Worker(self.config, engine, Line(self.talk, f"uid-{next(UIDS)}"), [])
         self.worker._say_hello()
 
     def kill_worker(self):
