@@ -157,7 +157,7 @@ class EvaluationSection(Section):
 
 class WorkerSection(Section):
     count: int = Field(2, ge=1, description="worker processes that `april run` starts")
-    engine: Literal["torch", "sglang"] = Field("torch", description="generation engine; sglang: see [engine]")
+    engine: Literal["torch", "sglang", "vllm"] = Field("torch", description="generation engine; for others: [engine]")
     slots: int = Field(64, ge=1, description="sequences decoded together")
     prefetch: int = Field(8, ge=0, description="samples waiting in a worker for a free slot")
     chunk_tokens: int = Field(512, ge=1, le=CHUNK_TOKENS, description="a chunk is sent after this many tokens")
@@ -169,10 +169,12 @@ class WorkerSection(Section):
 
 
 class EngineSection(Section):
-    """The SGLang server behind a worker."""
+    """The SGLang or vLLM server behind a worker."""
 
     url: str = Field("", description="a server that is kept by others, as http://HOST:PORT; none: start one")
-    python: Path = Field(Path(".venv-sglang/bin/python"), description="interpreter that has SGLang")
+    python: Path | None = Field(
+        None, description="interpreter that has the server's package; none: .venv-sglang's or .venv-vllm's"
+    )
     port: int = Field(0, ge=0, le=65535, description="of the server that is started; 0: any that is free")
     server: dict[str, Any] = Field({}, description="its own options: --engine.server.OPTION VALUE, true: a bare flag")
     start_s: float = Field(600.0, gt=0, description="longest start of the server (seconds)")
@@ -423,6 +425,11 @@ class Config(Section):
     @property
     def _model_shape(self) -> dict[str, Any]:
         return json.loads((self.model.path / "config.json").read_text())
+
+    @property
+    def engine_python(self) -> Path:
+        """The interpreter that has the server's package."""
+        return self.engine.python or Path(f".venv-{self.worker.engine}/bin/python")
 
     @property
     def longest_prompt_tokens(self) -> int:

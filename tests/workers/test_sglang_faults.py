@@ -1,26 +1,23 @@
 """A real SGLang server that dies, hangs, or never comes up: no token is lost that was handed over, every end has a
 sentence."""
 
-import os
 import shutil
 import signal
 import socket
 import time
 from dataclasses import replace
-from pathlib import Path
 
-import numpy as np
 import pytest
 
-from april.workers.engines.base import EngineError, Request
+from april.workers.engines.base import EngineError
 from april.workers.engines.sglang import SGLangEngine
 from april.workers.engines.sglang_client import ServerGone
 from april.workers.engines.sglang_server import ServerFailed, ServerSettings, SGLangServer
 from tests.workers.conftest import SGLANG_PYTHON
-from tests.workers.engine_driving import V0, VOCABULARY, Stream, assert_true_logprobs, drive, join, prompt
+from tests.workers.engine_driving import V0, VOCABULARY
+from tests.workers.server_faults import PATIENCE_S, assert_samples_survive, kill_all, send
 
 pytestmark = pytest.mark.timeout(1200)
-PATIENCE_S = 600.0
 
 
 @pytest.fixture(scope="module")
@@ -34,73 +31,17 @@ def engine(tiny_model, tmp_path_factory):
     engine.close()
 
 
-def server_processes(engine) -> list[int]:
-    """The server and its children, all in one process group."""
-    group = engine._server._process.pid
-    return [pid for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))) if group_of(pid) == group]
-
-
-def group_of(pid: int) -> int | None:
-    try:
-        return os.getpgid(pid)
-    except ProcessLookupError:
-        return None
-
-
-def name_of(pid: int) -> str:
-    return Path(f"/proc/{pid}/cmdline").read_bytes().decode()
-
-
-def kill_all(engine):
-    os.killpg(engine._server._process.pid, signal.SIGKILL)
-
-
 def kill_scheduler(engine):
-    (scheduler,) = [pid for pid in server_processes(engine) if "scheduler" in name_of(pid)]
-    os.kill(scheduler, signal.SIGKILL)
+    send(engine, "scheduler", signal.SIGKILL)
 
 
 def stop_scheduler(engine):
-    (scheduler,) = [pid for pid in server_processes(engine) if "scheduler" in name_of(pid)]
-    os.kill(scheduler, signal.SIGSTOP)
+    send(engine, "scheduler", signal.SIGSTOP)
 
 
 @pytest.mark.parametrize("harm", [kill_all, kill_scheduler, stop_scheduler])
 def test_a_server_that_dies_or_hangs_is_started_again_and_samples_go_on(engine, tiny_model, harm):
-    if engine.version is None:
-        bring_back(engine, tiny_model())
-    requests = [Request(i, prompt(3 + i, seed=i), 600, temperature=0.0) for i in range(6)]
-    before = drive(engine, requests, tokens=240)
-    sampled = engine.generated_tokens
-    harm(engine)
-    chunks, failures, deadline = [], [], time.monotonic() + PATIENCE_S
-    while engine.live and time.monotonic() < deadline:
-        chunks += engine.step()
-        failures += engine.failures()
-    chunks += engine.step()
-    assert {key for key, _ in failures} == {request.id for request in requests}
-    assert all("SGLang server" in why for _, why in failures)
-    assert engine.version is None and engine.capacity == 0
-    assert engine.generated_tokens >= sampled, "what had arrived is not taken back"
-    bring_back(engine, tiny_model())
-    parts = {r.id: join(before[r.id], Stream([c for c in chunks if c.id == r.id])) for r in requests}
-    resumed = [
-        replace(r, tokens=np.concatenate([r.tokens, np.array(parts[r.id].tokens, np.int32)]),
-                max_new_tokens=r.max_new_tokens - len(parts[r.id].tokens))
-        for r in requests
-    ]  # fmt: skip
-    after = drive(engine, resumed)
-    for request in requests:
-        stream = join(parts[request.id], after[request.id])
-        assert len(stream.tokens) == 600 and len(parts[request.id].tokens) > 0
-        assert_true_logprobs(tiny_model(), request, stream)
-
-
-def bring_back(engine, model):
-    deadline = time.monotonic() + PATIENCE_S
-    while not engine.ready and time.monotonic() < deadline:
-        engine.step()
-    engine.load_weights(V0, model.weights())
+    assert_samples_survive(engine, tiny_model(), lambda: harm(engine), "SGLang server")
 
 
 def test_a_server_that_keeps_dying_is_given_up_with_a_sentence(engine, tiny_model):

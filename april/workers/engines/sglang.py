@@ -61,6 +61,8 @@ class SGLangEngine:
     Either has no other client that generates: its weights are this engine's, and so is everything that runs.
     """
 
+    server_name = "SGLang"
+
     def __init__(
         self,
         model_path: str | Path,
@@ -195,7 +197,7 @@ class SGLangEngine:
 
     def make_client(self) -> SGLangClient:
         """For another thread with a loop of its own."""
-        return SGLangClient(self._client.url, self._api_key)
+        return SGLangClient(self._client.url, self._api_key, self.server_name)
 
     def close(self) -> None:
         self._loop.run_until_complete(self._stop())
@@ -269,7 +271,7 @@ class SGLangEngine:
         elif kind == "abort" and run.interrupted:
             self._requeue(run)
         elif not run.ended:
-            self._fail(run, f"the SGLang server ended a request: {finish.get('message') or finish}")
+            self._fail(run, f"the {self.server_name} server ended a request: {finish.get('message') or finish}")
 
     def _requeue(self, run: Run) -> None:
         self._streaming.pop(run.request.id, None)
@@ -391,7 +393,7 @@ class SGLangEngine:
         held = answer["ranks"][0]["checksums"]
         if wrong := [name for name in held if held[name] != expected.get(name)]:
             raise HalfLoaded(
-                f"the SGLang server holds other weights than it was sent: {wrong[0]} and {len(wrong) - 1} more differ"
+                f"the server holds other weights than it was sent: {wrong[0]} and {len(wrong) - 1} more differ"
             )
         log.info("the server's %d tensors are those that were sent", len(held))
 
@@ -404,7 +406,7 @@ class SGLangEngine:
         self.restarts += again
         if self._server:
             self._server.spawn()
-        self._client = SGLangClient(self._server.url if self._server else self._url, self._api_key)
+        self._client = SGLangClient(self._server.url if self._server else self._url, self._api_key, self.server_name)
         if self._server:
             info = await self._server.wait(self._client)
         else:
@@ -430,7 +432,7 @@ class SGLangEngine:
         for key in ("pp_size", "dp_size"):
             if info.get(key, 1) != 1:
                 raise ServerFailed(
-                    f"the SGLang server runs with {key} = {info[key]}, under which it takes no weights while it runs; "
+                    f"the server runs with {key} = {info[key]}, under which it takes no weights while it runs; "
                     "use one worker for each replica, and tensor parallelism inside it"
                 )
         model_type = json.loads((self.model_path / "config.json").read_bytes()).get("model_type")
@@ -456,11 +458,11 @@ class SGLangEngine:
     async def _complaint(self) -> str | None:
         """What is wrong with the server, if anything is."""
         if self._server and not self._server.alive:
-            return f"the SGLang server has died; {self._server.last_words()}"
+            return f"the {self.server_name} server has died; {self._server.last_words()}"
         if self._suspicion:
             return self._suspicion
         if self._streaming and not self._updating and clock.now() - self._heard_at > self.stall_s:
-            return f"the SGLang server has streamed nothing for {self.stall_s:g} s"
+            return f"the {self.server_name} server has streamed nothing for {self.stall_s:g} s"
         try:
             loads = await self._client.call("/v1/loads", deadline_s=PROBE_S)
         except (ServerGone, ServerRefuses) as error:
@@ -469,7 +471,7 @@ class SGLangEngine:
         if self._alarm.is_set():
             self._alarm.clear()
             for run in [run for run in self._streaming.values() if run.task.done()]:
-                self._fail(run, "the connection to the SGLang server broke")
+                self._fail(run, f"the connection to the {self.server_name} server broke")
         return None
 
     def _lose(self, why: str) -> None:
@@ -487,7 +489,7 @@ class SGLangEngine:
 
     async def _bring_back(self) -> None:
         if self.restarts >= self.max_restarts:
-            self._fatal = ServerFailed(f"the SGLang server finished nothing in {self.restarts} restarts")
+            self._fatal = ServerFailed(f"the {self.server_name} server finished nothing in {self.restarts} restarts")
             return
         await asyncio.sleep(min(LONGEST_DELAY_S, 2.0**self.restarts - 1))
         try:
@@ -495,4 +497,4 @@ class SGLangEngine:
         except (ServerFailed, ServerGone, ServerRefuses) as error:
             log.error("%s", error)
         else:
-            log.info("the SGLang server serves again")
+            log.info("the %s server serves again", self.server_name)

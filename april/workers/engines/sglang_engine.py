@@ -15,7 +15,13 @@ API_KEY = "APRIL_SGLANG_API_KEY"
 """environment variable with the key of a server that wants one"""
 
 
-def make_sglang_engine(config: Config, device: str, name: str) -> SGLangEngine:
+def make_sglang_engine(
+    config: Config,
+    device: str,
+    name: str,
+    engine_class: type[SGLangEngine] = SGLangEngine,
+    settings_class: type[ServerSettings] = ServerSettings,
+) -> SGLangEngine:
     """`name` of the worker, for the server's log. Blocks until the server serves. Raises ConfigError."""
     engine, worker = config.engine, config.worker
     if config.vocabulary is None or config.context_tokens is None:
@@ -24,7 +30,7 @@ def make_sglang_engine(config: Config, device: str, name: str) -> SGLangEngine:
             "max_position_embeddings; give a whole Hugging Face folder"
         )
     try:
-        return SGLangEngine(
+        return engine_class(
             config.model.path,
             vocabulary=config.vocabulary,
             max_context=config.context_tokens,
@@ -37,7 +43,7 @@ def make_sglang_engine(config: Config, device: str, name: str) -> SGLangEngine:
             update_s=engine.update_s,
             start_s=engine.start_s,
             max_restarts=engine.max_restarts,
-            server=None if engine.url else SGLangServer(server_settings(config, device, name)),
+            server=None if engine.url else SGLangServer(server_settings(config, device, name, settings_class)),
             url=engine.url,
             api_key=os.environ.get(API_KEY, ""),
             push=make_push(config),
@@ -46,14 +52,16 @@ def make_sglang_engine(config: Config, device: str, name: str) -> SGLangEngine:
         raise ConfigError(str(error)) from None
 
 
-def server_settings(config: Config, device: str, name: str) -> ServerSettings:
+def server_settings(
+    config: Config, device: str, name: str, settings_class: type[ServerSettings] = ServerSettings
+) -> ServerSettings:
     logs = config.run_dir / "logs"
     folder = logs if logs.is_dir() else Path(tempfile.gettempdir())
     context = min(config.context_tokens, config.longest_prompt_tokens + config.sampling.max_response_tokens)
-    return ServerSettings(
-        python=config.engine.python.absolute(),
+    return settings_class(
+        python=config.engine_python.absolute(),
         model=config.model.path,
-        log=(folder / f"{name}-sglang.log").absolute(),
+        log=(folder / f"{name}-{settings_class.name.lower()}.log").absolute(),
         device=device,
         slots=config.worker.slots,
         context_tokens=context,
