@@ -1,7 +1,9 @@
 """What vLLM has beside the conformance suite: its server's deaths, refusals of its program, a whole run on it."""
 
 import asyncio
+import os
 import signal
+import time
 from dataclasses import replace
 
 import pytest
@@ -14,7 +16,15 @@ from april.workers.engines.vllm_server import VLLMSettings
 from tests.run.processes import APRIL, Job, assert_closed, steps_recorded, wait_until
 from tests.workers.conftest import VLLM_PYTHON
 from tests.workers.engine_driving import V1, VOCABULARY, drive, prompt
-from tests.workers.server_faults import PATIENCE_S, assert_samples_survive, bring_back, kill_all, send
+from tests.workers.server_faults import (
+    PATIENCE_S,
+    assert_samples_survive,
+    bring_back,
+    kill_all,
+    name_of,
+    send,
+    server_processes,
+)
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -65,6 +75,20 @@ def test_weights_that_break_off_while_they_are_loaded_cost_the_server(engine, ti
 def test_a_cut_distribution_is_refused(engine, cut):
     with pytest.raises(EngineError, match="what the cut leaves"):
         engine.submit(Request(1, prompt(), 5, **cut))
+
+
+def test_a_killed_program_takes_its_engine_with_it(engine, tiny_model):
+    """Also where nobody is left to end them all: a killed worker's server is ended by the kernel, program first."""
+    if engine.version is None:
+        bring_back(engine, tiny_model())
+    program = engine._server._process.pid
+    others = set(server_processes(engine)) - {program}
+    assert any("EngineCore" in name_of(pid) for pid in others)
+    os.kill(program, signal.SIGKILL)
+    deadline = time.monotonic() + PATIENCE_S
+    while (left := others & set(server_processes(engine))) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not left
 
 
 REFUSED = {

@@ -7,9 +7,11 @@ all tokens of a request are of the version that it names.
 
 import asyncio
 import contextlib
+import ctypes
 import json
 import os
 import random
+import signal
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -19,6 +21,7 @@ from aiohttp import web
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
+from vllm.inputs.engine import tokens_input
 from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -111,7 +114,7 @@ class Program:
     async def _events(self, body: dict) -> AsyncIterator[dict]:
         version, length = self._version, 0
         stops = set(body["sampling_params"]["stop_token_ids"])
-        prompt = {"prompt_token_ids": body["input_ids"], "cache_salt": body["extra_key"]}
+        prompt = tokens_input(body["input_ids"], cache_salt=body["extra_key"])
         async for output in self._engine.generate(prompt, sampling_params(body), body["rid"]):
             (answer,) = output.outputs
             length += len(answer.token_ids)
@@ -216,5 +219,13 @@ def main(words: list[str]) -> None:
     asyncio.run(serve(AsyncEngineArgs.from_cli_args(options), options.host, options.port))
 
 
+def die_with_parent() -> None:
+    """vLLM's own processes would outlive a program that is killed."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
 if __name__ == "__main__":
     main(sys.argv[1:])
+elif __name__ == "__mp_main__":
+    die_with_parent()
