@@ -22,6 +22,7 @@ from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -32,6 +33,19 @@ LONGEST_BODY_BYTES = 64 << 20
 WATCH_S = 0.2
 ABORT_AGAIN_S = 0.2
 """an abort does not reach a request that the engine has not taken in yet"""
+EXTENSION = "__mp_main__.WeightsInPlace"
+"""by the name that this program has in processes that it spawns"""
+
+
+class WeightsInPlace:
+    """Mixed into the class of vLLM's own workers."""
+
+    def reload_from(self, folder: str) -> None:
+        """A reload passes over an output projection that is the embedding, of which a CPU keeps a packed copy."""
+        self.reload_weights(weights_path=folder)
+        for layer in self.model_runner.get_model().modules():
+            if isinstance(layer, ParallelLMHead):
+                layer.quant_method.process_weights_after_loading(layer)
 
 
 class Loads(StatLoggerBase):
@@ -153,7 +167,7 @@ class Program:
         if not any(folder.glob("*.safetensors")):
             return refusal(f"{folder} holds no .safetensors file")
         try:
-            await self._engine.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
+            await self._engine.collective_rpc("reload_from", args=(str(folder),))
         except Exception as error:
             return refusal(f"Weights were updated in part: {error}")
         self._version = body["weight_version"]
@@ -216,7 +230,9 @@ def main(words: list[str]) -> None:
     parser.add_argument("--host", required=True)
     parser.add_argument("--port", type=int, required=True)
     options = parser.parse_args(words)
-    asyncio.run(serve(AsyncEngineArgs.from_cli_args(options), options.host, options.port))
+    arguments = AsyncEngineArgs.from_cli_args(options)
+    arguments.worker_extension_cls = EXTENSION
+    asyncio.run(serve(arguments, options.host, options.port))
 
 
 def die_with_parent() -> None:
