@@ -27,6 +27,7 @@ from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 LONGEST_BODY_BYTES = 64 << 20
@@ -118,6 +119,8 @@ class Program:
             async with contextlib.aclosing(self._events(body)) as events:
                 async for event in events:
                     await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+        except EngineDeadError:
+            os._exit(1)
         except (ValueError, VLLMClientError) as error:
             await response.write(b"data: " + json.dumps({"error": {"message": str(error)}}).encode() + b"\n\n")
         finally:

@@ -36,11 +36,14 @@ class VLLMSettings(ServerSettings):
         return given
 
     def own_environment(self) -> dict[str, str]:
-        """Its processes speak to each other on this machine alone, and are spawned, so that each runs the program."""
+        """Its processes speak to each other on this machine alone, and are spawned, so that each runs the program.
+
+        On a CPU nothing is compiled, which would hold the first tokens up for a minute and more.
+        """
         own = {
             "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(self.threads), "VLLM_HOST_IP": HOST,
             "VLLM_NO_USAGE_STATS": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         }  # fmt: skip
         if self.device == "cpu":
-            own |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
+            own |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1"}
         return own
