@@ -62,6 +62,7 @@ def test_weights_that_break_off_while_they_are_loaded_cost_the_server(engine, ti
         bring_back(engine, tiny_model())
     whole = drive(engine, [Request(1, prompt(), 30, temperature=0.0)])[1]
     broken = tiny_model(seed=1).weights() | {"model.norm.weight": tiny_model().weights()["model.norm.weight"][:7]}
+    del broken["lm_head.weight"]
     monkeypatch.setattr(engine._push, "check", lambda tensors: tensors)
     with pytest.raises(EngineError, match="updated in part"):
         engine.load_weights(V1, broken)
