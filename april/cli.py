@@ -1,6 +1,7 @@
 """The `april` command: its subcommands, their options, and errors as sentences."""
 
 import argparse
+import logging
 import os
 import socket
 import sys
@@ -84,8 +85,11 @@ def build_parser() -> argparse.ArgumentParser:
     trace = add(commands, "trace", trace_command, "write the response lengths of a run as a trace")
     trace.add_argument("run", type=Path, help="a run folder, such as runs/quickstart")
     trace.add_argument("--out", type=Path, required=True, help="JSONL file")
-    calibrate = add(commands, "calibrate", calibrate_command, "measure an engine, and fit the simulator's cost model")
-    calibrate.add_argument("--model", type=Path, required=True, help="Hugging Face folder; runs on the torch engine")
+    calibrate = add(
+        commands, "calibrate", calibrate_command, "measure an engine, and fit the simulator's cost model",
+        overrides=True,
+    )  # fmt: skip
+    calibrate.add_argument("--model", type=Path, required=True, help="Hugging Face folder")
     calibrate.add_argument("--slots", type=int, default=64, help="sequences decoded together [default 64]")
     calibrate.add_argument("--out", type=Path, default=Path("cost.toml"), help="[cost] section [default cost.toml]")
 
@@ -149,9 +153,10 @@ def run_command(options, overrides: list[str]) -> int:
     from april.broker.plan import describe_plan
     from april.report.html import write_report
     from april.report.live import LiveView
+    from april.simulate.automatic import resolve
     from april.supervisor import RunFailed, Supervisor
 
-    config = configuration.load(options.config, overrides)
+    config, why = resolve(configuration.load(options.config, overrides), resumed=options.resume)
     changes = preflight.check_resume(config) if options.resume else []
     preflight.check_inputs(config)
     if not options.resume:
@@ -159,6 +164,8 @@ def run_command(options, overrides: list[str]) -> int:
     failure = ""
     with LiveView() as view:
         view.note(describe_plan(config.schedule))
+        if why:
+            view.note(f"      {why}")
         for change in changes:
             view.note(f"resumed with a changed key: {change}")
         try:
@@ -175,10 +182,13 @@ def run_command(options, overrides: list[str]) -> int:
 
 
 def dry_run_command(options, overrides: list[str]) -> int:
-    from april.dry_run import describe, missing
+    from april.dry_run import LABEL_WIDTH, describe, missing
+    from april.simulate.automatic import resolve
 
-    config = configuration.load(options.config, overrides, inputs=False)
+    config, why = resolve(configuration.load(options.config, overrides, inputs=False))
     print(describe(config))
+    if why:
+        print(f"{'auto':{LABEL_WIDTH}}{why}")
     lacking = missing(config)
     for sentence in lacking:
         print(f"missing: {sentence}")
@@ -190,10 +200,13 @@ def broker_command(options, overrides: list[str]) -> int:
     from april.broker.journal import JournalError
     from april.broker.server import BindError, Server
     from april.process import die_with_parent, log_to_stderr
+    from april.simulate.automatic import resolve_as_recorded
 
     die_with_parent()
-    config = configuration.load(options.config, overrides)
+    config, why = resolve_as_recorded(configuration.load(options.config, overrides))
     log_to_stderr("broker", config.operations.log_format, run=config.run.name)
+    if why:
+        logging.getLogger(__name__).info(why)
     try:
         server = Server(config)
     except (JournalError, BindError) as error:
@@ -324,7 +337,7 @@ def trace_command(options, overrides: list[str]) -> int:
 def calibrate_command(options, overrides: list[str]) -> int:
     from april.simulate import command
 
-    command.calibrate(options.model, options.slots, options.out)
+    command.calibrate(options.model, options.slots, options.out, overrides)
     return 0
 
 

@@ -62,7 +62,8 @@ def read_shape(folder: Path) -> Shape | None:
 def describe(config: Config) -> str:
     """Processes, ranks, devices, memory and weight lanes, a line each."""
     schedule, shape = config.schedule, read_shape(config.model.path)
-    longest_bytes = config.sampling.max_response_tokens * JOURNAL_BYTES
+    token_bytes = JOURNAL_BYTES + (4 * (1 + config.sampling.top_k) if config.sampling.is_cut else 0)
+    longest_bytes = config.sampling.max_response_tokens * token_bytes
     samples = schedule.rollout_batch_size * schedule.n_samples_per_prompt
     lines = {
         "run": f"{config.run_dir}, seed {config.seed}",

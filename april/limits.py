@@ -20,10 +20,10 @@ class Limits:
     """once for every array of the message, at least once"""
 
 
-FROM_PEER = Limits(frame_bytes=4 << 20, frames=3, arrays=2, message_bytes=8 << 20, body_bytes=256 << 10)
-"""to the broker or the learner's publisher: the largest are chunks, two arrays"""
+FROM_PEER = Limits(frame_bytes=4 << 20, frames=3, arrays=4, message_bytes=8 << 20, body_bytes=256 << 10)
+"""to the broker or the learner's publisher: the largest are chunks, four arrays at most"""
 FROM_BROKER = Limits(frame_bytes=1 << 30, frames=2 + 0xFFFF, arrays=0xFFFF, message_bytes=16 << 30, body_bytes=1 << 20)
-"""to a peer: the largest are batches, two arrays for each group"""
+"""to a peer: the largest are batches, two or four arrays for each sample"""
 
 UPLOAD_QUEUE_MESSAGES = 128
 """messages of one connection that wait in the receiver's memory; more wait in the sender's"""
@@ -31,6 +31,12 @@ HANDSHAKE_S = 10.0
 """a connection that has not said who it is by then is closed"""
 
 CHUNK_TOKENS = 1 << 18
+TOP_K = 1024
+"""of training samples whose distribution is cut"""
+SUPPORT_IDS = 4096
+"""that one token may have been drawn from: the top k, and whatever is as likely as the last of them"""
+CUT_CHUNK_TOKENS = FROM_PEER.frame_bytes // (4 * (SUPPORT_IDS + 3))
+"""of a chunk with supports, so that it fits into a frame whatever they are"""
 CONTEXT_TOKENS = 1 << 20
 """of a prompt, and of a response"""
 METRICS = 256

@@ -25,6 +25,9 @@ JOINED_BYTES = 4 << 20
 
 DTYPES = {"i4": np.dtype("<i4"), "f4": np.dtype("<f4"), "u1": np.dtype("u1")}
 
+CHUNK_ARRAYS = ("i4", "f4", "i4", "i4")
+"""dtypes of a chunk's arrays; the last two only where the distribution is cut"""
+
 DENIED = "access denied: "
 """how a `Refused` begins that is final for the peer: its key is not one for what it does"""
 
@@ -153,11 +156,18 @@ class Grant(Message):
     """response tokens before the turn under way"""
     state: bytes = b""
     """of the environment behind its last observation"""
+    min_p: float = 0.0
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether tokens are drawn from a part of the distribution."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
 class Chunk(Message):
     """New tokens of a leased sample; a finish reason (stop | length) says that they are its last.
-    Arrays: ids int32 [T], behaviour logprobs float32 [T]."""
+    Arrays: ids int32 [T], behaviour logprobs float32 [T]; of training samples in a run that cuts the distribution, also
+    how many ids each was drawn from, int32 [T], and those ids one token behind the other, int32."""
 
     token: int
     start: Number
@@ -276,8 +286,7 @@ class GroupHead(msgspec.Struct, array_like=True, frozen=True):
 
 class Batch(Message):
     """The answer to Fetch, in one or more parts: some of the `total` groups of a step, from the `first` on.
-    Arrays of each group: the prompt int32, then of each of its samples the response's ids int32 and behaviour
-    logprobs float32."""
+    Arrays of each group: the prompt int32, then of each of its samples those of a chunk: all with supports, or none."""
 
     step: int
     first: int

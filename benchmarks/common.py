@@ -39,11 +39,11 @@ def parser(description: str) -> argparse.ArgumentParser:
     return arguments
 
 
-def report(rows: list[Row], json_path: Path | None) -> None:
-    """Print the table; write the file when one was asked for."""
+def report(rows: list[Row], json_path: Path | None, **machine_facts) -> None:
+    """Print the table; write the file when one was asked for, with further facts of the machine."""
     print(table(rows))
     if json_path is not None:
-        result = {"machine": machine(), "commit": commit(), "rows": [row.to_json() for row in rows]}
+        result = {"machine": machine() | machine_facts, "commit": commit(), "rows": [row.to_json() for row in rows]}
         json_path.write_bytes(
             orjson.dumps(result, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY)
         )

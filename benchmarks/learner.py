@@ -71,9 +71,7 @@ class Bare:
         self.policy = load(folder, temperature=1.0)
         self.optimizer = torch.optim.AdamW(self.policy.parameters(), lr=LR, fused=True)
         self.samples = batch.samples
-        lengths = [input_tokens(sample) for sample in self.samples]
-        planned = plan(lengths, 1, BUDGET_TOKENS, flops.cost(self.policy.lm).quadratic)
-        self.packs = [pack([self.samples[i] for i in indices], CPU) for (indices,) in planned]
+        self.packs = [pack(samples, CPU) for (samples,) in planned(self.policy, self.samples, ranks=1)]
         self.tokens = sum(sample.response_tokens for sample in self.samples)
 
     def step(self) -> None:
@@ -121,6 +119,14 @@ class Padded:
         self.optimizer.zero_grad()
 
 
+def planned(policy: Policy, samples: list[TrainSample], ranks: int) -> list[list[list[TrainSample]]]:
+    """The samples of each rank's passes, as the trainer plans them."""
+    cost = flops.cost(policy.lm)
+    costs = [cost.of(input_tokens(sample), sample.sampled_tokens) for sample in samples]
+    passes = plan(list(map(input_tokens, samples)), ranks, BUDGET_TOKENS, costs)
+    return [[[samples[i] for i in indices] for indices in abreast] for abreast in passes]
+
+
 def fill(samples: list[TrainSample]) -> list[list[TrainSample]]:
     """Consecutive samples whose padded rows hold at most the budget."""
     passes = [[]]
@@ -151,20 +157,17 @@ def compare(name: str, ours: Callable, theirs: Callable, rounds: int) -> Row:
 def rank_imbalance(policy: Policy, batch: Batch, rounds: int) -> Row:
     """The slowest of `RANKS` over their mean, of passes that run side by side and wait for each other.
 
-    Each pass is timed alone, so that ranks do not compete for this machine's cores; the median of its times counts.
+    Each pass is timed alone, so that ranks do not compete for this machine's cores; the least of its times counts,
+    which is the one that the machine's other work has disturbed least.
     """
-    lengths = [input_tokens(sample) for sample in batch.samples]
-    planned = plan(lengths, RANKS, BUDGET_TOKENS, flops.cost(policy.lm).quadratic)
-    packs = [[pack([batch.samples[i] for i in indices], CPU) for indices in abreast] for abreast in planned]
+    packs = [[pack(samples, CPU) for samples in abreast] for abreast in planned(policy, batch.samples, RANKS)]
 
     def run(micro) -> float:
         return seconds(lambda: policy(micro)[0].sum().backward())
 
     run(packs[0][0])
     times = [[[run(micro) for micro in abreast] for abreast in packs] for _ in range(rounds)]
-    times = [
-        [statistics.median(of_pass) for of_pass in zip(*abreast, strict=True)] for abreast in zip(*times, strict=True)
-    ]
+    times = [[min(of_pass) for of_pass in zip(*abreast, strict=True)] for abreast in zip(*times, strict=True)]
     slowest, mean = sum(map(max, times)), sum(map(statistics.fmean, times))
     return Row("rank_imbalance", [slowest / mean], "ratio")
 
@@ -206,7 +209,7 @@ def main() -> None:
         ratios = [theirs / mine for theirs, mine in zip(their_seconds, our_seconds, strict=True)]
         rows.append(Row("step_vs_trl", ratios[1:], "ratio"))
         many = longtail_batch(shape.vocab_size, 4 if options.quick else 32, seed=3)
-        rows.append(rank_imbalance(load(folder, temperature=1.0), many, rounds=1 if options.quick else 3))
+        rows.append(rank_imbalance(load(folder, temperature=1.0), many, rounds=1 if options.quick else 8))
         dist.destroy_process_group()
     peaks = [head_memory.peak_bytes(score, options.quick) for score in (head_memory.ours, head_memory.ordinary)]
     rows.append(Row("logits_memory_ratio", [peaks[0] / peaks[1]], "ratio"))

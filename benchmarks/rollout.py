@@ -1,4 +1,4 @@
-"""Rollout throughput by schedule, in consumed tokens/s; `--simulated`: the published setting on a virtual clock.
+"""Rollout throughput by schedule, in consumed tokens/s: on a real engine, or the published setting on a virtual clock.
 
 Simulated rows depend on the scenario and the seed alone, not on the machine. Without a suffix they are those of the
 scenario's first cost model; the others have its name as a suffix.
@@ -18,9 +18,11 @@ from april.simulate.variants import COLUMNS, Outcome, columns, evaluate, table, 
 PUBLISHED = Path(__file__).parent.parent / "configs" / "published.toml"
 OVER_SAMPLED = (1.5, 2, 3)
 """N' over N for the comparison at equal staleness"""
-IN_FLIGHT = (64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+IN_FLIGHT = (96, 128, 192, 256, 320, 384, 448, 512)
 """of `continuous`, from which the best at a staleness is chosen"""
-LOOSE = {"schedule__max_staleness": 240, "warmup_steps": 350, "steps": 250}
+OVERLAPPED = (42, 44, 45, 46, 56, 60, 64, 80)
+"""N' of `april` with overlap, likewise"""
+LOOSE = {"schedule__max_staleness": 240, "warmup_steps": 350, "steps": 250, "limit_responses": 100_000}
 """a bound so large that the cap is 1 for the extreme lengths, and a run that is long against the longest of them"""
 BIMODAL = {"lengths__family": "bimodal", "lengths__longest_tokens": 50_000}
 """1 % of 50,000 tokens, the rest 100"""
@@ -100,9 +102,8 @@ def simulated_rows(results: Results, base: Scenario, suffix: str) -> list[Row]:
     most = continuous[64 * n]
     recomputed = most.with_keys(weights__keep_kv=False)
     aprils = [with_schedule(base, "april", over_sampling_batch_size=round(32 * factor)) for factor in OVER_SAMPLED]
-    overlaps = [
-        with_schedule(base, "april", over_sampling_batch_size=groups, overlap=True) for groups in (40, 48, 56, 64, 96)
-    ]
+    overlaps = [with_schedule(base, "april", over_sampling_batch_size=groups, overlap=True) for groups in OVERLAPPED]
+    overlap = overlaps[OVERLAPPED.index(64)]
     equal = {"lengths__family": "equal"}
     april_equal, sync_equal_lengths = april.with_keys(**equal), sync.with_keys(**equal)
     first = [one.with_keys(warmup_steps=0, steps=base.schedule.max_staleness + 1) for one in (sync, april, most)]
@@ -136,6 +137,7 @@ def simulated_rows(results: Results, base: Scenario, suffix: str) -> list[Row]:
         "equal_lengths_april_vs_sync": ([gain + 1 for gain in results.gain(april_equal, sync_equal_lengths)], "ratio"),
         "continuous_limit_simulated": ([one.limit_share for one in in_flight_256], "fraction"),
         "continuous_limit_simulated_512": ([one.cap_share for one in in_flight_512], "fraction"),
+        "prefix_reused_share": ([one.measures.reused_share for one in results.of(overlap)], "fraction"),
         "idle_slot_share_total": ([1 - one.measures.occupancy for one in in_flight_512], "fraction"),
         **{
             f"idle_slot_share_{cause}": ([one.measures.idle_share[cause] for one in in_flight_512], "fraction")
@@ -174,20 +176,8 @@ def extreme_rows(results: Results, base: Scenario) -> list[Row]:
     return [Row(name, values, "fraction") for name, values in shares.items()]
 
 
-def main() -> int:
-    arguments = parser(__doc__.partition("\n")[0])
-    arguments.add_argument("--simulated", action="store_true", help="the published setting on a virtual clock")
-    arguments.add_argument(
-        "--scenario", type=Path, default=PUBLISHED, help="TOML file [default configs/published.toml]"
-    )
-    arguments.add_argument("--processes", type=int, default=2, help="simulations at a time [default 2]")
-    arguments.add_argument(
-        "--part", help="a cost model's rows alone, or those of extreme lengths: extreme [default all]"
-    )
-    arguments.add_argument("--seeds", type=int, default=3, help="of lengths; a row's n [default 3]")
-    options = arguments.parse_args()
-    if not options.simulated:
-        arguments.error("say --simulated")
+def simulate_published(options) -> list[Row]:
+    """Print each cost model's table; the rows."""
     costs = list(tomllib.loads(options.scenario.read_text())["costs"])
     parts = [options.part] if options.part else [*costs, "extreme"]
     seeds, steps = (range(1), WINDOW_STEPS) if options.quick else (range(options.seeds), 60)
@@ -203,6 +193,32 @@ def main() -> int:
             lines = [[name, *columns(found[0].result())[1:]] for name, found in outcomes]
             print(f"cost model {part}: {base.cost.source}\n{table(lines, COLUMNS)}\n", flush=True)
             rows += simulated_rows(results, base, "" if part == costs[0] else f"_{part}")
+    return rows
+
+
+def main() -> int:
+    arguments = parser(__doc__.partition("\n")[0])
+    arguments.add_argument("--simulated", action="store_true", help="the published setting on a virtual clock")
+    arguments.add_argument("--engine", choices=("torch", "sglang"), help="the schedules on this engine")
+    arguments.add_argument("--steps", type=int, default=12, help="measured batches of a turn on an engine [default 12]")
+    arguments.add_argument(
+        "--scenario", type=Path, default=PUBLISHED, help="TOML file [default configs/published.toml]"
+    )
+    arguments.add_argument("--processes", type=int, default=2, help="simulations at a time [default 2]")
+    arguments.add_argument(
+        "--part", help="a cost model's rows alone, or those of extreme lengths: extreme [default all]"
+    )
+    arguments.add_argument("--seeds", type=int, default=3, help="of lengths; a row's n [default 3]")
+    options = arguments.parse_args()
+    if options.simulated == bool(options.engine):
+        arguments.error("say --simulated, or an --engine")
+    if options.simulated:
+        rows = simulate_published(options)
+    else:
+        import rollout_real
+
+        seeds, steps = (range(1), 2) if options.quick else (range(options.seeds), options.steps)
+        rows = rollout_real.measure(options.engine, seeds, steps)
     report(rows, options.json)
     return 0
 

@@ -35,7 +35,7 @@ from april.policy.make_policy import make_policy
 from april.version import Version
 from april.workers.engines.base import Request
 from april.workers.engines.torch_engine import TorchEngine, load_folder_weights
-from april.workers.rewards.verifiers import final_answer
+from april.workers.rewards.text import final_answer
 
 ROOT = Path(__file__).parent.parent
 LEVELS = (0, 2, 5, 8)

@@ -18,10 +18,11 @@ from pathlib import Path
 import orjson
 import torch
 from datasets import Dataset
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from april.workers.rewards.verifiers import final_answer
+from april.workers.rewards.text import final_answer
 
 ROWS = 32
 """of a micro-batch"""
@@ -70,12 +71,6 @@ def main(settings: dict, log_path: Path) -> None:
             num_generations=settings["group_size"],
             max_completion_length=settings["max_response_tokens"],
             max_steps=settings["steps"],
-            learning_rate=settings["lr"],
-            lr_scheduler_type="constant_with_warmup",
-            warmup_steps=settings["warmup_steps"],
-            adam_beta1=settings["betas"][0],
-            adam_beta2=settings["betas"][1],
-            weight_decay=0.0,
             max_grad_norm=1.0,
             beta=0.0,
             epsilon=0.2,
@@ -93,15 +88,25 @@ def main(settings: dict, log_path: Path) -> None:
             logging_strategy="no",
             disable_tqdm=True,
         )
+        model = AutoModelForCausalLM.from_pretrained(settings["policy"], dtype=torch.float32)
         trainer = GRPOTrainer(
-            model=AutoModelForCausalLM.from_pretrained(settings["policy"], dtype=torch.float32),
+            model=model,
             reward_funcs=reward,
             args=arguments,
             train_dataset=Dataset.from_list([{"prompt": row["prompt"], "label": row["label"]} for row in rows]),
             processing_class=tokenizer,
             callbacks=[log],
+            optimizers=optimizer_and_schedule(model, settings),
         )
         trainer.train()
+
+
+def optimizer_and_schedule(model: torch.nn.Module, settings: dict) -> tuple[torch.optim.Optimizer, LambdaLR]:
+    """As the learner has them; the warm-up of transformers would give away the first step to a learning rate of 0."""
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=settings["lr"], betas=settings["betas"], weight_decay=0.0, fused=True
+    )
+    return optimizer, LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / max(1, settings["warmup_steps"])))
 
 
 if __name__ == "__main__":

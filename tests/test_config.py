@@ -12,6 +12,7 @@ path = "{folder}"
 path = "{folder}/train.jsonl"
 """
 
+AUTO = ["--over-sampling-batch-size", "auto"]
 CONTINUOUS = ["--schedule.kind", "continuous"]
 
 
@@ -41,6 +42,11 @@ def file(tmp_path):
         ([*CONTINUOUS, "--schedule.in_flight", "0"], ["schedule.in_flight", "0", "greater than or equal to 1"]),
         ([*CONTINUOUS, "--schedule.in_flight", "1537"], ["schedule.in_flight", "1537", "1536", "max_staleness"]),
         ([*CONTINUOUS, "--over-sampling-batch-size", "193"], ["over_sampling_batch_size", "193", "192"]),
+        (["--over-sampling-batch-size", "many"], ["schedule.over_sampling_batch_size", "many", "integer"]),
+        ([*AUTO, "--schedule.kind", "sync"], ["over_sampling_batch_size", "auto", "'sync'", "leave the key out"]),
+        ([*AUTO, "--schedule.kind", "continuous"], ["over_sampling_batch_size", "auto", "schedule.in_flight"]),
+        (["--schedule.in_flight", "auto"], ["schedule.in_flight", "auto", "schedule.over_sampling_batch_size"]),
+        ([*AUTO, "--schedule.scenario", "/nowhere"], ["schedule.scenario", "/nowhere", "configs/published.toml"]),
         ([*CONTINUOUS, "--no-partial-rollout"], ["schedule.partial_rollout", "False", "'april'"]),
         ([*CONTINUOUS, "--schedule.overlap"], ["schedule.overlap", "True", "'april'"]),
         (["--schedule.min_group_size", "9"], ["min_group_size", "9", "n = 8"]),
@@ -57,8 +63,9 @@ def file(tmp_path):
         (["--algorithm.constant_tokens", "100"], ["algorithm.constant_tokens", "100", "'constant'", "'token_mean'"]),
         (["--algorithm.icepop_low", "5"], ["algorithm.icepop_low", "5", "algorithm.icepop_high", "lower"]),
         (["--algorithm.preset", "ppo"], ["algorithm.preset", "ppo", "'grpo', 'dapo' or 'gspo'"]),
-        (["--sampling.top_p", "0.9"], ["sampling.top_p", "0.9", "biased"]),
-        (["--sampling.top_k", "5"], ["sampling.top_k", "5", "biased"]),
+        (["--sampling.top_p", "0.9"], ["sampling.top_p", "0.9", "'torch'", "biased", "'sglang'"]),
+        (["--sampling.top_k", "5"], ["sampling.top_k", "5", "'torch'", "biased", "'sglang'"]),
+        (["--sampling.min_p", "0.1"], ["sampling.min_p", "0.1", "'torch'", "biased", "'sglang'"]),
         (["--broker.renew_s", "60"], ["broker.renew_s", "60", "lower"]),
         (["--model.path", "/nowhere"], ["model.path", "/nowhere", "make-policy"]),
         (["--data.path", "/nowhere.jsonl"], ["data.path", "/nowhere.jsonl", "make-data"]),

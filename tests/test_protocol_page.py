@@ -129,7 +129,7 @@ class Lease:
     def __init__(self, grant):
         self.token, group, index, self.scoring, self.evaluation, self.budget, self.seed, *rest = grant.fields
         self.temperature, self.top_p, self.top_k, self.label, self.reward, self.finish_reason, *scoring = rest
-        self.hand_over, self.together, *self.turn = scoring
+        self.hand_over, self.together, *self.turn, self.min_p = scoring
         self.sample = (group, index)
         self.prompt, *pieces = grant.arrays
         self.ids = [token for piece in pieces for token in piece]
@@ -262,7 +262,7 @@ def test_a_client_written_from_the_page_carries_a_batch_from_prompt_to_consumed(
     first = worker.next_training_lease([0, 0])
     assert not first.scoring and first.ids == [] and first.finish_reason == "" and first.reward == "final_answer"
     assert (first.budget, first.temperature, first.top_p, first.top_k) == (24, 1.0, 1.0, 0) and first.label in "01"
-    assert first.turn == [0, 0, b""]
+    assert first.turn == [0, 0, b""] and first.min_p == 0
 
     worker.generate(first, 3, [0, 0])
     worker.send_chunk(first, 0, first.ids, first.logprobs, [0, 0])
@@ -479,4 +479,5 @@ def test_the_page_states_the_broker_s_limits_and_deadlines():
     assert f"a body has at most {from_broker.body_bytes >> 20} MiB · max(1, k)" in PROSE
     assert f"a frame {from_broker.frame_bytes >> 30} GiB" in PROSE
     assert f"at most {limits.METRICS} of them" in PROSE
+    assert f"how many ids, from 1 to {limits.SUPPORT_IDS:,}" in PROSE
     assert f"`state`, at most {limits.STATE_BYTES >> 10} KiB, is the environment's" in PROSE

@@ -6,10 +6,8 @@ from april.broker.ledger import Ledger
 from april.broker.samples import Group, GroupState, Sample
 from april.broker.schedule import Prompts
 
-BACKLOG_BATCHES = 2
-"""No group is opened while so many batches of complete groups wait. They wait because the learner is busy, or because
-an old group must be in the next batch and is not complete. More of them would not be trained earlier; they would only
-grow old and fill the bound, until every group is trained at its deadline."""
+LEAST_BACKLOG, MOST_BACKLOG = 1.0, 2.0
+"""batches of complete groups beside which no group is opened, see `ContinuousSchedule.backlog`"""
 
 
 @dataclass(frozen=True)
@@ -31,7 +29,7 @@ class ContinuousSchedule:
 
     by two tests (`StalenessBound` says why they suffice). Admission: a group is opened at the moment in which a
     worker with a free slot is to start it, so that v0(g) is that worker's step at once, only if the invariant
-    survives, and only while complete groups do not pile up (`BACKLOG_BATCHES`). Delivery: the oldest N complete groups
+    survives, and only while complete groups do not pile up (`backlog`). Delivery: the oldest N complete groups
     make batch k only if the invariant holds for k + 1; otherwise the learner waits for what is due. Batch k is not
     fixed before the learner has trained all batches before it, so that what completes meanwhile can still go first.
 
@@ -81,6 +79,24 @@ class ContinuousSchedule:
             return None
         return ledger.queue.take_due(step, opened_by=ledger.next_step - ledger.rules.max_staleness)
 
+    def backlog(self, ledger: Ledger) -> float:
+        """No group is opened while so many batches of complete groups wait.
+
+        They are the supply of a learner that trains. But they also pile up while it waits for an old group that must
+        be in the next batch and is not complete: afterwards they are trained one after the other, and what is open by
+        then is due sooner by as many batches, so that more of them make the next straggler late as well. One batch is
+        enough, unless stragglers are late anyway: beside the longest response, in_flight * longest / mean other
+        samples complete, and what of them is more than S batches has to wait. The mean is that of the trained tokens.
+        """
+        trained = ledger.tokens[GroupState.TRAINED]
+        if not trained:
+            return MOST_BACKLOG
+        rules = ledger.rules
+        mean_length = trained / (ledger.counts[GroupState.TRAINED] * rules.group_size)
+        batch_tokens = mean_length * rules.group_size * rules.batch_groups
+        beside_longest = self.rules.in_flight * rules.max_response_tokens / batch_tokens
+        return min(MOST_BACKLOG, max(LEAST_BACKLOG, beside_longest - rules.max_staleness))
+
     def _has_room(self, ledger: Ledger) -> bool:
         return ledger.round_open and ledger.generating < self.rules.in_flight
 
@@ -89,7 +105,7 @@ class ContinuousSchedule:
         batches_left = self.rules.max_steps - ledger.next_step
         if len(ledger.ready) >= batches_left * ledger.rules.batch_groups:
             return False
-        if len(ledger.ready) >= BACKLOG_BATCHES * ledger.rules.batch_groups:
+        if len(ledger.ready) >= self.backlog(ledger) * ledger.rules.batch_groups:
             return False
         if not ledger.bound.survives(ledger.next_step, step) or (prompt := ledger.next_prompt(self.prompts)) is None:
             return False

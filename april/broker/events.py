@@ -24,6 +24,8 @@ class RunStarted(Event):
     max_attempts: int
     min_group_size: int | None
     max_response_tokens: int
+    support: bool = False
+    """of each training token, because the distribution is cut"""
 
 
 class BrokerStarted(Event):
@@ -63,7 +65,8 @@ class Leased(Event):
 
 
 class ChunkAccepted(Event):
-    """Arrays: token ids int32 and behaviour logprobs float32, little-endian, `count` of each."""
+    """Arrays: token ids int32 and behaviour logprobs float32, little-endian, `count` of each. In a run with `support`
+    training tokens have two more: `count` numbers of ids that each was drawn from, and those ids, int32."""
 
     token: int
     start: int

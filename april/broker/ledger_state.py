@@ -65,6 +65,8 @@ class LedgerState:
         """acknowledged tokens of discarded groups by reason"""
         self.counts: Counter[str] = Counter()
         """training groups by state"""
+        self.resumed: Counter[str] = Counter()
+        """tokens of partials that were leased again: `cached`, to the worker that has them in cache, or `moved`"""
         self.deliveries: dict[int, list[Group]] = {}
         self.ready = ReadyGroups()
         """complete groups that wait for a batch"""
@@ -141,6 +143,9 @@ class LedgerState:
         group = self.groups[event.group]
         self._grants = event.token & ((1 << EPOCH_BITS) - 1)
         lease = Lease(event.token, group.samples[event.index], event.worker, event.step, event.scoring, float("inf"))
+        if lease.sample.state is SampleState.PARTIAL:
+            cached = lease.sample.cached_by(event.step) == event.worker
+            self.resumed["cached" if cached else "moved"] += lease.sample.length
         for sample in lease.samples:
             sample.token = event.token
             sample.state = SampleState.SCORING if event.scoring else SampleState.LEASED
@@ -241,6 +246,7 @@ class LedgerState:
                 sample.state = SampleState.GENERATED
             else:
                 sample.state = SampleState.PARTIAL if sample.length else SampleState.WAITING
+            sample.home = lease.worker if event.cause in NO_ATTEMPT else ""
         self._complete(group)
         stands_for_group = group.live_samples[:1] if group.together and group.awaits_scores else None
         for sample in stands_for_group or samples:

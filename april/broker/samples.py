@@ -56,6 +56,12 @@ class Sample:
     last_error: str = ""
     details: dict[str, float] | None = None
     """what its reward is made of"""
+    home: str = ""
+    """the worker that handed it back and has its prefix in cache until new weights come"""
+
+    def cached_by(self, step: int) -> str:
+        """The worker, at policy step `step`, that need not compute its prefix again; "" for none."""
+        return self.home if self.state is SampleState.PARTIAL and self.segments.last_step == step else ""
 
     @property
     def sampled(self) -> int:

@@ -117,6 +117,7 @@ class Service:
             self.ledger.rules.max_attempts,
             self.ledger.rules.min_group_size,
             self.ledger.rules.max_response_tokens,
+            self.config.sampling.is_cut,
         )
         if self.ledger.header is None:
             self.ledger.commit(header)
@@ -128,7 +129,6 @@ class Service:
         for lease in self.ledger.leases.values():
             lease.ends_at = now + self.config.broker.max_run_s
             self.ledger.expire_at(lease, now + self.config.broker.readopt_s)
-            lease.ends_at = now + self.config.broker.max_run_s
         self.ledger.commit(events.BrokerStarted(self.ledger.epoch + 1))
 
     # --- messages -------------------------------------------------------------------------------------------
@@ -361,9 +361,8 @@ class Service:
         if not self.journal.segment_full or self.snapshots.busy:
             return
         position = self.journal.rotate()
-        image = freeze(self.ledger)
-        dead_segments = self.journal.reclaim(self.snapshots.newest, live_positions(image))
-        self.snapshots.write(position, image, dead_segments)
+        dead_segments = self.journal.reclaim(self.snapshots.newest, live_positions(self.ledger))
+        self.snapshots.write(position, freeze(self.ledger), dead_segments)
 
     # --- the end --------------------------------------------------------------------------------------------
 
@@ -398,17 +397,18 @@ class Service:
         _, [(checksum, data)] = self.journal.read(reference)
         return wire.Packed("i4", checksum, data)
 
-    def read_chunks(self, sample: Sample) -> Iterator[tuple[wire.Packed, wire.Packed]]:
-        """(ids, behaviour logprobs) of the acknowledged chunks of a sample."""
+    def read_chunks(self, sample: Sample) -> Iterator[list[wire.Packed]]:
+        """[ids, behaviour logprobs] of the acknowledged chunks of a sample, and their supports where they have some."""
         for reference in sample.references:
-            _, [(checksum, ids), (logprobs_checksum, logprobs)] = self.journal.read(reference)
-            yield wire.Packed("i4", checksum, ids), wire.Packed("f4", logprobs_checksum, logprobs)
+            _, arrays = self.journal.read(reference)
+            kinds = zip(wire.CHUNK_ARRAYS, arrays, strict=False)
+            yield [wire.Packed(dtype, checksum, data) for dtype, (checksum, data) in kinds]
 
     def read_response(self, sample: Sample) -> list[wire.Packed]:
-        """[ids, behaviour logprobs] of all its acknowledged tokens."""
+        """The same of all its acknowledged tokens."""
         chunks = list(self.read_chunks(sample))
         if len(chunks) == 1:
-            return list(chunks[0])
+            return chunks[0]
         return [join(column) for column in zip(*chunks, strict=True)]
 
     def environment_state(self, sample: Sample) -> bytes:

@@ -10,7 +10,7 @@ import struct
 import threading
 from array import array
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from april.broker.segments import Segments
 log = logging.getLogger(__name__)
 
 SUFFIX = ".snapshot"
-CHECKSUM = struct.Struct("<I")
+CHECKSUM = LENGTH = struct.Struct("<I")
 
 PLAIN = (
     "next_step", "consumed", "frontier", "durable", "branch", "dead_in_a_row", "last_error", "round", "round_open",
@@ -35,7 +35,7 @@ PLAIN = (
     "_grants", "draining",
 )  # fmt: skip
 """attributes that are what they are"""
-COUNTERS = ("tokens", "discarded", "counts")
+COUNTERS = ("tokens", "discarded", "counts", "resumed")
 
 
 class SampleImage(msgspec.Struct, array_like=True):
@@ -52,6 +52,7 @@ class SampleImage(msgspec.Struct, array_like=True):
     lease: tuple[int, str, int, bool] | None
     """(token, worker, step, scoring)"""
     details: dict[str, float] | None = None
+    home: str = ""
 
 
 class GroupImage(msgspec.Struct, array_like=True):
@@ -75,7 +76,8 @@ class LedgerImage(msgspec.Struct, array_like=True):
     header: RunStarted | None
     plain: dict[str, Any]
     counters: dict[str, dict[str, int]]
-    groups: list[GroupImage]
+    groups: list[msgspec.Raw]
+    """of `GroupImage`"""
     ready: list[int]
     deliveries: dict[int, list[int]]
     evaluations: dict[int, list[int]]
@@ -83,15 +85,23 @@ class LedgerImage(msgspec.Struct, array_like=True):
     dead_letters: DeadLetters
 
 
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(LedgerImage)
+_group_decoder = msgspec.msgpack.Decoder(GroupImage)
+
+
 def freeze(ledger: LedgerState) -> LedgerImage:
-    """The state as plain data that later changes of the ledger do not touch."""
+    """The state as plain data that later changes of the ledger do not touch.
+
+    Groups are encoded one by one: their images would take half as much memory again as the ledger for a moment.
+    """
     evaluated = [group for groups in ledger.evaluations.values() for group in groups if group.id not in ledger.groups]
     cohorts = ledger.cohorts
     return LedgerImage(
         ledger.header,
         {name: getattr(ledger, name) for name in PLAIN},
         {name: dict(getattr(ledger, name)) for name in COUNTERS},
-        [_freeze_group(group, ledger) for group in (*evaluated, *ledger.groups.values())],
+        [msgspec.Raw(_encoder.encode(_freeze_group(group, ledger))) for group in (*evaluated, *ledger.groups.values())],
         [group.id for group in ledger.ready],
         {step: [group.id for group in groups] for step, groups in ledger.deliveries.items()},
         {step: [group.id for group in groups] for step, groups in ledger.evaluations.items()},
@@ -118,6 +128,7 @@ def _freeze_sample(sample: Sample, lease: Lease | None) -> SampleImage:
         sample.state, sample.length, sample.segments.to_bytes(), sample.chunks.tobytes(), sample.attempts,
         sample.reward, sample.finish_reason, sample.last_error,
         (lease.token, lease.worker, lease.step, lease.scoring) if lease else None, sample.details,
+        sample.home,
     )  # fmt: skip
 
 
@@ -128,14 +139,15 @@ def thaw(image: LedgerImage, ledger: LedgerState) -> None:
         setattr(ledger, name, image.plain[name])
     ledger.cursor = tuple(ledger.cursor)
     for name in COUNTERS:
-        getattr(ledger, name).update(image.counters[name])
+        getattr(ledger, name).update(image.counters.get(name, {}))
     cohorts = ledger.cohorts
     cohorts.settled, created, trained, cohorts.waiting = image.cohorts
     cohorts.created, cohorts.trained = Counter(created), Counter(trained)
     ledger.dead_letters = image.dead_letters.copy()
-    groups = {group.id: group for group in map(_thaw_group, image.groups)}
+    frozen_groups = [_group_decoder.decode(group) for group in image.groups]
+    groups = {group.id: group for group in map(_thaw_group, frozen_groups)}
     leases = {}
-    for frozen in image.groups:
+    for frozen in frozen_groups:
         for sample, sample_image in zip(groups[frozen.id].samples, frozen.samples, strict=True):
             if sample_image.lease:
                 leases.setdefault(sample_image.lease[0], (sample, *sample_image.lease))
@@ -168,19 +180,30 @@ def _thaw_group(image: GroupImage) -> Group:
         Sample(
             group, index, one.state, one.length, Segments.from_bytes(one.segments), array("Q", one.chunks),
             one.lease[0] if one.lease else 0, one.attempts, one.reward, one.finish_reason, one.last_error, one.details,
+            one.home,
         )
         for index, one in enumerate(image.samples)
     ]  # fmt: skip
     return group
 
 
-def live_positions(image: LedgerImage) -> Iterator[int]:
+def live_positions(ledger: LedgerState) -> Iterator[int]:
     """Where the journal holds prompts and tokens that may still be asked for."""
-    for group in image.groups:
-        if group.state is GroupState.OPEN or not group.evaluation:
-            yield group.prompt[0]
-            for sample in group.samples:
-                yield from array("Q", sample.chunks)[::2]
+    for group in ledger.groups.values():
+        yield group.prompt[0]
+        for sample in group.samples:
+            yield from sample.chunks[::2]
+
+
+def to_pieces(image: LedgerImage) -> Iterator[bytes | msgspec.Raw]:
+    """The image without its groups, then each of them: no buffer holds it whole."""
+    yield _encoder.encode(msgspec.structs.replace(image, groups=[]))
+    yield from image.groups
+
+
+def from_pieces(pieces: Iterable[memoryview]) -> LedgerImage:
+    head, *groups = pieces
+    return msgspec.structs.replace(_decoder.decode(head), groups=list(map(msgspec.Raw, groups)))
 
 
 class SnapshotStore:
@@ -188,8 +211,6 @@ class SnapshotStore:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(LedgerImage)
         self._writer: threading.Thread | None = None
 
     @property
@@ -203,11 +224,12 @@ class SnapshotStore:
     def newest_first(self) -> Iterator[tuple[int, LedgerImage]]:
         """(position, image) of those that are whole."""
         for position in reversed(self.positions()):
-            data = self._path(position).read_bytes()
-            if len(data) > CHECKSUM.size and CHECKSUM.unpack_from(data)[0] == crc32(data[CHECKSUM.size :]):
-                yield position, self._decoder.decode(data[CHECKSUM.size :])
+            try:
+                image = from_pieces(read_pieces(self._path(position)))
+            except (msgspec.DecodeError, ValueError, struct.error) as error:
+                log.warning("snapshot %s is damaged and passed over: %s", self._path(position), error)
             else:
-                log.warning("snapshot %s is damaged and passed over", self._path(position))
+                yield position, image
 
     @property
     def newest(self) -> int:
@@ -221,13 +243,9 @@ class SnapshotStore:
         self._writer.start()
 
     def _write(self, position: int, image: LedgerImage, unneeded: list[Path]) -> None:
-        data = self._encoder.encode(image)
         temporary = self._path(position).with_suffix(".partial")
         try:
-            with temporary.open("wb") as file:
-                file.write(CHECKSUM.pack(crc32(data)) + data)
-                file.flush()
-                os.fdatasync(file.fileno())
+            write_pieces(temporary, to_pieces(image))
             temporary.rename(self._path(position))
             sync_folder(self.folder)
         except OSError as error:
@@ -242,3 +260,30 @@ class SnapshotStore:
     def close(self) -> None:
         if self._writer:
             self._writer.join()
+
+
+def write_pieces(path: Path, pieces: Iterable[bytes | msgspec.Raw]) -> None:
+    """Each behind its length, all of them behind a checksum; on disk when this returns."""
+    checksum = 0
+    with path.open("wb") as file:
+        file.write(CHECKSUM.pack(0))
+        for piece in pieces:
+            framed = LENGTH.pack(len(memoryview(piece))) + bytes(piece)
+            checksum = crc32(framed, checksum)
+            file.write(framed)
+        file.seek(0)
+        file.write(CHECKSUM.pack(checksum))
+        file.flush()
+        os.fdatasync(file.fileno())
+
+
+def read_pieces(path: Path) -> Iterator[memoryview]:
+    """The inverse of `write_pieces`. Raises ValueError and struct.error where the file is not whole."""
+    data = memoryview(path.read_bytes())
+    (checksum,), place = CHECKSUM.unpack_from(data), CHECKSUM.size
+    if crc32(data[place:]) != checksum:
+        raise ValueError("its checksum does not agree")
+    while place < len(data):
+        (length,) = LENGTH.unpack_from(data, place)
+        start, place = place + LENGTH.size, place + LENGTH.size + length
+        yield data[start:place]

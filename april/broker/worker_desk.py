@@ -10,9 +10,10 @@ import numpy as np
 from april import limits, wire
 from april.broker.ledger import Verdict
 from april.broker.prompts import sample_seed
-from april.broker.samples import Lease
+from april.broker.samples import Lease, Sample
 from april.broker.schedule import choose_sample
 from april.broker.sessions import Session
+from april.support import Support
 
 if TYPE_CHECKING:
     from april.broker.service import Service
@@ -112,15 +113,20 @@ class WorkerDesk:
 
     def on_Chunk(self, session: Session, received: wire.Received, now: float) -> None:
         message = received.message
-        if [packed.dtype for packed in received.packed] != ["i4", "f4"]:
-            raise wire.WireError("a chunk carries ids int32 and logprobs float32")
-        ids, logprobs = received.arrays
+        dtypes = tuple(packed.dtype for packed in received.packed)
+        if dtypes not in (wire.CHUNK_ARRAYS, wire.CHUNK_ARRAYS[:2]):
+            raise wire.WireError("a chunk carries ids int32, logprobs float32, and their supports, if any, int32")
+        ids, logprobs, *support = received.arrays
         if not len(ids) or ids.shape != logprobs.shape or ids.min() < 0 or not np.isfinite(logprobs).all():
             raise wire.WireError("a chunk has at least one token, ids from 0, and a finite logprob for each")
         self._check_ids(ids)
+        if support:
+            self._check_support(ids, Support(*support))
         if not self._holds(session.uid, message.token):
             return self._refuse(session, received, "the lease is not current", len(ids))
         lease = self.ledger.leases[message.token]
+        if bool(support) != (self.config.sampling.is_cut and not lease.sample.group.evaluation):
+            raise wire.WireError("training tokens come with their supports where the distribution is cut, no others do")
         verdict = self.ledger.add_chunk(
             message.token, message.start, len(ids), message.version, message.finish_reason,
             [(packed.checksum, packed.data) for packed in received.packed],
@@ -146,10 +152,12 @@ class WorkerDesk:
         self._check_ids(ids)
         if not self._holds(session.uid, message.token):
             return self._refuse(session, received, "the lease is not current")
-        lease, logprobs = self.ledger.leases[message.token], wire.pack(np.zeros(len(ids), "<f4"))
+        lease, nobodys = self.ledger.leases[message.token], [wire.pack(np.zeros(len(ids), "<f4"))]
+        if self.config.sampling.is_cut:
+            nobodys += [wire.pack(np.zeros(len(ids), "<i4")), wire.pack(np.zeros(0, "<i4"))]
         verdict = self.ledger.add_observation(
             message.token, message.start, len(ids), message.state, message.finish_reason, message.failed,
-            [(packed.checksum, packed.data) for packed in (*received.packed, logprobs)],
+            [(packed.checksum, packed.data) for packed in (*received.packed, *nobodys)],
         )  # fmt: skip
         if verdict is Verdict.OK:
             self.recorder.observed(len(ids), message.failed)
@@ -160,6 +168,14 @@ class WorkerDesk:
             raise wire.WireError(f"the policy's token ids end at {self.largest_id}")
         if len(ids) > limits.CHUNK_TOKENS:
             raise wire.WireError(f"a chunk has at most {limits.CHUNK_TOKENS} tokens")
+
+    def _check_support(self, ids: np.ndarray, support: Support) -> None:
+        if not support.holds(ids) or support.ids.min() < 0 or support.counts.max() > limits.SUPPORT_IDS:
+            raise wire.WireError(
+                f"a support has at most {limits.SUPPORT_IDS} ids, from 0, and the token that was drawn among them"
+            )
+        if support.ids.max() > self.largest_id:
+            raise wire.WireError(f"the policy's token ids end at {self.largest_id}")
 
     def _answer(
         self, session: Session, received: wire.Received, lease: Lease, verdict: Verdict, sampled: int, now: float
@@ -221,29 +237,34 @@ class WorkerDesk:
     # --- leases ---------------------------------------------------------------------------------------------
 
     def hand_out(self, now: float) -> None:
-        """Fill every worker as far as it has room, the emptiest first; nothing while the broker is drained.
+        """Fill every worker as far as it has room; nothing while the broker is drained.
 
-        What one worker cannot be given, no other at the same policy step or before it can.
+        A sample goes to the emptiest, or, if it has room, to the one at the same policy step that has its prefix in
+        cache. What one worker cannot be given, no other at the same policy step or before it can.
         """
         if self.ledger.draining:
             return
         first = next((session for session in self.hungry.values() if self._is_foremost(session)), None)
-        if first and not self._grant_one(first, now):
+        sample = self._choose(first) if first else None
+        if first and sample is None:
             return
-        able = [session for session in self.hungry.values() if self._has_room(session)]
-        self.hungry = {session.id: session for session in able}
-        emptiest = [(self._load(session) / session.capacity, session.id, session) for session in able]
+        able = {session.uid: session for session in self.hungry.values() if self._has_room(session)}
+        self.hungry = {session.id: session for session in able.values()}
+        if sample:
+            self._grant(sample, first, able, now)
+        emptiest = [(self._fullness(session), session.id, session) for session in able.values()]
         heapq.heapify(emptiest)
         nothing_up_to = -1
         while emptiest:
-            _, number, session = emptiest[0]
-            step = session.version.step
-            if step > nothing_up_to and not self._grant_one(session, now):
-                nothing_up_to = step
-            if step <= nothing_up_to or not self._has_room(session):
+            noted, number, session = emptiest[0]
+            if (fullness := self._fullness(session)) != noted:
+                heapq.heapreplace(emptiest, (fullness, number, session))
+            elif session.version.step <= nothing_up_to or not self._has_room(session):
                 heapq.heappop(emptiest)
+            elif sample := self._choose(session):
+                self._grant(sample, session, able, now)
             else:
-                heapq.heapreplace(emptiest, (self._load(session) / session.capacity, number, session))
+                nothing_up_to = session.version.step
 
     def _is_foremost(self, session: Session) -> bool:
         """Whether it has room and the newest weights that any worker has held: nothing for it is nothing for all."""
@@ -259,21 +280,29 @@ class WorkerDesk:
     def _load(self, session: Session) -> int:
         return self.ledger.load[session.uid, False] + self.ledger.load[session.uid, True]
 
-    def _grant_one(self, session: Session, now: float) -> bool:
+    def _fullness(self, session: Session) -> float:
+        return self._load(session) / session.capacity
+
+    def _choose(self, session: Session) -> Sample | None:
+        share_left = self._evaluation_share_left(session)
+        return choose_sample(self.service.schedule, self.ledger, session.version.step, share_left)
+
+    def _grant(self, sample: Sample, session: Session, able: dict[str, Session], now: float) -> None:
+        """To `session`, for which it was chosen, or to the worker of `able` that has its prefix in cache."""
         step = session.version.step
-        sample = choose_sample(self.service.schedule, self.ledger, step, self._evaluation_share_left(session))
-        if sample is None:
-            return False
+        home = able.get(sample.cached_by(step))
+        if home and home.version.step == step and self._has_room(home):
+            session = home
         lease_s, max_run_s = self.config.broker.lease_s, self.config.broker.max_run_s
         lease = self.ledger.lease(sample, session.uid, step, now + lease_s, now + max_run_s)
         self.send_grant(session, lease)
-        return True
 
     def _evaluation_share_left(self, session: Session) -> bool:
         return self.ledger.load[session.uid, True] < self.config.evaluation.share * session.capacity
 
     def send_grant(self, session: Session, lease: Lease) -> None:
         sample, group, sampling = lease.sample, lease.sample.group, self.config.sampling
+        drawn = self.config.evaluation if group.evaluation else sampling
         row, observations = self.service.row_of(group.evaluation, group.epoch, group.row), sample.observations
         grant = wire.Grant(
             token=lease.token,
@@ -283,9 +312,10 @@ class WorkerDesk:
             evaluation=group.evaluation,
             max_new_tokens=sampling.max_response_tokens - sample.length,
             seed=sample_seed(self.config.seed, group.id, sample.index),
-            temperature=self.config.evaluation.temperature if group.evaluation else sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
+            temperature=drawn.temperature,
+            top_p=drawn.top_p,
+            top_k=drawn.top_k,
+            min_p=0.0 if group.evaluation else sampling.min_p,
             label=row.label,
             reward=self.service.reward_of(row),
             finish_reason=sample.finish_reason,
@@ -298,7 +328,7 @@ class WorkerDesk:
         if lease.on_group:
             pieces = [self.service.read_response(one)[0] for one in lease.samples]
         else:
-            pieces = [ids for ids, _ in self.service.read_chunks(sample)]
+            pieces = [ids for ids, *_ in self.service.read_chunks(sample)]
         self.sessions.send(session, grant, [self.service.read_prompt(group.prompt), *pieces])
 
     # --- aborts and losses ----------------------------------------------------------------------------------

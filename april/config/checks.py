@@ -9,11 +9,12 @@ from april.config.sections import (
     Config,
     ConfigError,
     DataSection,
+    EngineSection,
     EnvironmentSection,
     EvaluationSection,
-    SamplingSection,
     ScheduleSection,
 )
+from april.limits import TOP_K
 
 VLLM_TEMPERATURE = 2.0
 """the highest that vLLM takes"""
@@ -23,7 +24,7 @@ def check(config: Config, inputs: bool = True) -> None:
     """Refuse what is valid key by key but cannot work together. `inputs`: also a model or data that are not there."""
     check_schedule(config.schedule)
     check_ranks(config)
-    check_sampling(config.sampling)
+    check_sampling(config)
     check_evaluation(config.evaluation)
     check_algorithm(config.algorithm)
     check_addresses(config)
@@ -37,6 +38,9 @@ def check(config: Config, inputs: bool = True) -> None:
 
 
 def check_schedule(schedule: ScheduleSection) -> None:
+    if key := schedule.automatic_key:
+        check_automatic(schedule, key)
+        schedule = schedule.model_copy(update={key: None})
     n, groups, per_round = schedule.n_samples_per_prompt, schedule.rollout_batch_size, schedule.groups_per_round
     if n < 2:
         raise ConfigError(
@@ -65,6 +69,26 @@ def check_schedule(schedule: ScheduleSection) -> None:
     if schedule.min_group_size and schedule.min_group_size > n:
         raise ConfigError(
             f"key 'schedule.min_group_size' = {schedule.min_group_size} exceeds n = {n}; use a value from 1 to {n}"
+        )
+
+
+def check_automatic(schedule: ScheduleSection, key: str) -> None:
+    """Refuse `auto` where there is nothing to choose."""
+    wanted = {"april": "over_sampling_batch_size", "continuous": "in_flight"}.get(schedule.kind)
+    if wanted is None:
+        raise ConfigError(
+            f"key 'schedule.{key}' = 'auto' has nothing to choose where schedule.kind = {schedule.kind!r}; "
+            "use schedule.kind = 'april' or 'continuous', or leave the key out"
+        )
+    if key != wanted:
+        raise ConfigError(
+            f"key 'schedule.{key}' = 'auto' is not what schedule.kind = {schedule.kind!r} goes by; "
+            f"set schedule.{wanted} = 'auto'"
+        )
+    if schedule.scenario is not None and not schedule.scenario.is_file():
+        raise ConfigError(
+            f"key 'schedule.scenario' = {str(schedule.scenario)!r} does not exist; give a file such as "
+            "configs/published.toml, or leave it out"
         )
 
 
@@ -108,12 +132,33 @@ def check_ranks(config: Config) -> None:
         )
 
 
-def check_sampling(sampling: SamplingSection) -> None:
-    if sampling.top_p != 1.0 or sampling.top_k != 0:
-        key, value = ("top_p", sampling.top_p) if sampling.top_p != 1.0 else ("top_k", sampling.top_k)
+def check_sampling(config: Config) -> None:
+    """Training samples may be drawn from a part of the distribution where the engine returns which part that was."""
+    sampling, server = config.sampling, config.engine.server
+    if not sampling.is_cut:
+        return
+    whole = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    key, value = next((key, getattr(sampling, key)) for key in whole if getattr(sampling, key) != whole[key])
+    if config.worker.engine != "sglang":
         raise ConfigError(
-            f"key 'sampling.{key}' = {value} cuts the distribution that behaviour log-probabilities describe, so "
-            "training on it would be biased; use top_p = 1.0 and top_k = 0"
+            f"key 'sampling.{key}' = {value} cuts the distribution, and worker.engine = {config.worker.engine!r} does "
+            "not say what is left of it, without which training would be biased; set worker.engine = 'sglang', or "
+            "use top_k = 0, top_p = 1.0 and min_p = 0.0"
+        )
+    if sampling.top_k < 2:
+        raise ConfigError(
+            f"key 'sampling.{key}' = {value} does not bound what travels with every token, the ids that it was drawn "
+            f"from; set sampling.top_k from 2 to {TOP_K}"
+        )
+    if algorithm := server.get("speculative_algorithm"):
+        raise ConfigError(
+            f"key 'engine.server.speculative_algorithm' = {algorithm!r} cannot be with sampling.{key} = {value}: "
+            "SGLang does not say what tokens of a draft were drawn from; leave one out"
+        )
+    if sampling.min_p and server.get("enable_deterministic_inference"):
+        raise ConfigError(
+            f"key 'sampling.min_p' = {sampling.min_p} cannot be with engine.server.enable_deterministic_inference, "
+            "under which SGLang does not do it; use sampling.top_p, or leave one out"
         )
 
 
@@ -286,12 +331,35 @@ def check_engine(config: Config) -> None:
                 f"key 'engine.server.{tensor_parallel}' = {ranks} cannot split the model's {query} heads and {shared} "
                 f"key-value heads evenly; use a divisor of {query}"
             )
-    if engine.url and not re.fullmatch(r"https?://[^/\s:]+(:\d+)?", engine.url.rstrip("/")):
-        raise ConfigError(f"key 'engine.url' = {engine.url!r} is no address; give the server's as http://HOST:PORT")
+    check_servers(engine)
+
+
+def check_servers(engine: EngineSection) -> None:
+    """Refuse addresses that are none, and what is said of servers that others have started."""
+    for url in engine.url:
+        if not re.fullmatch(r"https?://[^/\s:]+(:\d+)?", url.rstrip("/")):
+            raise ConfigError(
+                f"key 'engine.url' = {url!r} is no address; give the server's as http://HOST:PORT, several with commas"
+            )
+    if len({url.rstrip("/") for url in engine.url}) < len(engine.url):
+        raise ConfigError(
+            f"key 'engine.url' = {','.join(engine.url)!r} names a server twice, whose weights would be loaded twice "
+            "over; name each once"
+        )
     if engine.url and engine.server:
         raise ConfigError(
-            f"key 'engine.server' = {engine.server!r} cannot be passed to the server at {engine.url}, which is not "
+            f"key 'engine.server' = {engine.server!r} cannot be passed to the server at {engine.url[0]}, which is not "
             "started here; leave it out"
+        )
+    if engine.url and engine.servers > 1:
+        raise ConfigError(
+            f"key 'engine.servers' = {engine.servers} starts servers, but engine.url = {','.join(engine.url)!r} names "
+            "those that there are; leave one of them out"
+        )
+    if engine.port and engine.port + engine.servers > 65536:
+        raise ConfigError(
+            f"key 'engine.port' = {engine.port} leaves no ports for {engine.servers} servers behind it; lower it, or "
+            "use 0 for any that are free"
         )
 
 
@@ -300,8 +368,13 @@ def check_vllm(config: Config) -> None:
     engine = config.engine
     if engine.url:
         raise ConfigError(
-            f"key 'engine.url' = {engine.url!r} cannot be: a vLLM server runs April's own program, so that a worker "
-            "starts it itself; leave it out"
+            f"key 'engine.url' = {','.join(engine.url)!r} cannot be: a vLLM server runs April's own program, so "
+            "that a worker starts it itself; leave it out"
+        )
+    if engine.servers > 1:
+        raise ConfigError(
+            f"key 'engine.servers' = {engine.servers} is for SGLang's servers: a worker has one vLLM server; raise "
+            "worker.count instead"
         )
     for key, value, only in (("pause", engine.pause, "abort"), ("weights", engine.weights, "disk")):
         if value != only:
@@ -313,6 +386,12 @@ def check_vllm(config: Config) -> None:
             raise ConfigError(
                 f"key '{key}.temperature' = {temperature} is above {VLLM_TEMPERATURE:g}, the most that vLLM takes; "
                 "lower it"
+            )
+    for key, value, whole in (("top_k", config.evaluation.top_k, 0), ("top_p", config.evaluation.top_p, 1.0)):
+        if value != whole:
+            raise ConfigError(
+                f"key 'evaluation.{key}' = {value} cuts the distribution, which worker.engine = 'vllm' does not do; "
+                f"use {whole}"
             )
 
 

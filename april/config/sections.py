@@ -1,14 +1,15 @@
 """The keys of a run by section: types, defaults, units, and what follows from them alone."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, WrapValidator, field_validator, model_validator
 
 from april.config.presets import fill_preset
-from april.limits import CHUNK_TOKENS, CONTEXT_TOKENS
+from april.limits import CHUNK_TOKENS, CONTEXT_TOKENS, TOP_K
 
 
 class ConfigError(ValueError):
@@ -83,13 +84,24 @@ class DataSection(Section):
         )
 
 
+def or_auto(value: Any, validate: Callable[[Any], int | None]) -> Any:
+    return AUTO if value == AUTO else validate(value)
+
+
+AUTO = "auto"
+Automatic = Annotated[
+    Annotated[int, Field(ge=1)] | None, WrapValidator(or_auto), PlainSerializer(lambda value: value, return_type=Any)
+]
+"""a count of 1 or more, or `AUTO`, which `april.simulate.automatic` replaces by a count when a run starts"""
+
+
 class ScheduleSection(Section):
     kind: Literal["sync", "april", "continuous"] = Field(
         "april", description="sync waits for all; april stops at N; continuous never stops"
     )
     rollout_batch_size: int = Field(32, ge=1, description="N: groups in a batch")
-    over_sampling_batch_size: int | None = Field(
-        None, ge=1, description="N': groups in a round if > N, groups opened at a time if < N; none: N"
+    over_sampling_batch_size: Automatic = Field(
+        None, description="N': groups in a round if > N, groups opened at a time if < N; none: N; auto: from lengths"
     )
     n_samples_per_prompt: int = Field(8, ge=1, description="n: samples in a group")
     partial_rollout: bool = Field(True, description="resume aborted samples instead of discarding them")
@@ -105,9 +117,17 @@ class ScheduleSection(Section):
     group_filter: str = Field(
         "", description="package.module:function that gives the reason to discard a complete group; empty: none"
     )
-    in_flight: int | None = Field(
-        None, ge=1, description="C: samples that `continuous` keeps in generation; none: N' x n"
+    in_flight: Automatic = Field(
+        None, description="C: samples that `continuous` keeps in generation; none: N' x n; auto: from lengths"
     )
+    scenario: Path | None = Field(
+        None, description="file of `april tune` with the costs and lengths that auto starts from; none: plain costs"
+    )
+
+    @property
+    def automatic_key(self) -> str:
+        """The key that is still `AUTO`, empty if there is none."""
+        return next((key for key in ("over_sampling_batch_size", "in_flight") if getattr(self, key) == AUTO), "")
 
     @property
     def groups_per_round(self) -> int:
@@ -140,11 +160,21 @@ class SamplingSection(Section):
         512, ge=1, le=CONTEXT_TOKENS, description="budget of a response over all its segments (tokens)"
     )
     temperature: float = Field(1.0, ge=0.01, description="softmax temperature of training samples")
-    top_p: float = Field(1.0, gt=0, le=1, description="nucleus mass; training needs 1.0")
-    top_k: int = Field(0, ge=0, description="most likely tokens kept, 0 keeps all; training needs 0")
+    top_k: int = Field(
+        0, ge=0, le=TOP_K, description="tokens kept of the distribution, the likeliest; above 0 on SGLang only"
+    )
+    top_p: float = Field(1.0, gt=0, le=1, description="mass that the kept ones reach; below 1 needs a top_k as well")
+    min_p: float = Field(
+        0.0, ge=0, lt=1, description="least mass, as a share of the likeliest's; needs a top_k as well"
+    )
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(
         [], description="further stop tokens beside the tokenizer's end of text"
     )
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether training samples are drawn from a part of the distribution, which then travels with every token."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
 class EvaluationSection(Section):
@@ -152,6 +182,8 @@ class EvaluationSection(Section):
     prompts: int = Field(256, ge=1, description="held-out prompts, the first ones of the file")
     samples: int = Field(1, ge=1, le=1024, description="k: samples of each, for mean@k and pass@k")
     temperature: float = Field(1.0, ge=0, description="0 is greedy")
+    top_k: int = Field(0, ge=0, description="tokens kept of the distribution, the likeliest, 0: all")
+    top_p: float = Field(1.0, gt=0, le=1, description="mass that the kept ones reach")
     share: float = Field(0.5, gt=0, le=1, description="largest share of a worker's slots")
 
 
@@ -169,13 +201,18 @@ class WorkerSection(Section):
 
 
 class EngineSection(Section):
-    """The SGLang or vLLM server behind a worker."""
+    """The SGLang servers, or the vLLM server, behind a worker."""
 
-    url: str = Field("", description="a server that is kept by others, as http://HOST:PORT; none: start one")
+    url: list[str] = Field(
+        [], description="servers that are kept by others, as http://HOST:PORT,http://HOST:PORT; none: start them"
+    )
+    servers: int = Field(1, ge=1, le=64, description="servers that a worker starts")
     python: Path | None = Field(
         None, description="interpreter that has the server's package; none: .venv-sglang's or .venv-vllm's"
     )
-    port: int = Field(0, ge=0, le=65535, description="of the server that is started; 0: any that is free")
+    port: int = Field(
+        0, ge=0, le=65535, description="of the server that is started, of further ones those behind it; 0: any free"
+    )
     server: dict[str, Any] = Field({}, description="its own options: --engine.server.OPTION VALUE, true: a bare flag")
     start_s: float = Field(600.0, gt=0, description="longest start of the server (seconds)")
     stall_s: float = Field(
@@ -194,9 +231,14 @@ class EngineSection(Section):
     )
     snapshot_dir: Path | None = Field(None, description="folder of snapshots; none: shared memory, else the system's")
 
+    @field_validator("url", mode="before")
+    @classmethod
+    def split_addresses(cls, value: Any) -> Any:
+        return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
     @property
     def tensor_ranks(self) -> int:
-        """Tensor-parallel ranks of the server, as its options say; a server of others has one."""
+        """Tensor-parallel ranks of a server, as its options say; a server of others has one."""
         return self.server.get("tp_size", self.server.get("tensor_parallel_size", 1))
 
 
@@ -401,6 +443,17 @@ class Config(Section):
     def scorers(self) -> int:
         """Scorer processes that `april run` starts."""
         return self.scorer.count if self.reward.where == "scorer" else 0
+
+    @property
+    def broadcasts_to_servers(self) -> bool:
+        """Whether the learner's weights go to SGLang servers past their worker."""
+        return self.worker.engine == "sglang" and self.engine.weights == "broadcast"
+
+    def lanes_of(self, worker: str) -> list[str]:
+        """Names of a worker's lanes to the learner: its own, or one for each of several servers behind it."""
+        servers = len(self.engine.url) or self.engine.servers
+        several = self.worker.engine != "torch" and servers > 1
+        return [f"{worker}-server-{index}" for index in range(servers)] if several else [worker]
 
     @property
     def run_dir(self) -> Path:

@@ -4,6 +4,10 @@ Registered with transformers as `packed`. It refuses what it would silently comp
 a key-value cache, sliding windows, soft caps, sinks and dropout.
 """
 
+from collections.abc import Callable
+from functools import cache
+from inspect import signature
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -62,19 +66,18 @@ def variable_length(
     if query.dtype not in (torch.bfloat16, torch.float16):
         raise PackedAttentionError(f"queries are {query.dtype}; flash attention needs bfloat16 or float16")
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    output = varlen_attn(
-        q,
-        k,
-        v,
-        cu_seq_lens,
-        cu_seq_lens,
-        longest,
-        longest,
-        scale=scaling,
-        window_size=(-1, 0),  # every earlier token, no later one
-        enable_gqa=q.shape[1] != k.shape[1],
-    )
-    return output[None]
+    options = {"scale": scaling, "window_size": (-1, 0)}  # every earlier token, no later one
+    if q.shape[1] != k.shape[1]:
+        if "enable_gqa" in parameters_of(varlen_attn):
+            options["enable_gqa"] = True
+        else:  # torch 2.11
+            k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for tensor in (k, v))
+    return varlen_attn(q, k, v, cu_seq_lens, cu_seq_lens, longest, longest, **options)[None]
+
+
+@cache
+def parameters_of(function: Callable) -> frozenset[str]:
+    return frozenset(signature(function).parameters)
 
 
 def refuse_unsupported(

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from april.support import Support
 from april.version import Version
 
 NO_MORE_BATCHES = -1
@@ -26,11 +27,14 @@ class TrainSample:
     prompt_tokens: int
     """P, at least 1: the first response token needs something to be predicted from"""
     logprobs: np.ndarray
-    """float32 [R]: behaviour log-probabilities, log-softmax(logits / temperature) at sampling; 0 for observations"""
+    """float32 [R]: behaviour log-probabilities, log-softmax(logits / temperature) at sampling, over the support where
+    there is one; 0 for observations"""
     reward: float
     segments: tuple[tuple[int, int, Version], ...]
     """(start, end, version): response tokens start..end were sampled by that version, in order; those in between are
     observations of an environment, which are read and not trained"""
+    support: Support | None = None
+    """of the R tokens, where the distribution was cut: log-probabilities are renormalised over it"""
 
     def __post_init__(self):
         if self.prompt_tokens < 1:
@@ -39,6 +43,11 @@ class TrainSample:
             raise ValueError(
                 f"{len(self.logprobs)} log-probabilities for {len(self.tokens)} tokens of which "
                 f"{self.prompt_tokens} are the prompt; each response token needs exactly one"
+            )
+        if self.support and not self.support.fits(self.response_tokens):
+            raise ValueError(
+                f"a support of {len(self.support.counts)} counts and {len(self.support.ids)} ids for "
+                f"{self.response_tokens} response tokens; each needs a count, and the counts add up to the ids"
             )
 
     @property
@@ -71,8 +80,8 @@ class Batch:
         return [sample for group in self.groups for sample in group]
 
 
-class FlatBatch(msgspec.Struct):
-    """A batch as a few flat columns, one entry a sample; tokens and log-probabilities joined end to end."""
+class FlatBatch(msgspec.Struct, omit_defaults=True):
+    """A batch as a few flat columns, one entry a sample; tokens, log-probabilities and supports joined end to end."""
 
     step: int
     group_sizes: list[int]
@@ -82,11 +91,17 @@ class FlatBatch(msgspec.Struct):
     segments: list[list[tuple[int, int, int, int]]]
     tokens: bytes
     logprobs: bytes
+    support_counts: bytes = b""
+    """of all samples, or none"""
+    support_ids: bytes = b""
 
 
 def encode(batch: Batch) -> bytes:
     """MessagePack, arrays little-endian; `decode` gives an equal batch back."""
     samples = batch.samples
+    supports = [sample.support for sample in samples if sample.support]
+    if supports and len(supports) < len(samples):
+        raise ValueError(f"{len(supports)} of {len(samples)} samples have a support; all of a batch do, or none")
     return msgspec.msgpack.encode(
         FlatBatch(
             step=batch.step,
@@ -97,6 +112,8 @@ def encode(batch: Batch) -> bytes:
             segments=[[(start, end, *version) for start, end, version in sample.segments] for sample in samples],
             tokens=b"".join(np.asarray(sample.tokens, "<i4").tobytes() for sample in samples),
             logprobs=b"".join(np.asarray(sample.logprobs, "<f4").tobytes() for sample in samples),
+            support_counts=b"".join(np.asarray(support.counts, "<i4").tobytes() for support in supports),
+            support_ids=b"".join(np.asarray(support.ids, "<i4").tobytes() for support in supports),
         )
     )
 
@@ -105,9 +122,12 @@ def decode(data: bytes | bytearray | memoryview) -> Batch:
     """The batch that `encode` was given. The arrays are read-only views. `msgspec.DecodeError` on other bytes."""
     flat = msgspec.msgpack.decode(data, type=FlatBatch)
     all_tokens, all_logprobs = np.frombuffer(flat.tokens, "<i4"), np.frombuffer(flat.logprobs, "<f4")
-    samples, token_at, logprob_at = [], 0, 0
+    counts, support_ids = np.frombuffer(flat.support_counts, "<i4"), np.frombuffer(flat.support_ids, "<i4")
+    samples, token_at, logprob_at, id_at = [], 0, 0, 0
     columns = zip(flat.prompt_tokens, flat.response_tokens, flat.rewards, flat.segments, strict=True)
     for prompt, response, reward, segments in columns:
+        of_sample = counts[logprob_at : logprob_at + response]
+        ids = int(of_sample.sum())
         samples.append(
             TrainSample(
                 tokens=all_tokens[token_at : token_at + prompt + response],
@@ -115,9 +135,10 @@ def decode(data: bytes | bytearray | memoryview) -> Batch:
                 logprobs=all_logprobs[logprob_at : logprob_at + response],
                 reward=reward,
                 segments=tuple((start, end, Version(branch, step)) for start, end, branch, step in segments),
+                support=Support(of_sample, support_ids[id_at : id_at + ids]) if len(counts) else None,
             )
         )
-        token_at, logprob_at = token_at + prompt + response, logprob_at + response
+        token_at, logprob_at, id_at = token_at + prompt + response, logprob_at + response, id_at + ids
     groups, first = [], 0
     for size in flat.group_sizes:
         groups.append(samples[first : first + size])

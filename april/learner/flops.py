@@ -4,7 +4,6 @@ Counted as in PaLM, arXiv 2204.02311, appendix B: two operations a parameter and
 attention apart, nothing for activations that are computed again. Attention is causal, half of the full square.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -38,16 +37,9 @@ class Cost:
     per_target: float
     """head, for each token that is scored"""
 
-    @property
-    def quadratic(self) -> float:
-        """A sequence of L input tokens costs L + quadratic * L**2, in units of a token's own cost."""
-        return self.per_square / self.per_token
-
-    def training_step(self, lengths: Iterable[int], targets: int) -> float:
-        """Of sequences of `lengths` input tokens with `targets` scored tokens among them, forward and backward."""
-        lengths = list(lengths)
-        body = self.per_token * sum(lengths) + self.per_square * sum(length**2 for length in lengths)
-        return PASSES * (body + self.per_target * targets)
+    def of(self, length: int, targets: int) -> float:
+        """Of a sequence of `length` input tokens, `targets` of which are scored."""
+        return self.per_token * length + self.per_square * length**2 + self.per_target * targets
 
 
 def cost(lm: nn.Module) -> Cost:

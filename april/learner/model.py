@@ -14,7 +14,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils.logging import disable_progress_bar
 
 from april.learner import attention
-from april.learner.packing import MicroBatch
+from april.learner.packing import MicroBatch, PackedSupport
 
 LOGITS_PER_CHUNK = 2**24
 """logits held at a time by the head (64 MiB in fp32); larger heads work through their tokens in chunks"""
@@ -29,36 +29,45 @@ class ModelError(ValueError):
 
 
 class ScoreTokens(torch.autograd.Function):
-    """See `score_tokens`. Where there are several chunks, the backward pass computes their logits again."""
+    """See `score_tokens`. Where there are several chunks, the backward pass computes their logits again.
+
+    With supports, columns are places in them instead of ids; what is computed there is little, and kept.
+    """
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, temperature, rows_per_chunk):
+    def forward(ctx, hidden, weight, targets, temperature, rows_per_chunk, support):
         target_logits, logprobs, entropies = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(3))
         chunks = LogitChunks(hidden, weight, temperature, rows_per_chunk)
-        whole = torch.empty_like(chunks.buffer)
+        columns = support.places if support else targets
+        whole = None if support else torch.empty_like(chunks.buffer)
+        kept = []
         for rows, logits in chunks:
-            places = targets[rows, None]
+            if support:
+                logits = support.select(logits, rows)
+            places = columns[rows, None]
             target_logits[rows] = logits.gather(-1, places)[:, 0]
-            log_p = torch.log_softmax(logits, -1, out=whole[: len(logits)])
+            log_p = torch.log_softmax(logits, -1, out=None if support else whole[: len(logits)])
             logprobs[rows] = log_p.gather(-1, places)[:, 0]
             entropies[rows] = -torch.exp(log_p, out=logits).mul_(log_p).sum(-1)
-        kept = whole if len(hidden) <= rows_per_chunk else None
-        ctx.save_for_backward(hidden, weight, targets, target_logits - logprobs, entropies, kept)
-        ctx.temperature, ctx.rows_per_chunk = temperature, rows_per_chunk
+            if support or len(hidden) <= rows_per_chunk:
+                kept.append(log_p)
+        ctx.save_for_backward(hidden, weight, columns, target_logits - logprobs, entropies, *kept)
+        ctx.temperature, ctx.rows_per_chunk, ctx.support = temperature, rows_per_chunk, support
         ctx.set_materialize_grads(False)  # an entropy that is only logged costs nothing
         return logprobs, entropies
 
     @staticmethod
     def backward(ctx, logprob_gradients, entropy_gradients):
         """With p = softmax(z), z = logits / temperature: d logprob / dz = onehot - p, dH / dz = -p (log p + H)."""
-        hidden, weight, targets, normalisers, entropies, kept = ctx.saved_tensors
+        hidden, weight, columns, normalisers, entropies, *kept = ctx.saved_tensors
         if logprob_gradients is None:
             logprob_gradients = torch.zeros_like(normalisers)
-        if kept is None:
+        if kept:
+            starts = range(0, len(hidden), ctx.rows_per_chunk)
+            log_ps = ((slice(start, start + len(log_p)), log_p) for start, log_p in zip(starts, kept, strict=True))
+        else:
             chunks = LogitChunks(hidden, weight, ctx.temperature, ctx.rows_per_chunk)
             log_ps = ((rows, logits.sub_(normalisers[rows, None])) for rows, logits in chunks)
-        else:
-            log_ps = [(slice(0, len(hidden)), kept)]
         hidden_gradient = torch.empty_like(hidden)
         weight_gradient = torch.zeros_like(weight, dtype=torch.float32)
         for rows, log_p in log_ps:
@@ -68,13 +77,15 @@ class ScoreTokens(torch.autograd.Function):
             else:
                 factor = (log_p + entropies[rows, None]).mul_(-entropy_gradients[rows, None]).sub_(of_logprob)
                 gradient = log_p.exp_().mul_(factor)
-            gradient.scatter_add_(1, targets[rows, None], of_logprob)
+            gradient.scatter_add_(1, columns[rows, None], of_logprob)
+            if ctx.support:
+                gradient = ctx.support.spread(gradient, rows, len(weight))
             if ctx.temperature != 1:
                 gradient.div_(ctx.temperature)
             gradient = gradient.to(hidden.dtype)
             torch.mm(gradient, weight, out=hidden_gradient[rows])
             add_product(weight_gradient, gradient.T, hidden[rows])
-        return hidden_gradient, weight_gradient.to(weight.dtype), None, None, None
+        return hidden_gradient, weight_gradient.to(weight.dtype), None, None, None, None
 
 
 class LogitChunks:
@@ -111,13 +122,17 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total += torch.mm(left, right, out_dtype=torch.float32)
 
 
-def score_tokens(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target and entropy (nats) under softmax(hidden weight^T / temperature).
+def score_tokens(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, support: PackedSupport | None = None
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of each target and entropy (nats) under softmax(hidden weight^T / temperature), renormalised
+    over the target's support where there are some.
 
     hidden [K, D], weight [V, D], targets int64 [K] -> float32 [K], [K]; both carry a gradient, once. At most
     `LOGITS_PER_CHUNK` logits exist at a time, and twice in memory; where that is all, they are kept for backward.
     """
-    return ScoreTokens.apply(hidden, weight, targets, temperature, max(1, LOGITS_PER_CHUNK // len(weight)))
+    rows_per_chunk = max(1, LOGITS_PER_CHUNK // len(weight))
+    return ScoreTokens.apply(hidden, weight, targets, temperature, rows_per_chunk, support)
 
 
 class Policy(nn.Module):
@@ -133,7 +148,8 @@ class Policy(nn.Module):
         self.temperature = temperature
 
     def forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        """(log-probability, entropy) of each target of `micro`, float32 [K], as sampled at `temperature`."""
+        """(log-probability, entropy) of each target of `micro`, float32 [K], as sampled: at `temperature`, and from its
+        support."""
         longest = max(micro.seq_lens)
         hidden = self.lm.base_model(
             input_ids=micro.ids,
@@ -147,7 +163,8 @@ class Policy(nn.Module):
             max_length_k=longest,
         ).last_hidden_state
         head = self.lm.get_output_embeddings()
-        return score_tokens(hidden[0, micro.target_rows], head.weight, micro.targets, self.temperature)
+        rows = hidden[0, micro.target_rows]
+        return score_tokens(rows, head.weight, micro.targets, self.temperature, micro.support)
 
 
 def load(folder: Path, temperature: float, recompute: bool = False) -> Policy:

@@ -3,6 +3,7 @@
 `plan` is a pure function of lengths, so every rank computes the same plan without talking to the others.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -11,34 +12,39 @@ import torch
 from torch import Tensor
 
 from april.learner.batch import TrainSample
+from april.support import Support
 from april.version import Version
 
+NEVER = -1e20
+"""a logit that softmax makes 0 of, and that stays finite where it is multiplied with a gradient"""
 DUMMY_TOKENS = 2
 """length of the sequence that a rank without samples runs, so that it joins the others' collectives"""
 
 
-def plan(lengths: list[int], ranks: int, budget_tokens: int, quadratic: float = 0.0) -> list[list[list[int]]]:
+def plan(
+    lengths: list[int], ranks: int, budget_tokens: int, costs: Sequence[float] | None = None
+) -> list[list[list[int]]]:
     """Split samples of `lengths` tokens into `plan[m][rank]`: the samples of that rank's micro-batch m.
 
     Every sample appears exactly once and every rank has the same number of micro-batches, some possibly empty.
     A micro-batch holds at most `budget_tokens`, except that a longer sample is alone in its own. The number of
     micro-batches is the smallest that the greedy placement reaches: longest first, each into the cheapest
-    one with room (LPT, Graham 1969). Micro-batches that run side by side have similar costs; a sample of L tokens
-    costs L + `quadratic` * L**2, the second term being attention's.
+    one with room (LPT, Graham 1969). Micro-batches that run side by side have similar sums of `costs`, one for each
+    sample: its length, if they are not given.
     """
     if not lengths:
         return []
     longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     no_two_share = sum(2 * length > budget_tokens for length in lengths)
     count = max(-(-sum(min(n, budget_tokens) for n in lengths) // (ranks * budget_tokens)), -(-no_two_share // ranks))
-    costs = [length + quadratic * length**2 for length in lengths]
+    costs = lengths if costs is None else costs
     while (bins := place(lengths, costs, longest_first, count * ranks, budget_tokens)) is None:
         count += 1
     return [bins[first : first + ranks] for first in range(0, len(bins), ranks)]
 
 
 def place(
-    lengths: list[int], costs: list[float], order: list[int], count: int, budget_tokens: int
+    lengths: list[int], costs: Sequence[float], order: list[int], count: int, budget_tokens: int
 ) -> list[list[int]] | None:
     """`count` bins sorted by cost, the costliest first; None if the samples do not fit into so few."""
     bins, tokens, cost = [[] for _ in range(count)], np.zeros(count, np.int64), np.zeros(count)
@@ -60,6 +66,37 @@ def input_tokens(sample: TrainSample) -> int:
 
 
 @dataclass(frozen=True, eq=False)
+class PackedSupport:
+    """The ids that each of K targets was drawn from, S in all, for a head that works through its logits row by row."""
+
+    ids: Tensor
+    """int32 [S], target by target"""
+    counts: Tensor
+    """int64 [K]"""
+    ends: np.ndarray
+    """int64 [K + 1]: where the ids of each target end, from 0 on; on the CPU"""
+    places: Tensor
+    """int64 [K]: each target's among its ids"""
+
+    def select(self, logits: Tensor, rows: slice) -> Tensor:
+        """[n, W]: of the `rows` of logits, [n, V], those of each one's ids in their order, and NEVER behind them."""
+        ids, inside = self.columns(rows)
+        return logits.gather(1, ids).masked_fill_(~inside, NEVER)
+
+    def spread(self, gradient: Tensor, rows: slice, vocabulary: int) -> Tensor:
+        """[n, V]: the gradient of what `select` has selected, 0 behind the ids, as that of the logits."""
+        ids, _ = self.columns(rows)
+        return gradient.new_zeros(len(gradient), vocabulary).scatter_add_(1, ids, gradient)
+
+    def columns(self, rows: slice) -> tuple[Tensor, Tensor]:
+        """int64 [n, W]: the ids of the targets `rows`, and 0 behind them; bool [n, W]: which are ids."""
+        ends = self.ends[rows.start : rows.stop + 1]
+        inside = torch.arange(int(np.diff(ends).max()), device=self.ids.device) < self.counts[rows, None]
+        ids = self.ids[ends[0] : ends[-1]].long()
+        return torch.zeros(inside.shape, dtype=torch.int64, device=ids.device).masked_scatter_(inside, ids), inside
+
+
+@dataclass(frozen=True, eq=False)
 class MicroBatch:
     """T input tokens of several sequences end to end, and the K sampled tokens that they predict."""
 
@@ -75,6 +112,8 @@ class MicroBatch:
     """int64 [K]: the input token that each sampled token is predicted from"""
     targets: Tensor
     """int64 [K]: the sampled tokens"""
+    support: PackedSupport | None = None
+    """of the sampled tokens, where the distribution was cut"""
     is_dummy: bool = False
     """stands in where a rank has no samples: K = 1, and its loss and gradient are zero"""
 
@@ -103,5 +142,23 @@ def join(samples: list[TrainSample], device: torch.device, is_dummy: bool) -> Mi
         cu_seq_lens=torch.tensor(starts, dtype=torch.int32, device=device),
         target_rows=column(rows, np.int64),
         targets=column([sample.tokens[sample.prompt_tokens :][sample.sampled] for sample in samples], np.int64),
+        support=pack_support(samples, device) if any(sample.support for sample in samples) else None,
         is_dummy=is_dummy,
+    )
+
+
+def pack_support(samples: list[TrainSample], device: torch.device) -> PackedSupport:
+    """Of their sampled tokens, which all have one; of observations, which have none. Raises ValueError."""
+    supports = [sample.support or Support.none(sample.response_tokens) for sample in samples]
+    counts = np.concatenate([support.counts[sample.sampled] for sample, support in zip(samples, supports, strict=True)])
+    ids = np.concatenate([support.ids for support in supports])
+    drawn = np.concatenate([sample.tokens[sample.prompt_tokens :][sample.sampled] for sample in samples])
+    packed = Support(counts, ids)
+    if not packed.holds(drawn):
+        raise ValueError("some sampled tokens have a support that they are not in, or none where others have one")
+    return PackedSupport(
+        ids=torch.from_numpy(ids).to(device),
+        counts=torch.from_numpy(counts.astype(np.int64)).to(device),
+        ends=np.cumsum([0, *counts], dtype=np.int64),
+        places=torch.from_numpy(packed.places(drawn)).to(device),
     )

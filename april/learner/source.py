@@ -15,6 +15,7 @@ from april import clock, wire
 from april.client import BrokerConnection, BrokerRefused
 from april.learner.batch import Batch, TrainSample
 from april.security.keys import Keys
+from april.support import Support
 
 POLL_MS = 200
 SPEAKS_S = 3.0
@@ -161,8 +162,10 @@ def is_whole(answers: list[wire.Received]) -> bool:
 
 
 def to_groups(message: wire.Batch, arrays: list[np.ndarray]) -> list[list[TrainSample]]:
-    """Put the arrays of a batch message together with what its heads say of them."""
+    """Put the arrays of a batch message together with what its heads say of them: a prompt to a group, and to each
+    sample two arrays, or four with its support."""
     groups, rest = [], iter(arrays)
+    with_support = len(arrays) == sum(1 + 4 * len(group.samples) for group in message.groups)
     for group in message.groups:
         prompt = next(rest)
         samples = [
@@ -172,6 +175,7 @@ def to_groups(message: wire.Batch, arrays: list[np.ndarray]) -> list[list[TrainS
                 logprobs=next(rest),
                 reward=head.reward,
                 segments=tuple(head.segments),
+                support=Support(next(rest), next(rest)) if with_support else None,
             )
             for head in group.samples
         ]

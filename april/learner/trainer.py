@@ -72,10 +72,9 @@ class Trainer:
         """Advantages, plan and this rank's micro-batches on its device; may run beside `step`, without other ranks."""
         began = time.perf_counter()
         prepared = self.objective.prepare(batch)
-        micro_batches = self.micro_batches(prepared)
-        targets = sum(sample.sampled_tokens for sample in prepared.samples)
-        operations = self.cost.training_step(map(input_tokens, prepared.samples), targets)
-        return ReadyBatch(prepared, micro_batches, operations, time.perf_counter() - began)
+        costs = [self.cost.of(input_tokens(sample), sample.sampled_tokens) for sample in prepared.samples]
+        micro_batches = self.micro_batches(prepared, costs)
+        return ReadyBatch(prepared, micro_batches, flops.PASSES * sum(costs), time.perf_counter() - began)
 
     def step(self, batch: Batch, ready: "ReadyBatch | None" = None) -> dict[str, float]:
         """Train on `batch`, which `ready` was made from, and return metrics, equal on all ranks but for speeds.
@@ -124,10 +123,11 @@ class Trainer:
         reached = operations / dist.get_world_size() / seconds / 1e12
         return {"tflop_per_s": reached} | ({"mfu": reached / self.peak_tflops} if self.peak_tflops else {})
 
-    def micro_batches(self, prepared: Prepared) -> list[tuple[MicroBatch, ResponseTokens | None]]:
+    def micro_batches(self, prepared: Prepared, costs: list[float]) -> list[tuple[MicroBatch, ResponseTokens | None]]:
         """This rank's micro-batches, with what the loss needs of them (None for a dummy); as many on every rank."""
         lengths = [input_tokens(sample) for sample in prepared.samples]
-        mine = [side_by_side[dist.get_rank()] for side_by_side in self.plan(lengths)]
+        planned = plan(lengths, dist.get_world_size(), self.config.learner.microbatch_tokens, costs)
+        mine = [side_by_side[dist.get_rank()] for side_by_side in planned]
         return [
             (
                 pack([prepared.samples[i] for i in indices], self.device),
@@ -135,9 +135,6 @@ class Trainer:
             )
             for indices in mine
         ]
-
-    def plan(self, lengths: list[int]) -> list[list[list[int]]]:
-        return plan(lengths, dist.get_world_size(), self.config.learner.microbatch_tokens, self.cost.quadratic)
 
     def micro_loss(self, micro: MicroBatch, tokens: ResponseTokens | None, totals: TokenTotals) -> Tensor:
         """This micro-batch's share of the loss; a dummy takes part in the collectives and weighs nothing."""

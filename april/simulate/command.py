@@ -55,14 +55,19 @@ def total(group) -> int:
     return sum(group.response_tokens)
 
 
-def calibrate(model: Path, slots: int, out: Path) -> None:
-    from april.simulate.calibrate import TorchProbe, fit, measure
+def calibrate(model: Path, slots: int, out: Path, overrides: list[str]) -> None:
+    """`overrides`: of a run, such as --worker.engine sglang; the engine is the one that its workers would make."""
+    from april.simulate.calibrate import fit, measure
 
     try:
-        probe = TorchProbe(model, slots)
+        from april.simulate.probe import make_probe
     except ImportError:
         raise ConfigError("calibrating needs torch; run `pip install 'april-rl[worker]'`") from None
-    fitted = fit(measure(probe), f"measured on the torch engine with {slots} slots")
+    probe, name = make_probe(model, slots, overrides)
+    try:
+        fitted = fit(measure(probe), f"measured on the {name} engine with {slots} slots")
+    finally:
+        probe.engine.close()
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(fitted.to_toml())
     print(fitted.describe())

@@ -15,7 +15,13 @@ class EngineCost(Section):
     decode_running_s: float = Field(ge=0, description="b: more for each running sequence (seconds)")
     decode_kv_s: float = Field(ge=0, description="c: more for each token in the KV cache (seconds)")
     prefill_s: float = Field(ge=0, description="to compute a token of context (seconds)")
+    admit_s: float = Field(0.0, ge=0, description="to take in sequences, however many at a time (seconds)")
+    request_s: float = Field(0.0, ge=0, description="more for each of them, beside its context (seconds)")
     kv_tokens: int = Field(1 << 40, ge=1, description="KV capacity (tokens)")
+
+    def context_s(self, sequences: int, tokens: int) -> float:
+        """Seconds to take in so many sequences with so many tokens of context together."""
+        return self.admit_s + self.request_s * sequences + self.prefill_s * tokens if sequences else 0.0
 
     def steps_s(self, steps: int, running: int, kv: int) -> float:
         """Seconds of `steps` decode steps, each of which adds a token of KV for each of `running` sequences."""

@@ -25,6 +25,8 @@ class Run:
     left: int
     """response tokens still to come"""
     arrives_s: float
+    sample: tuple[int, int] | None = None
+    """(group, index), by which it is known when it comes back"""
     generated: int = 0
     """in this engine, up to when it was last admitted or retracted"""
     pieces: list[tuple[Version, int]] = field(default_factory=list)
@@ -55,7 +57,10 @@ class SimulatedEngine:
         """the instant up to which its steps are counted; ahead of now while it computes context or takes weights"""
         self.steps = 0
         self.kv = 0
-        """tokens in its cache"""
+        """tokens in its cache, of what runs"""
+        self.handed_back: dict[tuple[int, int], int] = {}
+        """tokens in its cache of samples that it has handed back, the oldest first: they stay until new weights come or
+        their room is needed"""
         self.running: dict[int, Run] = {}
         self.waiting: deque[Run] = deque()
         self.next_event_s = float("inf")
@@ -65,6 +70,8 @@ class SimulatedEngine:
         """context computed"""
         self.recomputed_tokens = 0
         """of it response tokens that had been generated before"""
+        self.reused_tokens = 0
+        """context found in its cache"""
         self.retractions = 0
         self.kv_peak = 0
         self.pause_slot_s = 0.0
@@ -106,6 +113,8 @@ class SimulatedEngine:
         now = self.next_event_s
         self._count(self._planned_steps)
         self.kv_peak = max(self.kv_peak, self.kv)
+        if self.handed_back:
+            self._forget_handed_back()
         self.clock_s = now
         ended = list(self._pop_finished())
         handed_back = []
@@ -123,6 +132,7 @@ class SimulatedEngine:
         steps = self.cost.steps_until((now - self.clock_s) / self.slowdown, len(self.running), self.kv)
         self._count(max(0, steps - 1) if self.running else 0)
         lost = self._take_all_back()
+        self.handed_back.clear()
         self.clock_s, self._staged = now, None
         self._plan()
         return lost
@@ -188,6 +198,8 @@ class SimulatedEngine:
     def _take_all_back(self) -> list[Run]:
         for run in self.running.values():
             self._settle(run)
+            if run.sample:
+                self.handed_back[run.sample] = run.context
         taken = [*self.running.values(), *self.waiting]
         self.running.clear()
         self.waiting.clear()
@@ -217,15 +229,22 @@ class SimulatedEngine:
         _, version, pause_s = self._staged
         self._staged = None
         self.version = version
+        self.handed_back.clear()
         self._changes[0].append(self.steps)
         self._changes[1].append(version)
         if not self.keep_kv and self.kv:
-            pause_s += self.kv * self.cost.prefill_s * self.slowdown
+            pause_s += self.cost.context_s(len(self.running), self.kv) * self.slowdown
             self.prefilled_tokens += self.kv
             prompts = sum(run.prompt_tokens for run in self.running.values())
             self.recomputed_tokens += self.kv - prompts
         self.clock_s += pause_s
         self.pause_slot_s += pause_s * len(self.running)
+
+    def _forget_handed_back(self) -> None:
+        """What was handed back first makes room for what runs."""
+        excess = self.kv + sum(self.handed_back.values()) - self.cost.kv_tokens
+        while self.handed_back and excess > 0:
+            excess -= self.handed_back.pop(next(iter(self.handed_back)))
 
     def _retract(self) -> None:
         """If the next step does not fit, those that have generated least wait until there is room."""
@@ -248,23 +267,29 @@ class SimulatedEngine:
         heapq.heapify(self._finishes)
 
     def _admit(self, now: float) -> None:
+        admitted = context = 0
         while self.waiting and len(self.running) < self.slots and self.waiting[0].arrives_s <= now:
             run = self.waiting[0]
             room = self.cost.kv_tokens * (1 - KV_HEADROOM) - self.kv
             if run.context > room and self.running:
                 self._full = True
-                return
+                break
             self.waiting.popleft()
             waited_s = now - run.arrives_s
             if run.retracted or self._full:
                 self.kv_wait_slot_s += waited_s
             else:
                 self.transit_slot_s += waited_s
+            found = self.handed_back.pop(run.sample, 0)
             self.kv += run.context
-            self.prefilled_tokens += run.context
-            self.recomputed_tokens += run.context - run.prompt_tokens
-            self.clock_s += run.context * self.cost.prefill_s * self.slowdown
+            if self.handed_back:
+                self._forget_handed_back()
+            self.reused_tokens += found
+            self.prefilled_tokens += run.context - found
+            self.recomputed_tokens += run.context - max(run.prompt_tokens, found)
+            admitted, context = admitted + 1, context + run.context - found
             run.begun = self.steps
             self.running[run.token] = run
             heapq.heappush(self._finishes, (self.steps + run.left, run.token))
-        self._full = False if not self.waiting else self._full
+        self.clock_s += self.cost.context_s(admitted, context) * self.slowdown
+        self._full = self._full and bool(self.waiting)

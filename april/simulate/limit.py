@@ -7,7 +7,7 @@ from april.simulate.lengths import Lengths
 from april.simulate.scenario import Scenario
 
 WARM_UP_RUNS = 6
-"""responses of a slot before the measurement"""
+"""responses of a slot before the measurement, which also waits for as many decode steps as the longest takes"""
 
 
 def no_barrier_limit(scenario: Scenario) -> float:
@@ -28,12 +28,12 @@ def _engine_limit(scenario: Scenario, lengths: Lengths, slots: int, groups: iter
     for _ in range(slots):
         engine.submit(next(runs))
     ended, first = 0, None
-    while ended < WARM_UP_RUNS * slots + scenario.limit_responses:
+    while first is None or ended < first[0] + scenario.limit_responses:
         for _ in engine.wake()[0]:
             ended += 1
             run = next(runs)
             run.arrives_s = engine.clock_s
             engine.submit(run)
-        if first is None and ended >= WARM_UP_RUNS * slots:
-            first = engine.clock_s, engine.generated
-    return (engine.generated - first[1]) / (engine.clock_s - first[0])
+        if first is None and ended >= WARM_UP_RUNS * slots and engine.steps >= scenario.lengths.longest_tokens:
+            first = ended, engine.clock_s, engine.generated
+    return (engine.generated - first[2]) / (engine.clock_s - first[1])

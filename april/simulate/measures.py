@@ -1,5 +1,6 @@
 """What a simulated run is judged by, over the batches after the warm-up."""
 
+from array import array
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -31,6 +32,7 @@ class Totals:
     lost: int = 0
     prefilled: int = 0
     recomputed: int = 0
+    reused: int = 0
     retractions: int = 0
     leased_slot_s: float = 0.0
     idle_slot_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(IDLE_CAUSES, 0.0))
@@ -52,7 +54,8 @@ class TrainedStep:
     time_s: float
     tokens: int
     tokens_by_age: dict[int, int]
-    lengths: list[int]
+    lengths: array
+    """uint32, of each sample: there are a great many"""
 
 
 class Measures:
@@ -97,7 +100,7 @@ class Measures:
 
     def trained(self, step: int, groups: list[Group]) -> None:
         if step >= self.scenario.first_measured:
-            lengths = [sample.length for group in groups for sample in group.samples]
+            lengths = array("I", (sample.length for group in groups for sample in group.samples))
             ages = dict(tokens_by_age(groups, step))
             self.steps.append(TrainedStep(step, self.pipeline.now_s, sum(ages.values()), ages, lengths))
         if step == self.scenario.first_measured - 1:
@@ -126,6 +129,7 @@ class Measures:
             lost=pipeline.lost_tokens,
             prefilled=sum(engine.prefilled_tokens for engine in engines),
             recomputed=sum(engine.recomputed_tokens for engine in engines),
+            reused=sum(engine.reused_tokens for engine in engines),
             retractions=sum(engine.retractions for engine in engines),
             leased_slot_s=self._leased_slot_s,
             idle_slot_s=idle_slot_s,
@@ -157,6 +161,11 @@ class Measures:
     def recomputed_share(self) -> float:
         """Response tokens whose context was computed again, over generated tokens."""
         return self.measured.recomputed / self.measured.generated
+
+    @property
+    def reused_share(self) -> float:
+        """Of the context that arriving samples needed, what their engine had in its cache."""
+        return self.measured.reused / (self.measured.reused + self.measured.prefilled)
 
     @property
     def slot_s(self) -> float:

@@ -9,6 +9,7 @@ import numpy as np
 from april.broker.ledger import Ledger, Rules, Verdict
 from april.broker.plan import make_schedule
 from april.broker.rounds import RoundSchedule
+from april.broker.samples import Sample
 from april.broker.schedule import choose_sample
 from april.simulate.engine import Run, SimulatedEngine
 from april.simulate.measures import Measures
@@ -279,7 +280,8 @@ class Pipeline:
                 heapq.heapify(self._by_load)
 
     def _hand_out(self) -> None:
-        """Fill every engine as far as it has room, the emptiest first, as the broker's `WorkerDesk` does."""
+        """Fill every engine as far as it has room, as the broker's `WorkerDesk` does: the emptiest first, but what an
+        engine has in its cache goes there."""
         nothing_up_to, set_aside = -1, []
         newest = self.ledger.consumed
         while self._by_load and nothing_up_to < newest:
@@ -289,28 +291,36 @@ class Pipeline:
             if load != engine.load or number in self._down or (set_aside and entry == set_aside[-1]):
                 continue
             step = engine.version.step
-            if step <= nothing_up_to or not self._grant_one(engine):
+            sample = choose_sample(self.schedule, self.ledger, step) if step > nothing_up_to else None
+            if sample is None:
                 nothing_up_to = max(nothing_up_to, step)
                 set_aside.append(entry)
                 continue
-            self._replan(number)
-            self._has_room(number)
+            home = self._home(sample, step, number)
+            self._grant(sample, self.engines[home])
+            self._replan(home)
+            self._has_room(home)
+            if home != number:
+                heapq.heappush(self._by_load, entry)
         for entry in set_aside:
             heapq.heappush(self._by_load, entry)
 
-    def _grant_one(self, engine: SimulatedEngine) -> bool:
-        ledger = self.ledger
-        sample = choose_sample(self.schedule, ledger, engine.version.step)
-        if sample is None:
-            return False
+    def _home(self, sample: Sample, step: int, emptiest: int) -> int:
+        """The engine that has its prefix in cache, if it has room and is at `step`, or else the emptiest."""
+        number = self.number_of.get(sample.cached_by(step), emptiest)
+        home = self.engines[number]
+        able = number not in self._down and home.load < home.slots and home.version.step == step
+        return number if able else emptiest
+
+    def _grant(self, sample: Sample, engine: SimulatedEngine) -> None:
         group = sample.group.id
-        lease = ledger.lease(sample, engine.name, engine.version.step, INFINITY)
+        lease = self.ledger.lease(sample, engine.name, engine.version.step, INFINITY)
         left = self.lengths.of(group)[sample.index] - sample.length
         arrives_s = self.now_s + self.scenario.engines.latency_s
-        engine.submit(Run(lease.token, self.lengths.prompt_of(group), sample.length, left, arrives_s))
+        place = group, sample.index
+        engine.submit(Run(lease.token, self.lengths.prompt_of(group), sample.length, left, arrives_s, place))
         engine.load += 1
         self.handed_out += 1
-        return True
 
 
 def simulate(scenario: Scenario) -> Measures:

@@ -4,13 +4,13 @@ from april.config import Config
 
 
 def describe_groups(config: Config) -> list[str]:
-    """A line for each worker that `april run` starts; others join the same way."""
-    return [f"worker-{index}: {members(config)}" for index in range(config.worker.count)]
+    """A line for each lane of the workers that `april run` starts; others join the same way."""
+    return [f"{lane}: {members(config)}" for i in range(config.worker.count) for lane in config.lanes_of(f"worker-{i}")]
 
 
 def members(config: Config) -> str:
     engine = config.engine
-    if config.worker.engine == "sglang" and engine.weights == "broadcast":
+    if config.broadcasts_to_servers:
         size = engine.tensor_ranks
         server = f"its server's tensor-parallel ranks 0-{size - 1}" if size > 1 else "its server"
         return f"{1 + size} ranks: 0 the learner, {span(1, size)} {server}"

@@ -53,8 +53,6 @@ class InferenceServer(Protocol):
     """What takes a worker's place in its lanes. Both methods are called from the weights thread."""
 
     ranks: int
-    ready: bool
-    """whether it is up"""
 
     def join(self, invite: wire.LaneInvite) -> None:
         """Build the group. Raises RuntimeError."""
@@ -76,8 +74,11 @@ class WeightReceiver:
         device: str,
         keys: Keys | None = None,
         server: InferenceServer | None = None,
+        up: Callable[[], bool] = lambda: True,
     ):
-        self.server = server
+        """`up`: whether there is what takes weights at all; without it there is no lane, for which a learner would
+        wait."""
+        self.server, self.up = server, up
         self.config = config
         self.keys = keys
         self.uid, self.name, self.device = uid, name, device
@@ -245,11 +246,11 @@ class LearnerConnection:
         self.lane = self.group = None
 
     def _speak(self) -> None:
-        if self.lane and self.receiver.server and not self.receiver.server.ready:
+        if self.lane and not self.receiver.up():
             self._fail("its server is down")
         if self.lane:
             self._send(wire.LaneAlive(self.lane.lane))
-        elif clock.now() >= self._ask_again_at and (self.receiver.server is None or self.receiver.server.ready):
+        elif clock.now() >= self._ask_again_at and self.receiver.up():
             self._ask_again_at = clock.now() + INVITATION_S
             receiver = self.receiver
             ranks = receiver.server.ranks if receiver.server else 0

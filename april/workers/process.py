@@ -4,6 +4,7 @@ import logging
 import signal
 import sys
 import uuid
+from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 from april import clock
@@ -12,8 +13,9 @@ from april.process import REFUSED, end, log_to_stderr
 from april.security.keys import load_keys
 
 if TYPE_CHECKING:
-    from april.weights.receiver import InferenceServer
+    from april.security.keys import Keys
     from april.workers.engines.base import Engine
+    from april.workers.intake import Intake
     from april.workers.scorer import Scorer
     from april.workers.worker import Worker
 
@@ -25,7 +27,6 @@ def run_worker(config: Config, address: str, name: str) -> NoReturn:
     import torch
 
     from april.client import AccessDenied, BrokerConnection, BrokerUnreachable
-    from april.weights.receiver import WeightReceiver
     from april.workers.engines.base import EngineError
     from april.workers.worker import Worker
 
@@ -41,8 +42,7 @@ def run_worker(config: Config, address: str, name: str) -> NoReturn:
     uid = uuid.uuid4().hex
     log.info("connecting to %s", address)
     connection = BrokerConnection(address, "worker", name, uid, config.broker.patience_s, keys)
-    receiver = WeightReceiver(config.weights, uid, name, device, keys, make_server_lane(config, engine))
-    worker = Worker(config, engine, connection, receiver)
+    worker = Worker(config, engine, connection, make_intakes(config, engine, uid, name, device, keys))
     stop_at_signals(worker)
     started_at, status = clock.now(), 0
     try:
@@ -85,13 +85,26 @@ def stop_at_signals(part: "Worker | Scorer") -> None:
         signal.signal(number, lambda number, frame: part.stop(f"signal {signal.Signals(number).name}"))
 
 
-def make_server_lane(config: Config, engine: "Engine") -> "InferenceServer | None":
-    """What joins the learner's lanes in the worker's place, where the learner broadcasts to the server itself."""
-    if config.worker.engine != "sglang" or config.engine.weights != "broadcast":
-        return None
+def make_intakes(
+    config: Config, engine: "Engine", uid: str, name: str, device: str, keys: "Keys | None"
+) -> "list[Intake]":
+    """A lane to the learner for the engine, or for each server behind it; where the learner broadcasts to a server
+    itself, that takes the worker's place in its lane."""
+    from april.weights.receiver import WeightReceiver
+    from april.workers.intake import Intake, ServerIntake
+
+    if config.worker.engine == "torch":
+        return [Intake(engine, WeightReceiver(config.weights, uid, name, device, keys))]
+
     from april.workers.engines.sglang_lane import ServerLane
 
-    return ServerLane(engine, config.engine.tensor_ranks)
+    intakes = []
+    for lane, part in zip(config.lanes_of(name), engine.parts, strict=True):
+        server = ServerLane(part, config.engine.tensor_ranks) if config.broadcasts_to_servers else None
+        up = partial(getattr, part, "ready")
+        receiver = WeightReceiver(config.weights, f"{uid}-{lane}", lane, device, keys, server, up)
+        intakes.append(ServerIntake(part, receiver))
+    return intakes
 
 
 def make_engine(config: Config, device: str, name: str) -> "Engine":
@@ -115,6 +128,7 @@ def make_engine(config: Config, device: str, name: str) -> "Engine":
             device=device,
             chunk_tokens=config.worker.chunk_tokens,
             chunk_s=config.worker.chunk_s,
+            keep_cache=config.engine.pause == "in_place",
         )
     except EngineError as error:
         raise ConfigError(f"key 'model.path' = {str(config.model.path)!r} cannot be used: {error}") from None

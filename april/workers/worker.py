@@ -15,8 +15,9 @@ from april.client import HEARTBEAT_S, BrokerConnection
 from april.config import Config
 from april.data.tokenizer import Tokenizer
 from april.environments.turns import Observed, Turns
-from april.weights.receiver import WeightReceiver
+from april.version import Version
 from april.workers.engines.base import Chunk, Engine, EngineError, Request
+from april.workers.intake import Intake
 from april.workers.rewards.messages import GroupScore, Score
 from april.workers.scoring import Scoring, closing
 
@@ -75,12 +76,13 @@ class Work:
 
 
 class Worker:
-    def __init__(self, config: Config, engine: Engine, connection: BrokerConnection, receiver: WeightReceiver):
+    def __init__(self, config: Config, engine: Engine, connection: BrokerConnection, intakes: list[Intake]):
+        """`intakes`: of the engine, or one for each of the servers behind it."""
         self.config = config
         self.engine = engine
         self.engine.beat = self._heartbeat
         self.connection = connection
-        self.receiver = receiver
+        self.intakes = intakes
         self.tokenizer = Tokenizer(config.model.path)
         self.turns = Turns(config, self.tokenizer)
         self.scoring = Scoring(config, self.tokenizer, at_once=config.reward.where == "worker")
@@ -92,6 +94,7 @@ class Worker:
         self._next_heartbeat = 0.0
         self._next_renewal = 0.0
         self._busy_since: float | None = None
+        self._reported_version: Version | None = None
         self._reported_room: int | None = None
         """of the engine, in requests; None where it has no weights"""
 
@@ -147,7 +150,7 @@ class Worker:
         self.renew_s, self.watermark = welcome.renew_s, max(self.watermark, welcome.watermark)
         for token in welcome.lost:
             self._drop(token)
-        self.receiver.connect(welcome.weights_address, welcome.weights_key)
+        self._connect_intakes(welcome.weights_address, welcome.weights_key)
         if self.engine.version is not None:
             self._report_holding(0.0)
         self._hand_back_aborted()
@@ -171,7 +174,8 @@ class Worker:
         self.turns.close()
         self.connection.close()
         self.engine.close()
-        self.receiver.close()
+        for intake in self.intakes:
+            intake.receiver.close()
 
     def _heartbeat(self) -> None:
         now = clock.now()
@@ -209,7 +213,7 @@ class Worker:
                     if not self._is_handed_over(token):
                         self._drop(token)
             case wire.WeightsAt():
-                self.receiver.connect(message.address, message.key)
+                self._connect_intakes(message.address, message.key)
             case wire.Stop():
                 self.stop(message.reason)
             case wire.Refused() if self.connection.is_disowned(received):
@@ -251,6 +255,8 @@ class Worker:
             temperature=grant.temperature,
             top_p=grant.top_p,
             top_k=grant.top_k,
+            min_p=grant.min_p,
+            with_support=grant.is_cut and not grant.evaluation,
             stop_token_ids=self.turns.stops,
         )
         try:
@@ -274,7 +280,8 @@ class Worker:
         work.append(chunk.tokens)
         if ended and self.turns.is_over(work.turn):
             ended = "" if work.left else "length"
-        self._send(work, wire.Chunk(chunk.id, start, chunk.version, ended), [chunk.tokens, chunk.logprobs])
+        support = [chunk.support.counts, chunk.support.ids] if chunk.support else []
+        self._send(work, wire.Chunk(chunk.id, start, chunk.version, ended), [chunk.tokens, chunk.logprobs, *support])
         if chunk.finish_reason and not ended:
             self._go_on(work)
 
@@ -356,26 +363,18 @@ class Worker:
 
     # --- weights and the record -----------------------------------------------------------------------------
 
+    def _connect_intakes(self, address: str, key: str) -> None:
+        for intake in self.intakes:
+            intake.receiver.connect(address, key)
+
     def _take_weights(self) -> None:
-        if self.engine.version is None and self.receiver.held is not None and self.engine.ready:
-            self.receiver.forget()
-        staged = self.receiver.take() if self.engine.ready else None
-        if staged is None:
-            return
-        try:
-            if staged.manifest:
-                self.engine.load_broadcast(staged.version, staged.manifest, staged.post)
-            else:
-                self.engine.load_weights(staged.version, staged.tensors)
-        except EngineError as error:
-            log.error("weights %s were not loaded: %s", staged.version, error)
-            self.receiver.refuse(str(error))
-            return
-        self.receiver.loaded(staged.version)
-        self._report_holding(clock.now() - staged.started_at)
+        for intake in self.intakes:
+            loaded_in_s = intake.load()
+            if loaded_in_s is not None and self.engine.version is not None:
+                self._report_holding(loaded_in_s)
 
     def _report_holding(self, loaded_in_s: float) -> None:
-        self._reported_room = self.engine.capacity
+        self._reported_version, self._reported_room = self.engine.version, self.engine.capacity
         capacity = self.engine.capacity + self.config.worker.prefetch
         self.connection.send(wire.Holding(self.engine.version, capacity, loaded_in_s))
 
@@ -388,7 +387,7 @@ class Worker:
             self._report_holding(0.0)
         else:
             self._reported_room = None
-            self.connection.send(wire.Holding(self.receiver.held, 0))
+            self.connection.send(wire.Holding(self._reported_version, 0))
 
     def _open_span(self) -> None:
         now = clock.now()

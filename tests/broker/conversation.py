@@ -99,7 +99,9 @@ class FakeWorker(Peer):
 
     def chunk(self, grant, start, count, finish_reason="", version=None):
         message = wire.Chunk(grant.token, start, version or self.version, finish_reason)
-        self.say(message, chunk_arrays(start, count))
+        arrays = chunk_arrays(start, count)
+        cut = self.conversation.config.sampling.is_cut and not grant.evaluation
+        self.say(message, [*arrays, *support_arrays(arrays[0])] if cut else arrays)
 
     def complete(self, grant, count=4, reward=1.0):
         self.chunk(grant, 0, count, "stop")
@@ -154,6 +156,12 @@ class FakeLearner(Peer):
 def chunk_arrays(start, count):
     """(ids, logprobs) of tokens `start` to `start + count` of some response."""
     return np.arange(start, start + count, dtype="i4") % 40 + 2, np.full(count, -0.5, "f4")
+
+
+def support_arrays(ids):
+    """(counts, support ids): the first token as if drawn from itself alone, the next from one id more, and so on."""
+    rows = [[0] * place + [token] for place, token in enumerate(ids.tolist())]
+    return np.array([len(row) for row in rows], "i4"), np.array([one for row in rows for one in row], "i4")
 
 
 def training(grants):

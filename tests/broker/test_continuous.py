@@ -16,7 +16,7 @@ N, GROUP_SIZE, STALENESS = 2, 2, 1
 class Run:
     """Batches of 2 groups of 2, staleness at most 1; whoever leases may finish whenever the test says so."""
 
-    def __init__(self, prompts=1000, in_flight=100, **section):
+    def __init__(self, prompts=1000, in_flight=100, longest=1000, **section):
         self.section = ScheduleSection(
             kind="continuous",
             rollout_batch_size=N,
@@ -27,7 +27,7 @@ class Run:
         )
         self.prompts = NumberedPrompts(prompts, 1)
         self.schedule = make_schedule(self.section, self.prompts)
-        self.ledger = Ledger(Rules(N, GROUP_SIZE, STALENESS))
+        self.ledger = Ledger(Rules(N, GROUP_SIZE, STALENESS, max_response_tokens=longest))
         self.ledger.start_learner(0)
         self.schedule.advance(self.ledger)
 
@@ -165,3 +165,13 @@ def test_a_learner_from_an_older_checkpoint_gets_its_batches_again_before_a_new_
     assert run.ledger.next_step == 2
     run.consume()
     assert run.ledger.next_step == 3
+
+
+@pytest.mark.parametrize(("longest", "batches"), [(3, 1), (4, 5 / 3), (1000, 2)])
+def test_beside_one_batch_that_waits_only_what_stragglers_hold_up_anyway_is_opened(longest, batches):
+    """8 responses of 3 tokens in flight, 4 in a batch: beside the longest, 8 * longest / 12 batches complete."""
+    run = Run(in_flight=8, longest=longest)
+    run.finish(*run.fill()[:4])
+    assert run.schedule.backlog(run.ledger) == 2, "nothing is trained yet"
+    run.consume()
+    assert run.schedule.backlog(run.ledger) == pytest.approx(batches)

@@ -62,6 +62,58 @@ def test_a_lost_sample_is_granted_before_other_partials_with_its_tokens(talk, wo
     assert first.max_new_tokens == second.max_new_tokens == 19
 
 
+@pytest.fixture
+def two(config_file):
+    """(conversation, two workers): each had three samples, of which `left` has generated 5 tokens; all are back."""
+    talk = Conversation(configuration.load(config_file, [*CONTINUOUS, "--evaluation.prompts", "1"]))
+    right, left = (FakeWorker(talk, name) for name in ("right", "left"))
+    talk.ledger.start_drain()
+    for worker in (right, left):
+        worker.join()
+    talk.ledger.end_drain()
+    talk.tick()
+    talk.ledger.start_drain()
+    for worker in (right, left):
+        for grant in worker.grants():
+            if worker is left and not grant.evaluation:
+                worker.chunk(grant, 0, 5)
+            worker.say(wire.GiveBack(grant.token, 5 * (worker is left and not grant.evaluation), "abort"))
+    talk.ledger.end_drain()
+    return talk, right, left
+
+
+def samples(grants):
+    return [(grant.group, grant.index) for grant in grants if not grant.evaluation]
+
+
+def test_a_partial_goes_back_to_the_worker_that_has_its_prefix_in_cache(two):
+    talk, right, left = two
+    partials = [s for group in talk.ledger.open_groups() for s in group.samples if s.length]
+    talk.tick()
+    assert samples(left.grants()) == [(s.group.id, s.index) for s in partials] and len(partials) == 3
+    assert len(samples(right.grants())) == 3
+    assert talk.ledger.resumed == {"cached": 15}
+
+
+def test_a_partial_does_not_wait_for_a_worker_without_room_or_one_that_has_gone(two):
+    talk, right, left = two
+    left.hold(0, capacity=1)
+    assert len(samples(left.grants())) == 1 and len(samples(right.grants())) == 5
+    assert talk.ledger.resumed == {"cached": 5, "moved": 10}
+    left.say(wire.Goodbye())
+    assert len(samples(right.grants())) == 1
+    assert talk.ledger.resumed == {"cached": 5, "moved": 15}
+
+
+def test_new_weights_and_failures_leave_no_prefix_in_a_cache(two):
+    talk, _, left = two
+    (sample, *_) = (s for group in talk.ledger.open_groups() for s in group.samples if s.length)
+    assert (sample.cached_by(0), sample.cached_by(1)) == (left.uid, "")
+    lease = talk.ledger.lease(sample, left.uid, 0, float("inf"))
+    talk.ledger.end_lease(lease.token, "lost")
+    assert sample.cached_by(0) == ""
+
+
 def test_generation_goes_on_while_the_learner_has_a_batch_until_the_bound_is_reached(talk, worker, learner):
     work_until(worker, lambda: talk.ledger.next_step == 1)
     assert status(talk.service, talk.now)["phase"] == "generating, training"

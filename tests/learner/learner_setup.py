@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from april.config import Config
 from april.learner.batch import Batch, TrainSample, encode
+from april.support import Support
 from april.version import Version
 
 VOCAB = 23
@@ -68,8 +69,9 @@ def near_policy(batch: Batch, policy: Path, rng, temperature: float = 0.7) -> Ba
     def rescored(sample):
         with torch.no_grad():
             exact = scorer.sample_logprobs(sample).numpy()
-        noisy = (exact + rng.normal(0, 0.3, len(exact))).astype(np.float32)
-        return TrainSample(sample.tokens, sample.prompt_tokens, noisy, sample.reward, sample.segments)
+        noisy = np.zeros(sample.response_tokens, np.float32)
+        noisy[sample.sampled] = exact + rng.normal(0, 0.3, len(exact))
+        return replace(sample, logprobs=noisy)
 
     return Batch(batch.step, [[rescored(sample) for sample in group] for group in batch.groups])
 
@@ -126,6 +128,20 @@ def batch_in_turns(policy: Path) -> Batch:
 
     groups = stale_batch(policy).groups
     return Batch(6, [[interrupted(place, sample) for place, sample in enumerate(group)] for group in groups])
+
+
+def cut_batch(policy: Path) -> Batch:
+    """The batch in turns as if each token of the policy had been drawn from 1 to 12 ids."""
+    rng, turns = np.random.default_rng(13), batch_in_turns(policy)
+
+    def cut(sample):
+        rows, drawn = [np.zeros(0, np.int32)] * sample.response_tokens, sample.tokens[sample.prompt_tokens :]
+        for place in sample.sampled:
+            others = rng.permutation(np.delete(np.arange(VOCAB, dtype=np.int32), drawn[place]))
+            rows[place] = rng.permutation(np.append(others[: rng.integers(0, 12)], drawn[place]))
+        return replace(sample, support=Support.of(rows))
+
+    return near_policy(Batch(6, [[cut(sample) for sample in group] for group in turns.groups]), policy, rng)
 
 
 class Diary:

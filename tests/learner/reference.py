@@ -215,10 +215,26 @@ class ReferenceLearner:
 
     def of_response(self, logits, sample) -> Scored:
         first, last = sample.prompt_tokens, len(sample.tokens)
-        distribution = torch.log_softmax(logits[first - 1 : last - 1] / self.settings.temperature, dim=-1)
+        logits, drawable = (
+            logits[first - 1 : last - 1] / self.settings.temperature,
+            self.drawable(sample, logits.shape[-1]),
+        )
+        distribution = torch.log_softmax(logits.masked_fill(~drawable, -torch.inf), dim=-1)
         response = torch.tensor(sample.tokens[first:].astype("int64"))
         chosen, places = distribution[torch.arange(len(response)), response], sampled(sample)
-        return Scored(chosen[places], -(distribution.exp() * distribution).sum(-1)[places])
+        surprise = -distribution.masked_fill(~drawable, 0)
+        return Scored(chosen[places], (distribution.exp() * surprise).sum(-1)[places])
+
+    def drawable(self, sample, vocabulary: int) -> torch.Tensor:
+        """[R, V]: what each response token could have been: anything, or what a cut of the distribution had left."""
+        response = len(sample.tokens) - sample.prompt_tokens
+        drawable, at = torch.ones(response, vocabulary, dtype=torch.bool), 0
+        for place, count in enumerate(sample.support.counts.tolist() if sample.support else []):
+            if count:
+                drawable[place] = False
+                drawable[place, torch.tensor(sample.support.ids[at : at + count].astype("int64"))] = True
+            at += count
+        return drawable
 
     def sample_logprobs(self, sample) -> torch.Tensor:
         """[K]: log-probability of each token that was sampled."""

@@ -9,7 +9,7 @@ from learner_setup import VOCAB, make_config, make_sample, settings
 from reference import ReferenceLearner
 
 from april.learner import model
-from april.learner.attention import PackedAttentionError, packed_attention
+from april.learner.attention import PackedAttentionError, each_sequence, packed_attention, variable_length
 from april.learner.model import load, score_tokens
 from april.learner.packing import pack
 
@@ -56,6 +56,33 @@ def test_later_tokens_do_not_reach_earlier_ones(policy, samples):
         before, after = (policy(m)[0] for m in (micro, replace(micro, ids=changed)))
     torch.testing.assert_close(before[:20], after[:20])
     assert not torch.allclose(before[20:], after[20:])
+
+
+def whole_heads(query, key, value, starts, _, longest, __, *, scale, window_size):
+    """`varlen_attn` of torch 2.11, which wants as many key heads as query heads, on the CPU."""
+    assert query.shape == key.shape == value.shape
+    assert (window_size, longest) == ((-1, 0), max(starts.diff()))
+    heads_first = (tensor.transpose(0, 1)[None].float() for tensor in (query, key, value))
+    return each_sequence(*heads_first, starts.diff().tolist(), scale)[0].to(query.dtype)
+
+
+def grouped_heads(query, key, value, *places, enable_gqa=False, **options):
+    """`varlen_attn` of later versions."""
+    assert enable_gqa == (query.shape[1] != key.shape[1])
+    repeats = query.shape[1] // key.shape[1]
+    return whole_heads(query, *(part.repeat_interleave(repeats, 1) for part in (key, value)), *places, **options)
+
+
+@pytest.mark.parametrize("varlen_attn", [whole_heads, grouped_heads])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_one_variable_length_call_equals_a_call_a_sequence(monkeypatch, varlen_attn, kv_heads):
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+    lengths, starts = [3, 1, 5], torch.tensor([0, 3, 4, 9], dtype=torch.int32)
+    query, key, value = (torch.randn(1, heads, 9, 8, dtype=torch.bfloat16) for heads in (4, kv_heads, kv_heads))
+    found = variable_length(query, key, value, starts, max(lengths), 0.3)
+    torch.testing.assert_close(
+        found.float(), each_sequence(query.float(), key.float(), value.float(), lengths, 0.3), atol=0.01, rtol=0.01
+    )
 
 
 def test_padding_rows_and_caches_are_refused(policy):

@@ -1,11 +1,14 @@
 """A batch crosses ranks unchanged, and a sample whose parts disagree is refused."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch.distributed as dist
 from learner_setup import make_sample
 
 from april.learner.batch import Batch, TrainSample, decode, encode, share_batch
+from april.support import Support
 from april.version import Version
 
 
@@ -16,6 +19,10 @@ def assert_equal(ours: Batch, theirs: Batch):
         assert one.tokens.dtype == np.int32 and np.array_equal(one.tokens, other.tokens)
         assert one.logprobs.dtype == np.float32 and np.array_equal(one.logprobs, other.logprobs)
         assert (one.prompt_tokens, one.reward, one.segments) == (other.prompt_tokens, other.reward, other.segments)
+        assert (one.support is None) == (other.support is None)
+        if one.support:
+            assert one.support.counts.tolist() == other.support.counts.tolist()
+            assert one.support.ids.tolist() == other.support.ids.tolist()
 
 
 def test_a_batch_survives_encoding_with_segments_and_groups_of_any_size():
@@ -29,6 +36,16 @@ def test_a_batch_survives_encoding_with_segments_and_groups_of_any_size():
     )
     batch = Batch(7, [[make_sample(rng, 2, 3, 1.0), resumed], [], [make_sample(rng, 1, 1, -0.5)]])
     assert_equal(decode(encode(batch)), batch)
+    assert b"support" not in encode(batch), "what has no supports has no column for them"
+
+
+def test_supports_survive_encoding_with_tokens_that_have_none():
+    rng = np.random.default_rng(0)
+    supports = [Support(np.array([2, 0, 1], "i4"), np.array([3, 4, 5], "i4")), Support.none(0), Support.none(2)]
+    samples = [replace(make_sample(rng, 2, len(one.counts), 1.0), support=one) for one in supports]
+    assert_equal(decode(encode(Batch(7, [samples[:2], samples[2:]]))), Batch(7, [samples[:2], samples[2:]]))
+    with pytest.raises(ValueError, match="1 of 2 samples have a support"):
+        encode(Batch(7, [[samples[0], make_sample(rng, 2, 3, 1.0)]]))
 
 
 def test_sharing_gives_the_batch_or_none(one_rank):
@@ -44,3 +61,7 @@ def test_a_sample_whose_parts_disagree_is_refused():
         TrainSample(tokens, 2, np.zeros(2, np.float32), 0.0, ())
     with pytest.raises(ValueError, match="at least 1 prompt token"):
         TrainSample(tokens, 0, np.zeros(5, np.float32), 0.0, ())
+    for counts, ids in (([1, 1], [2, 2]), ([1, 1, 2], [2, 2, 2]), ([2, -1, 2], [2, 2, 2])):
+        support = Support(np.array(counts, np.int32), np.array(ids, np.int32))
+        with pytest.raises(ValueError, match=f"a support of {len(counts)} counts and {len(ids)} ids for 3 response"):
+            TrainSample(tokens, 2, np.zeros(3, np.float32), 0.0, (), support)

@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 import torch
-from learner_setup import batch_in_turns, make_config, settings, stale_batch
+from learner_setup import batch_in_turns, cut_batch, make_config, settings, stale_batch
 from reference import ReferenceLearner
 
 from april.config.checks import check_algorithm
@@ -108,6 +108,11 @@ def pair_in_turns(lone_rank, policy_folder, tmp_path_factory):
     return Pair(policy_folder, tmp_path_factory.mktemp("turns"), batch_in_turns(policy_folder))
 
 
+@pytest.fixture(scope="module")
+def pair_cut(lone_rank, policy_folder, tmp_path_factory):
+    return Pair(policy_folder, tmp_path_factory.mktemp("cut"), cut_batch(policy_folder))
+
+
 @pytest.mark.parametrize("correction", CORRECTIONS)
 @pytest.mark.parametrize("loss", [name for name in LOSSES if name != "ppo dual"])
 def test_every_algorithm_with_every_correction_and_normalisation(pair, loss, correction):
@@ -134,6 +139,14 @@ def test_observations_count_in_nothing(pair_in_turns, loss):
     samples = pair_in_turns.batch.samples
     sampled = sum(end - start for sample in samples for start, end, _ in sample.segments)
     assert metrics["tokens"] == sampled < sum(sample.response_tokens for sample in samples)
+
+
+@pytest.mark.parametrize("loss", ["ppo", "gspo", "cispo"])
+def test_tokens_of_a_cut_distribution_are_scored_within_what_was_left_of_it(pair_cut, loss):
+    """Log-probability, entropy and divergence are renormalised over each token's support; observations have none."""
+    regularised = {"kl_coef": 0.1, "entropy_coef": 0.05, "behaviour_coef": 0.3}
+    for budget, correction in zip(BUDGETS, ("clip", "truncated_sequence", "decoupled"), strict=True):
+        pair_cut.compare(budget, (regularised if budget != 60 else {}) | LOSSES[loss] | CORRECTIONS[correction])
 
 
 def test_no_gradient_comes_from_the_prediction_of_an_observation(pair_in_turns):

@@ -1,15 +1,17 @@
 """The plan's promises for any lengths, and what a packed micro-batch holds."""
 
+from dataclasses import replace
+
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from learner_setup import make_sample
 
 from april.learner.packing import input_tokens, pack, plan
+from april.support import Support
 
-QUADRATIC = 1 / 3000
-"""attention costs as much as the rest at 3,000 tokens"""
 lengths_of_samples = st.lists(st.integers(1, 300), max_size=60)
 
 
@@ -33,11 +35,12 @@ def test_the_plan_is_a_pure_function_and_no_pass_is_without_work(lengths, ranks,
 def test_long_tailed_lengths_reach_the_fewest_passes_with_balanced_ranks():
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(np.log(128), 1, 1024), 1, 2048).astype(int).tolist()
-    planned = plan(lengths, 8, 4096, QUADRATIC)
+    costs = [length + length**2 / 3000 for length in lengths]
+    planned = plan(lengths, 8, 4096, costs)
     assert len(planned) == -(-sum(lengths) // (8 * 4096))
     for side_by_side in planned:
-        costs = [sum(lengths[i] + QUADRATIC * lengths[i] ** 2 for i in indices) for indices in side_by_side]
-        assert max(costs) / np.mean(costs) < 1.02
+        of_ranks = [sum(costs[i] for i in indices) for indices in side_by_side]
+        assert max(of_ranks) / np.mean(of_ranks) < 1.02
 
 
 def test_a_micro_batch_points_each_response_token_at_the_input_it_follows():
@@ -57,3 +60,18 @@ def test_without_samples_a_rank_runs_a_dummy_that_weighs_nothing():
     assert micro.is_dummy
     assert len(micro.targets) == 1
     assert micro.ids.shape == (1, 2)
+
+
+def test_supports_are_those_of_the_sampled_tokens_and_hold_them():
+    rng, cpu = np.random.default_rng(3), torch.device("cpu")
+    one, other = make_sample(rng, 2, 1, 1.0), make_sample(rng, 3, 2, 1.0)
+    first, (second, third) = one.tokens[2], other.tokens[3:]
+    one = replace(one, support=Support(np.array([2], "i4"), np.array([99, first], "i4")))
+    other = replace(other, support=Support(np.array([1, 3], "i4"), np.array([second, third, 98, 99], "i4")))
+    support = pack([one, other], cpu).support
+    assert support.ids.tolist() == [99, first, second, third, 98, 99]
+    assert (support.counts.tolist(), support.ends.tolist()) == ([2, 1, 3], [0, 2, 3, 6])
+    assert support.places.tolist() == [1, 0, 0] and pack([], cpu).support is None
+    for amiss in (None, Support.none(2), Support(np.array([1, 1], "i4"), np.array([second, 98], "i4"))):
+        with pytest.raises(ValueError, match="support that they are not in, or none where others have one"):
+            pack([one, replace(other, support=amiss)], cpu)

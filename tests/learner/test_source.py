@@ -10,7 +10,7 @@ import pytest
 from april import wire
 from april.client import BrokerUnreachable
 from april.learner.background import in_background
-from april.learner.source import BrokerSource, is_whole
+from april.learner.source import BrokerSource, is_whole, to_groups
 
 
 def part(first, total, tokens):
@@ -81,6 +81,14 @@ def test_a_batch_is_whole_when_every_group_of_it_is_there():
     assert not is_whole([part(0, 2, [5])])
     assert is_whole([part(0, 2, [5]), part(1, 2, [6, 7])])
     assert is_whole([wire.Received(wire.Finished("all steps are done"), [])])
+
+
+def test_four_arrays_to_a_sample_are_its_tokens_and_their_supports():
+    one = part(0, 1, [5, 6])
+    whole = to_groups(one.message, one.arrays)[0][0]
+    [[cut]] = to_groups(one.message, [*one.arrays, np.array([2, 1], "i4"), np.array([5, 7, 6], "i4")])
+    assert whole.support is None and whole.tokens.tolist() == cut.tokens.tolist() == [9, 5, 6]
+    assert (cut.support.counts.tolist(), cut.support.ids.tolist()) == ([2, 1], [5, 7, 6])
 
 
 def says_batch(broker):

@@ -2,9 +2,15 @@
 
 import re
 
+import numpy as np
+import orjson
 import pytest
 
+from april.broker.events import ChunkAccepted, GroupOpened, Leased
+from april.broker.journal import Journal
 from april.data.tokenizer import Tokenizer
+from april.support import Support
+from april.wire import CHUNK_ARRAYS
 from tests.run.processes import APRIL, Job, assert_closed, steps_recorded, wait_until
 from tests.run.test_environments import assert_every_answer_fits_its_turn
 
@@ -32,42 +38,82 @@ def run_dir(tmp_path):
     return tmp_path / "runs" / "small"
 
 
-def test_a_killed_server_is_started_again_and_the_run_comes_to_its_end(run, run_dir):
-    """The learner's broadcast goes to the server itself, also to the new one; the worker keeps its process."""
-    job = run("--engine.weights", "broadcast", "--sampling.max_response_tokens", "120", "--schedule.max_steps", "6")
+def test_killed_servers_are_started_again_and_the_run_comes_to_its_end(run, run_dir):
+    """The learner's broadcast goes to the two servers themselves, also to new ones; the worker keeps its process."""
+
+    def worker_log():
+        return (run_dir / "logs/worker-0.log").read_text()
+
+    job = run("--engine.weights", "broadcast", "--engine.servers", "2", "--sampling.max_response_tokens", "120",
+              "--schedule.max_steps", "10")  # fmt: skip
     wait_until(lambda: steps_recorded(run_dir) >= 2, job, PATIENCE_S)
+    job.kill("sglang.launch_server")
+    wait_until(lambda: " ERROR the SGLang server" in worker_log(), job, PATIENCE_S)
     job.kill("sglang.launch_server")
     assert job.wait(PATIENCE_S) == 0, job.output
     found = assert_closed(run_dir)
-    worker_log = (run_dir / "logs/worker-0.log").read_text()
-    assert found["steps"] == 6 and found["state"] == "finished" and "restart" not in job.output
-    assert "the SGLang server serves again" in worker_log
-    assert len(re.findall(r"tensors are those that were sent", worker_log)) >= 2, "compared on every new server"
+    assert found["steps"] == 10 and found["state"] == "finished" and "restart" not in job.output
+    assert "the SGLang server serves again" in worker_log()
+    compared = len(re.findall(r"tensors are those that were sent", worker_log()))
+    assert compared >= 3, "on each server, and on every new one"
     assert found["tokens"]["refused"] == 0 and not found["tokens"]["discarded"]
     assert job.descendants() == []
 
 
-def test_options_of_the_server_pass_through(run, run_dir):
+def test_options_of_the_server_pass_through_and_little_memory_loses_nothing(run, run_dir):
+    """Its cache holds fewer than it lets in: some requests are retracted and go on later."""
     options = {"schedule_policy": "fcfs", "disable_radix_cache": "true", "disable_overlap_schedule": "true",
-               "chunked_prefill_size": "64", "stream_interval": "4"}  # fmt: skip
+               "chunked_prefill_size": "64", "max_total_tokens": "160",
+               "schedule_conservativeness": "0.01"}  # fmt: skip
     flags = [word for name, value in options.items() for word in (f"--engine.server.{name}", value)]
-    job = run("--engine.weights", "tensor", "--engine.pause", "retract", "--engine.stream_tokens", "1", *flags)
+    job = run("--engine.weights", "tensor", "--engine.pause", "retract", "--engine.stream_tokens", "1",
+              "--sampling.max_response_tokens", "60", *flags)  # fmt: skip
     assert job.wait(PATIENCE_S) == 0, job.output
     found = assert_closed(run_dir)
     server_log = (run_dir / "logs/worker-0-sglang.log").read_text()
     for setting in ("'disable_radix_cache': True", "'disable_overlap_schedule': True", "'chunked_prefill_size': 64"):
         assert setting in server_log
-    assert found["steps"] == 4 and found["state"] == "finished"
+    assert "Retract requests" in server_log
+    assert found["steps"] == 4 and found["state"] == "finished" and not found["tokens"]["discarded"]
 
 
 def test_an_environment_answers_the_turns_that_the_server_generates(run, run_dir, policy_folder):
+    """And each token is drawn from a part of the distribution, on which learner and server agree."""
     in_turns = ["--environment.name", "tests.environments.games:count", "--environment.turn_ends", '[","]']
-    job = run(*in_turns, "--environment.max_turn_tokens", "6", "--engine.stream_tokens", "4")
+    cut = ["--sampling.top_k", "8", "--sampling.top_p", "0.95", "--sampling.temperature", "1.2"]
+    all_trained = ["--algorithm.entropy_coef", "0.01"]
+    job = run(*in_turns, *cut, *all_trained, "--environment.max_turn_tokens", "6", "--engine.stream_tokens", "4")
     assert job.wait(PATIENCE_S) == 0, job.output
     found = assert_closed(run_dir)
     assert found["steps"] == 4 and found["state"] == "finished" and not found["tokens"]["discarded"]
     _, observed = assert_every_answer_fits_its_turn(run_dir, Tokenizer(policy_folder))
     assert observed > 20
+    assert 1 < mean_support(run_dir) < 8
+    learner = [orjson.loads(line)["learner"] for line in (run_dir / "metrics.jsonl").read_bytes().splitlines()]
+    apart = [step["k3_age_0"] for step in learner if "k3_age_0" in step]
+    assert apart and max(apart) < 1e-7
+
+
+def mean_support(run_dir):
+    """Ids to a training token, each of which is among its own."""
+    journal, evaluated, holders, counts = Journal(run_dir / "journal"), set(), {}, []
+    for event, reference in journal.replay():
+        if isinstance(event, GroupOpened) and event.evaluation:
+            evaluated.add(event.group)
+        elif isinstance(event, Leased):
+            holders[event.token] = event.group
+        elif isinstance(event, ChunkAccepted):
+            _, arrays = journal.read(reference)
+            if holders[event.token] in evaluated:
+                assert len(arrays) == 2
+            else:
+                ids, _, *support = (
+                    np.frombuffer(data, dtype) for dtype, (_, data) in zip(CHUNK_ARRAYS, arrays, strict=True)
+                )
+                assert Support(*support).holds(ids)
+                counts += support[0].tolist()
+    journal.close()
+    return sum(counts) / len(counts)
 
 
 def test_a_server_that_cannot_start_ends_the_run_with_its_own_words(run):

@@ -8,7 +8,9 @@ from april.simulate.costs import EngineCost
 from april.simulate.engine import Run, SimulatedEngine
 from april.version import Version
 
-COST = EngineCost(decode_base_s=5e-3, decode_running_s=1e-4, decode_kv_s=1e-6, prefill_s=1e-5)
+COST = EngineCost(
+    decode_base_s=5e-3, decode_running_s=1e-4, decode_kv_s=1e-6, prefill_s=1e-5, admit_s=1e-3, request_s=2e-3
+)
 
 
 def run_until_idle(engine):
@@ -48,9 +50,12 @@ def test_it_ends_samples_when_an_engine_that_takes_every_step_would(requests):
         if not running:
             clock = max(clock, waiting[0][1][2])
         while waiting and len(running) < 3 and waiting[0][1][2] <= clock:
-            token, (prompt, left, _) = waiting.pop(0)
-            running[token] = [prompt, left]
-            clock += prompt * COST.prefill_s
+            now, together = clock, []
+            while waiting and len(running) < 3 and waiting[0][1][2] <= now:
+                token, (prompt, left, _) = waiting.pop(0)
+                running[token] = [prompt, left]
+                together.append(prompt)
+            clock += COST.context_s(len(together), sum(together))
         clock += COST.steps_s(1, len(running), sum(kv for kv, _ in running.values()))
         for state in running.values():
             state[0] += 1
@@ -64,11 +69,11 @@ def test_new_weights_split_a_sample_and_stop_the_engine_for_a_moment():
     engine = SimulatedEngine("e", COST, slots=2)
     engine.submit(Run(1, 0, 0, 10, 0.0))
     engine.wake()
-    three_steps_s = COST.steps_s(3, 1, 0)
-    engine.load_weights(Version(0, 1), three_steps_s - 1e-6, pause_s=0.5)
+    taken_in_s, three_steps_s = engine.clock_s, COST.steps_s(3, 1, 0)
+    engine.load_weights(Version(0, 1), taken_in_s + three_steps_s - 1e-6, pause_s=0.5)
     ((end_s, run),) = run_until_idle(engine)
     assert run.pieces == [(Version(0, 0), 3), (Version(0, 1), 7)]
-    assert end_s == pytest.approx(COST.steps_s(10, 1, 0) + 0.5)
+    assert end_s == pytest.approx(COST.context_s(1, 0) + COST.steps_s(10, 1, 0) + 0.5)
 
 
 def test_recomputing_the_cache_takes_a_prefill_of_everything():
@@ -79,7 +84,7 @@ def test_recomputing_the_cache_takes_a_prefill_of_everything():
         engine.wake()
         engine.load_weights(Version(0, 1), engine.clock_s + COST.steps_s(3, 1, 120) - 1e-6, pause_s=0.0)
         ends.append(run_until_idle(engine)[0][0])
-    assert ends[1] - ends[0] == pytest.approx(123 * COST.prefill_s)
+    assert ends[1] - ends[0] == pytest.approx(COST.context_s(1, 123))
     assert engine.recomputed_tokens == 20 + 23
 
 
@@ -92,6 +97,27 @@ def test_what_is_taken_back_has_what_it_generated_up_to_the_end_of_the_step():
     ended, back = engine.wake()
     assert not ended and [(run.token, run.generated, run.left) for run in back] == [(1, 4, 6), (2, 0, 10)]
     assert engine.kv == 0 and engine.next_event_s == float("inf")
+
+
+@pytest.mark.parametrize("interlude", ["none", "weights", "other work"])
+def test_what_comes_back_is_found_in_the_cache_until_new_weights_or_until_its_room_is_needed(interlude):
+    engine = SimulatedEngine("e", COST.model_copy(update={"kv_tokens": 200}), slots=2)
+    engine.submit(Run(1, 100, 0, 50, 0.0, sample=(0, 0)))
+    engine.wake()
+    engine.take_back(engine.clock_s + COST.steps_s(20, 1, 100) - 1e-6)
+    engine.wake()
+    if interlude == "weights":
+        engine.load_weights(Version(0, 1), engine.clock_s, pause_s=0.0)
+    elif interlude == "other work":
+        engine.submit(Run(2, 150, 0, 1, engine.clock_s, sample=(0, 1)))
+    run_until_idle(engine)
+    before = engine.prefilled_tokens
+    engine.submit(Run(3, 100, 20, 30, engine.clock_s, sample=(0, 0)))
+    ends = run_until_idle(engine)
+    assert len(ends) == 1 and engine.generated == 50 + (interlude == "other work")
+    found = 120 if interlude == "none" else 0
+    assert engine.prefilled_tokens - before == 120 - found == engine.recomputed_tokens + (100 if not found else 0)
+    assert engine.reused_tokens == found
 
 
 def test_a_full_cache_sends_those_that_have_generated_least_to_wait():
@@ -110,5 +136,5 @@ def test_a_failure_gives_up_everything_with_what_it_had():
     engine = SimulatedEngine("e", COST, slots=2)
     engine.submit(Run(1, 0, 0, 100, 0.0))
     engine.wake()
-    (lost,) = engine.fail(COST.steps_s(7, 1, 0) + 1e-6)
+    (lost,) = engine.fail(engine.clock_s + COST.steps_s(7, 1, 0) + 1e-6)
     assert lost.generated == 7 and engine.next_event_s == float("inf")

@@ -140,6 +140,14 @@ def test_recomputing_the_cache_costs_throughput():
     assert again.consumed_per_s < kept.consumed_per_s
 
 
+def test_a_round_that_starts_under_the_same_weights_finds_its_partials_in_the_caches():
+    overlap, waiting = (
+        simulate(scenario(cost=GROWING, learner__step_s=1.0, **SCHEDULES[name])) for name in ("overlap", "april")
+    )
+    assert overlap.reused_share > 0.2 and overlap.recomputed_share < 0.1 * waiting.recomputed_share
+    assert waiting.reused_share == 0
+
+
 def test_the_same_seed_gives_the_same_run_and_another_seed_another():
     found = [simulate(scenario(seed=seed, **SCHEDULES["continuous"] | HARD)) for seed in (3, 3, 4)]
     assert found[0].steps == found[1].steps and found[0].measured == found[1].measured
@@ -147,7 +155,7 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another():
 
 
 def test_complete_groups_do_not_pile_up_behind_a_straggler():
-    """1 % of the responses a hundred times as long as the others: what is ready stays near two batches."""
+    """1 % of the responses a hundred times as long as the others: what is ready stays near a backlog."""
     pipeline = Pipeline(
         scenario(
             schedule__kind="continuous", schedule__in_flight=48, engines__slots=64, lengths__family="bimodal",

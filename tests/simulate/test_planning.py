@@ -19,7 +19,9 @@ from april.simulate.tune import tune
 from april.version import Version
 
 PUBLISHED = Path(__file__).parents[2] / "configs" / "published.toml"
-COST = EngineCost(decode_base_s=5e-3, decode_running_s=1e-4, decode_kv_s=1e-8, prefill_s=1e-5)
+COST = EngineCost(
+    decode_base_s=5e-3, decode_running_s=1e-4, decode_kv_s=1e-8, prefill_s=1e-5, admit_s=2e-3, request_s=1e-3
+)
 
 SMALL = """
 steps = 4
@@ -179,27 +181,39 @@ def test_tuning_continuous_chooses_the_samples_in_flight(small):
     assert choice.key == "schedule.in_flight" and 1 <= choice.value <= 32
 
 
-def test_a_fit_finds_the_costs_that_made_the_timings():
+def test_a_fit_finds_the_costs_that_made_the_timings(tmp_path):
     class Exact:
         slots, longest_context = 32, 4096
 
-        def time(self, running, context, steps):
-            took = [COST.steps_s(1, running, running * (context + step)) for step in range(steps)]
-            return running * context * COST.prefill_s + took[0], took
+        def time(self, running, context):
+            kv = running * context
+            admit_s = COST.admit_s if running < self.slots else None
+            return Timing(running, kv, COST.steps_s(1, running, kv), admit_s, 0.02, kv, COST.context_s(running, kv))
 
     found = fit(measure(Exact()), "here")
-    assert found.cost.decode_base_s == pytest.approx(COST.decode_base_s, rel=0.01)
-    assert found.cost.decode_running_s == pytest.approx(COST.decode_running_s, rel=0.02)
-    assert found.cost.decode_kv_s == pytest.approx(COST.decode_kv_s, rel=0.05)
-    assert found.cost.prefill_s == pytest.approx(COST.prefill_s, rel=0.01)
-    assert np.abs(found.errors).max() < 0.01
+    assert found.cost.model_dump(exclude={"source"}) == pytest.approx(COST.model_dump(exclude={"source"}), rel=1e-6)
+    assert np.abs(found.errors).max() < 1e-6 and found.pause_s == 0.02
+    path = tmp_path / "measured.toml"
+    path.write_text(found.to_toml())
+    scenario = load_scenario(path)
+    assert scenario.cost == found.cost and scenario.weights.pause_s == 0.02 and not scenario.weights.keep_kv
 
 
 def test_a_fit_has_no_negative_costs():
     """Steps that become shorter with more in the cache are noise."""
-    timings = [Timing(running, kv, 0.01 - 1e-8 * kv, 0.0) for running in (1, 8) for kv in (100.0, 1000.0, 9000.0)]
+    grid = [(running, context) for running in (1, 8) for context in (100, 1000, 9000)]
+    timings = [Timing(running, context, 0.01 - 1e-8 * context, 0.0, 0.0, context, 1.0) for running, context in grid]
     cost = fit(timings, "").cost
     assert cost.decode_kv_s == 0 and cost.decode_running_s >= 0 and cost.decode_base_s > 0
+
+
+def test_calibrating_times_the_engine_of_a_run(policy_folder, tmp_path, capsys):
+    path = tmp_path / "cost.toml"
+    assert main(["calibrate", "--model", str(policy_folder), "--slots", "2", "--out", str(path)]) == 0
+    assert "measured on the torch engine with 2 slots" in load_scenario(path).cost.source
+    assert "prefill = " in capsys.readouterr().out
+    assert main(["calibrate", "--model", str(policy_folder), "--out", str(path), "--worker.engine", "none"]) == 2
+    assert "worker.engine" in capsys.readouterr().err
 
 
 # --- commands -----------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import torch
 from april.config import WeightsSection
 from april.version import Version
 from april.weights.publisher import SILENCE_S, WeightPublisher
+from april.weights.receiver import WeightReceiver
 
 PATIENCE_S = 60.0
 
@@ -122,6 +123,33 @@ def test_a_restarted_worker_takes_its_predecessor_s_place(publisher, worker):
     assert second.await_version(Version(0, 0)) == total(0)
     assert publisher.publish(Version(0, 1), weights(1))["publish_workers"] == 1
     assert second.await_version(Version(0, 1)) == total(1)
+
+
+def test_a_worker_without_an_engine_has_no_lane_for_which_the_learner_would_wait(publisher):
+    up = [True]
+    receiver = WeightReceiver(WeightsSection(), "uid", "w0", "cpu", up=lambda: up[0])
+    receiver.connect(publisher.address)
+    publisher.publish(Version(0, 0), weights(0))
+    assert take(receiver).version == Version(0, 0)
+    up[0] = False
+    wait_until(lambda: not publisher._lanes)
+    assert publisher.publish(Version(0, 1), weights(1))["publish_late"] == 0
+    up[0] = True
+    assert take(receiver).version == Version(0, 1)
+    receiver.close()
+
+
+def take(receiver):
+    staged = []
+    wait_until(lambda: staged.append(receiver.take()) or staged[-1])
+    return staged[-1]
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, "it never came to that"
+        time.sleep(0.01)
 
 
 def test_a_hung_worker_costs_its_own_lane_and_comes_back_when_it_wakes(publisher, worker):

@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from april.workers.engines.base import Request
-from tests.workers.engine_driving import V0, Stream, assert_true_logprobs, drive, join, prompt
+from tests.workers.engine_driving import V0, Stream, drive, join, prompt
 
 PATIENCE_S = 600.0
+LONG = [Request(i, prompt(3 + i, seed=i), 600, temperature=0.0) for i in range(6)]
 
 
 def server_processes(engine) -> list[int]:
@@ -42,40 +43,59 @@ def send(engine, name: str, number: int):
     os.kill(process, number)
 
 
+def run_until(condition, engine, turn=lambda: None):
+    """(chunks, failures) of an engine until the condition holds; `turn` is called after each step."""
+    chunks, failures, deadline = [], [], time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, "it never came to that"
+        chunks += engine.step()
+        failures += engine.failures()
+        turn()
+    return chunks, failures
+
+
+def bring_back(engine, model):
+    run_until(lambda: engine.ready, engine)
+    engine.load_weights(V0, model.weights())
+
+
+def rest_of(request, stream):
+    """What is left to generate behind the tokens of a stream."""
+    tokens = np.concatenate([request.tokens, np.array(stream.tokens, np.int32)])
+    return replace(request, tokens=tokens, max_new_tokens=request.max_new_tokens - len(stream.tokens))
+
+
+def streams_of(chunks):
+    return {key: Stream([chunk for chunk in chunks if chunk.id == key]) for key in {chunk.id for chunk in chunks}}
+
+
+def assert_whole_and_true(models, requests, *parts):
+    """Joined, each part what was handed over for a while: all tokens, each with the logprob of the version it names."""
+    for request in requests:
+        stream = join(*(part[request.id] for part in parts if request.id in part))
+        assert len(stream.tokens) == request.max_new_tokens and stream.versions == sorted(stream.versions)
+        context, start = [*request.tokens.tolist(), *stream.tokens], len(request.tokens)
+        by_version = {version: model.logprobs(context, start) for version, model in models.items()}
+        expected = [float(by_version[version][i]) for i, version in enumerate(stream.versions)]
+        np.testing.assert_allclose(stream.logprobs, expected, atol=1e-4, rtol=0)
+
+
 def assert_samples_survive(engine, model, harm: Callable[[], None], server: str):
     """Every sample that runs when the server is done harm to fails with a sentence, and goes on from what had arrived
     of it once the server has been started again."""
-    if engine.version is None:
-        bring_back(engine, model)
-    requests = [Request(i, prompt(3 + i, seed=i), 600, temperature=0.0) for i in range(6)]
-    before = drive(engine, requests, tokens=240)
+    before = drive(engine, LONG, tokens=240)
     sampled = engine.generated_tokens
     harm()
-    chunks, failures, deadline = [], [], time.monotonic() + PATIENCE_S
-    while engine.live and time.monotonic() < deadline:
-        chunks += engine.step()
-        failures += engine.failures()
+    chunks, failures = run_until(lambda: not engine.live, engine)
     chunks += engine.step()
-    assert {key for key, _ in failures} == {request.id for request in requests}
+    failures += engine.failures()
+    assert {key for key, _ in failures} == {request.id for request in LONG}
     assert all(server in why for _, why in failures)
     assert engine.version is None and engine.capacity == 0
     assert engine.generated_tokens >= sampled, "what had arrived is not taken back"
     bring_back(engine, model)
-    parts = {r.id: join(before[r.id], Stream([c for c in chunks if c.id == r.id])) for r in requests}
-    resumed = [
-        replace(r, tokens=np.concatenate([r.tokens, np.array(parts[r.id].tokens, np.int32)]),
-                max_new_tokens=r.max_new_tokens - len(parts[r.id].tokens))
-        for r in requests
-    ]  # fmt: skip
-    after = drive(engine, resumed)
-    for request in requests:
-        stream = join(parts[request.id], after[request.id])
-        assert len(stream.tokens) == 600 and len(parts[request.id].tokens) > 0
-        assert_true_logprobs(model, request, stream)
-
-
-def bring_back(engine, model):
-    deadline = time.monotonic() + PATIENCE_S
-    while not engine.ready and time.monotonic() < deadline:
-        engine.step()
-    engine.load_weights(V0, model.weights())
+    late = streams_of(chunks)
+    parts = {r.id: join(before[r.id], late.get(r.id, Stream([]))) for r in LONG}
+    assert all(part.tokens for part in parts.values())
+    after = drive(engine, [rest_of(request, parts[request.id]) for request in LONG])
+    assert_whole_and_true({V0: model}, LONG, parts, after)

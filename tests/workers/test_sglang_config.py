@@ -5,7 +5,9 @@ import pytest
 from april.cli import main
 from april.config import ConfigError, load
 from april.workers.engines.capacity import CapacityRule
-from april.workers.engines.sglang_server import ServerSettings
+from april.workers.engines.sglang_checks import check_server, check_speculation
+from april.workers.engines.sglang_engine import make_sglang_engine, server_settings
+from april.workers.engines.sglang_server import ServerFailed, ServerSettings
 
 SGLANG = ["--worker.engine", "sglang"]
 REFUSED = {
@@ -13,13 +15,31 @@ REFUSED = {
     "pipeline parallel": (["--engine.server.pp_size", "2"], "tensor-parallel"),
     "replicas": (["--engine.server.data_parallel_size", "2"], "one worker for each replica"),
     "no address": (["--engine.url", "somewhere"], "http://HOST:PORT"),
+    "one of them none": (["--engine.url", "http://a:1,somewhere"], "'somewhere' is no address"),
+    "the same twice": (["--engine.url", "http://a:1,http://a:1/"], "name each once"),
+    "servers of others to start": (["--engine.url", "http://a:1", "--engine.servers", "2"], "leave one of them out"),
+    "no ports left": (["--engine.port", "65535", "--engine.servers", "2"], "lower it, or use 0"),
     "options for a server of others": (
         ["--engine.url", "http://127.0.0.1:1", "--engine.server.tp_size", "2"],
         "not started here",
     ),
     "heads that cannot be split": (["--engine.server.tp_size", "3"], "2 heads and 1 key-value heads"),
     "unknown way": (["--engine.weights", "post"], "'disk', 'tensor' or 'broadcast'"),
-    "cut distribution": (["--sampling.top_p", "0.9"], "top_p = 1.0"),
+    "supports without a bound": (
+        ["--sampling.top_p", "0.9"],
+        "'sampling.top_p' = 0.9 .* sampling.top_k from 2 to 1024",
+    ),
+    "min_p alone": (["--sampling.min_p", "0.1"], "'sampling.min_p' = 0.1 .* sampling.top_k from 2 to 1024"),
+    "greedy training": (["--sampling.top_k", "1"], "sampling.top_k from 2 to 1024"),
+    "supports too large": (["--sampling.top_k", "1025"], "less than or equal to 1024"),
+    "supports of a draft": (
+        ["--sampling.top_k", "20", "--engine.server.speculative_algorithm", "NGRAM"],
+        "'NGRAM' .* sampling.top_k = 20",
+    ),
+    "min_p by a seed": (
+        ["--sampling.top_k", "20", "--sampling.min_p", "0.1", "--engine.server.enable_deterministic_inference"],
+        "use sampling.top_p",
+    ),
 }
 
 
@@ -28,6 +48,13 @@ def test_what_cannot_work_is_refused_with_a_sentence(config_file, case):
     overrides, mend = REFUSED[case]
     with pytest.raises(ConfigError, match=mend):
         load(config_file, [*SGLANG, *overrides])
+
+
+def test_a_cut_distribution_is_accepted_where_the_engine_says_what_is_left_of_it(config_file, capsys):
+    cut = [*SGLANG, "--sampling.top_k", "9", "--sampling.top_p", "0.9"]
+    assert load(config_file, cut).sampling.is_cut and not load(config_file, SGLANG).sampling.is_cut
+    assert main(["run", str(config_file), "--dry-run", *cut]) == 0
+    assert "up to 9 KiB a step" in capsys.readouterr().out, "8 samples of 24 tokens, 8 + 4 + 9 * 4 bytes each"
 
 
 def test_options_become_the_server_s_command_line_and_win_over_april_s(config_file, tmp_path):
@@ -40,12 +67,43 @@ def test_options_become_the_server_s_command_line_and_win_over_april_s(config_fi
     assert "float32" not in line and "--sleep-on-idle" not in line and "--skip-tokenizer-init" in line
 
 
+def test_guesses_that_are_not_verified_by_sampling_are_refused_before_a_server_is_started(config_file):
+    config = load(config_file, [*SGLANG, "--engine.server.speculative_algorithm", "NGRAM"])
+    with pytest.raises(ConfigError, match=r"'NGRAM' cannot be: on device 'cpu' .* the likeliest token"):
+        make_sglang_engine(config, "cpu", "w")
+
+
+def test_speculation_is_allowed_where_samples_stay_the_policy_s():
+    ngram = {"speculative_algorithm": "NGRAM", "speculative_accept_threshold_acc": 1.0}
+    check_server(ngram | {"device": "cuda"})
+    check_speculation({"speculative_algorithm": None}, "cpu", rocm=True)
+    check_speculation(ngram | {"speculative_use_rejection_sampling": True}, "cuda", rocm=True)
+    with pytest.raises(ServerFailed, match="an AMD accelerator without speculative_use_rejection_sampling"):
+        check_speculation(ngram, "cuda", rocm=True)
+    with pytest.raises(ServerFailed, match=r"speculative_accept_threshold_acc' = 0\.9 accepts guesses"):
+        check_server(ngram | {"speculative_accept_threshold_acc": 0.9})
+
+
 def test_a_dry_run_says_who_is_in_which_group(config_file, capsys):
     words = ["--engine.weights", "broadcast", "--engine.server.tp_size", "2", "--worker.count", "2"]
     assert main(["run", str(config_file), "--dry-run", *SGLANG, *words]) == 0
     said = capsys.readouterr().out
     assert "worker-1: 3 ranks: 0 the learner, 1-2 its server's tensor-parallel ranks 0-1" in said
     assert not (config_file.parent / "runs").exists()
+
+
+def test_several_servers_of_a_worker_have_lanes_logs_ports_and_devices_of_their_own(config_file, capsys):
+    words = ["--engine.servers", "2", "--engine.port", "30000", "--engine.server.tp_size", "2", "--worker.count", "1"]
+    config = load(config_file, [*SGLANG, *words])
+    assert config.lanes_of("w") == ["w-server-0", "w-server-1"]
+    first, second = server_settings(config, "cuda", "w")
+    assert (first.port, second.port) == (30000, 30001)
+    assert second.log.name == "w-server-1-sglang.log" and second.options["base_gpu_id"] == 2
+    assert main(["run", str(config_file), "--dry-run", *SGLANG, *words, "--engine.weights", "broadcast"]) == 0
+    assert "worker-0-server-1: 3 ranks: 0 the learner, 1-2" in capsys.readouterr().out
+    config = load(config_file, [*SGLANG, "--engine.url", "http://a:1, http://b:2"])
+    assert config.engine.url == ["http://a:1", "http://b:2"] and len(config.lanes_of("w")) == 2
+    assert load(config_file, ["--engine.servers", "2"]).lanes_of("w") == ["w"], "the embedded engine has no servers"
 
 
 def test_the_configuration_with_server_options_reads_back_unchanged(config_file, tmp_path):

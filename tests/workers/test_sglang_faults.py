@@ -1,34 +1,82 @@
-"""A real SGLang server that dies, hangs, or never comes up: no token is lost that was handed over, every end has a
-sentence."""
+"""A real SGLang server that dies, hangs, runs out of memory, or never comes up: no token is lost that was handed over,
+every end has a sentence, and a second server goes on."""
 
+import asyncio
 import shutil
 import signal
 import socket
-import time
+import threading
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
-from april.workers.engines.base import EngineError
+from april.config import WeightsSection
+from april.weights.publisher import WeightPublisher
+from april.weights.receiver import WeightReceiver
+from april.workers.engines.base import EngineError, Request
 from april.workers.engines.sglang import SGLangEngine
 from april.workers.engines.sglang_client import ServerGone
+from april.workers.engines.sglang_fleet import SGLangFleet
+from april.workers.engines.sglang_lane import ServerLane
 from april.workers.engines.sglang_server import ServerFailed, ServerSettings, SGLangServer
+from april.workers.intake import ServerIntake
 from tests.workers.conftest import SGLANG_PYTHON
-from tests.workers.engine_driving import V0, VOCABULARY
-from tests.workers.server_faults import PATIENCE_S, assert_samples_survive, kill_all, send
+from tests.workers.engine_driving import V0, V1, VOCABULARY, Stream, drive, join, prompt
+from tests.workers.server_faults import (
+    LONG,
+    PATIENCE_S,
+    assert_samples_survive,
+    assert_whole_and_true,
+    bring_back,
+    kill_all,
+    rest_of,
+    run_until,
+    send,
+    streams_of,
+)
 
 pytestmark = pytest.mark.timeout(1200)
+OPTIONS = {"slots": 16, "chunk_tokens": 16, "stream_tokens": 4, "stall_s": 4.0}
+LITTLE_MEMORY = {"max_total_tokens": 4000, "schedule_conservativeness": 0.01}
+"""six of the longest requests fit; more are let in than fit to their ends"""
 
 
 @pytest.fixture(scope="module")
-def engine(tiny_model, tmp_path_factory):
+def loop():
+    loop = asyncio.new_event_loop()
+    yield loop
+    loop.close()
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model, tmp_path_factory, loop):
     """On a server of its own, which the tests do harm to."""
     log = tmp_path_factory.mktemp("sglang") / "server.log"
-    settings = ServerSettings(SGLANG_PYTHON, tiny_model().folder, log, slots=16, context_tokens=640)
-    options = {"slots": 16, "chunk_tokens": 16, "stream_tokens": 4, "stall_s": 4.0}
-    engine = SGLangEngine(tiny_model().folder, VOCABULARY, 640, server=SGLangServer(settings), **options)
+    settings = ServerSettings(SGLANG_PYTHON, tiny_model().folder, log, slots=16, options=LITTLE_MEMORY)
+    server = SGLangServer(settings)
+    engine = SGLangEngine(tiny_model().folder, VOCABULARY, 640, server=server, loop=loop, **OPTIONS)
     yield engine
     engine.close()
+
+
+@pytest.fixture
+def held(engine, tiny_model):
+    """The engine, with weights."""
+    bring_back(engine, tiny_model())
+    yield engine
+    engine.cancel_all(range(100))
+
+
+@pytest.fixture
+def fleet(held, tiny_model, sglang_server, loop):
+    """The engine and another server, which nobody harms."""
+    options = OPTIONS | {"url": sglang_server.url, "stall_s": 120.0}
+    other = SGLangEngine(tiny_model().folder, VOCABULARY, 640, loop=loop, **options)
+    other.load_weights(V0, tiny_model().weights())
+    yield SGLangFleet([held, other], loop)
+    other.cancel_all(range(100))
+    other.close()
 
 
 def kill_scheduler(engine):
@@ -39,19 +87,147 @@ def stop_scheduler(engine):
     send(engine, "scheduler", signal.SIGSTOP)
 
 
-@pytest.mark.parametrize("harm", [kill_all, kill_scheduler, stop_scheduler])
-def test_a_server_that_dies_or_hangs_is_started_again_and_samples_go_on(engine, tiny_model, harm):
-    assert_samples_survive(engine, tiny_model(), lambda: harm(engine), "SGLang server")
+@pytest.mark.parametrize("harm", [kill_scheduler, stop_scheduler])
+def test_a_server_that_dies_or_hangs_is_started_again_and_samples_go_on(held, tiny_model, harm):
+    assert_samples_survive(held, tiny_model(), lambda: harm(held), "SGLang server")
 
 
-def test_a_server_that_keeps_dying_is_given_up_with_a_sentence(engine, tiny_model):
-    engine.max_restarts = engine.restarts
-    engine.load_weights(V0, tiny_model().weights())
-    kill_all(engine)
-    deadline = time.monotonic() + PATIENCE_S
+def test_of_two_servers_a_killed_one_costs_its_own_requests_alone(fleet, tiny_model):
+    """They go on elsewhere behind what was handed over; once it is back and has weights, it gets requests again."""
+    first, second = fleet.parts
+    for request in LONG:
+        fleet.submit(request)
+    assert first.live == second.live == 3, "each goes to the emptier one"
+    its_own = {request.id for request in LONG if request.id in first}
+    before = drive(fleet, tokens=240)
+    kill_all(first)
+    chunks, failures = run_until(lambda: not first.live, fleet)
+    chunks += fleet.step()
+    lost = {key for key, _ in failures + fleet.failures()}
+    assert lost and lost <= its_own
+    assert fleet.version == V0 and fleet.capacity == second.capacity > 0
+    late = streams_of(chunks)
+    for key in lost:
+        fleet.submit(rest_of(LONG[key], join(before[key], late.get(key, Stream([])))))
+        assert key in second
+    rest, failures = run_until(lambda: not fleet.live, fleet)
+    assert failures == []
+    assert_whole_and_true({V0: tiny_model()}, LONG, before, streams_of(chunks + rest))
+    bring_back(first, tiny_model())
+    fleet.submit(LONG[0])
+    fleet.submit(LONG[1])
+    assert first.live == second.live == 1 and fleet.capacity == first.capacity + second.capacity
+
+
+def test_of_two_servers_the_one_with_older_weights_gets_no_new_requests(fleet, tiny_model, monkeypatch):
+    """Weights come to one after the other: each token names those of the server that sampled it."""
+    first, second = fleet.parts
+    models = {V0: tiny_model(), V1: tiny_model(seed=1)}
+    before = drive(fleet, LONG[:4], tokens=80)
+    interrupted = {request.id for request in LONG if request.id in first}
+    first.load_weights(V1, models[V1].weights())
+    assert fleet.version == V1 and fleet.capacity == first.capacity + second.live
+    for request in LONG[4:]:
+        fleet.submit(request)
+        assert request.id in first
+    after = drive(fleet)
+    for request in LONG[:4]:
+        versions = [*before[request.id].versions, *after[request.id].versions]
+        assert set(versions) == ({V0, V1} if request.id in interrupted else {V0})
+    assert_whole_and_true(models, LONG, before, after)
+    monkeypatch.setattr(first, "version", None)
+    fleet.submit(LONG[0])
+    assert fleet.version is None and fleet.live == 1 and first.live == second.live == 0
+    monkeypatch.undo()
+    assert len(drive(fleet)[0].tokens) == 600
+
+
+def test_a_server_that_is_slow_to_change_its_weights_holds_nobody_up(fleet, tiny_model, monkeypatch):
+    first, second = fleet.parts
+    before = drive(fleet, LONG[:2], tokens=40)
+    hung, call = asyncio.Event(), second._client.call
+
+    async def hang(path, *arguments):
+        if path == "/pause_generation":
+            await hung.wait()
+        return await call(path, *arguments)
+
+    monkeypatch.setattr(second._client, "call", hang)
+    change = second.begin(second.take_weights(V1, tiny_model(seed=1).weights()))
+    meanwhile, _ = run_until(lambda: not first.live, fleet)
+    assert not change.done() and 0 in streams_of(meanwhile) and second.live == 1
+    hung.set()
+    rest, failures = run_until(lambda: not fleet.live, fleet)
+    assert failures == [] and change.result() is None and fleet.version == second.version == V1
+    models = {V0: tiny_model(), V1: tiny_model(seed=1)}
+    assert_whole_and_true(models, LONG[:2], before, streams_of(meanwhile + rest))
+
+
+def test_an_abort_reaches_all_servers(fleet):
+    before = drive(fleet, LONG, tokens=80)
+    ended = fleet.cancel_all(range(6))
+    assert fleet.live == 0 and {chunk.id for chunk in ended} <= set(range(6))
+    assert all(before[i].tokens or any(chunk.id == i for chunk in ended) for i in range(6))
+    handed = sum(len(before[i].tokens) for i in range(6)) + sum(len(chunk.tokens) for chunk in ended)
+    assert 80 <= handed < 3600
+    with pytest.raises(EngineError, match="vocabulary"):
+        fleet.submit(replace(LONG[0], tokens=np.array([VOCABULARY], np.int32)))
+
+
+def test_a_server_without_memory_for_all_lets_some_wait_and_loses_nothing(held, tiny_model):
+    """Since they might end early, more are let in than its cache holds to their ends: some are retracted, and their
+    cache is computed anew."""
+    never = frozenset({VOCABULARY})
+    requests = [Request(i, prompt(3 + i, seed=i), 600, seed=i, stop_token_ids=never) for i in range(16)]
+    log = held._server.settings.log
+    looked_at = log.stat().st_size
+    for request in requests:
+        held.submit(request)
+    chunks, failures = run_until(lambda: not held.live, held)
+    assert failures == [] and b"Retract requests" in log.read_bytes()[looked_at:]
+    assert_whole_and_true({V0: tiny_model()}, requests, streams_of(chunks))
+
+
+def test_a_server_killed_between_ready_and_the_first_bucket_costs_its_lane_alone(held, tiny_model, loop):
+    """The learner trains on, and its next lane to that worker brings the weights to the server's successor."""
+    models = {V0: tiny_model(), V1: tiny_model(seed=1)}
+    deadlines = WeightsSection(publish_deadline_s=PATIENCE_S, transfer_deadline_s=5.0)
+    publisher = WeightPublisher(deadlines, "test", "cpu")
+    receiver = WeightReceiver(deadlines, "uid", "w0", "cpu", server=ServerLane(held, 1), up=lambda: held.ready)
+    receiver.connect(publisher.address)
+    intake, staged = ServerIntake(held, receiver), []
+    run_until(lambda: [lane.state for lane in publisher._lanes.values()] == ["ready"], held)
+    before = drive(held, LONG, tokens=240)
+    training = threading.Thread(target=publisher.publish, args=(V1, models[V1].weights()))
+    training.start()
+    chunks, _ = run_until(lambda: staged, held, lambda: staged.extend(filter(None, [receiver.take()])))
+    with pytest.raises(EngineError, match="SGLang server"):
+        loop.run_until_complete(held.take_broadcast(V1, staged[0].manifest, lambda: [kill_all(held), staged[0].post()]))
+    receiver.refuse("its server is gone")
+    training.join(PATIENCE_S)
+    assert not training.is_alive()
+    late, failures = run_until(lambda: held.version == V1, held, intake.load)
+    parts = streams_of([chunk for r in LONG for chunk in before[r.id].chunks] + chunks + late)
+    lost = {key for key, _ in failures}
+    assert lost == {request.id for request in LONG if parts[request.id].finish_reason is None}
+    after = drive(held, [rest_of(LONG[key], parts[key]) for key in lost])
+    assert_whole_and_true(models, LONG, parts, after)
+    receiver.close()
+    publisher.close()
+
+
+def test_a_server_that_keeps_dying_is_given_up_with_a_sentence(fleet, loop):
+    """Others go on; where there is none, the worker ends."""
+    first, _ = fleet.parts
+    before = drive(fleet, LONG[:2], tokens=20)
+    first.max_restarts = first.restarts
+    kill_all(first)
+    chunks, failures = run_until(lambda: first not in fleet._going, fleet)
+    rest, none = run_until(lambda: not fleet.live, fleet)
+    assert [key for key, _ in failures] == [0] and none == []
+    assert len(join(before[1], streams_of(chunks + rest)[1]).tokens) == 600
     with pytest.raises(EngineError, match="finished nothing in"):
-        while time.monotonic() < deadline:
-            engine.step()
+        SGLangFleet([first], loop).step()
 
 
 # --- a server that never comes up ---

@@ -1,7 +1,9 @@
 """What is kept of the events of one request, in the forms that an SGLang server gives them."""
 
+import numpy as np
 import pytest
 
+from april.limits import CUT_CHUNK_TOKENS, FROM_PEER, SUPPORT_IDS
 from april.workers.engines.base import Request
 from april.workers.engines.sglang_client import ServerRefuses
 from april.workers.engines.sglang_run import Run
@@ -14,6 +16,14 @@ def event(ids, total, logprobs_of=None, finish=None):
     entries = [[-0.1 * token, token, None] for token in (ids if logprobs_of is None else logprobs_of)]
     meta = {"completion_tokens": total, "output_token_logprobs": entries, "finish_reason": finish}
     return {"output_ids": ids, "meta_info": meta}
+
+
+def event_with_supports(ids, total, cut=None):
+    """Each token drawn from itself and the next, at another log-probability than that of the whole distribution."""
+    made, cut = event(ids, total), ids if cut is None else cut
+    made["meta_info"]["output_token_sampling_mask"] = [[token, token + 1] for token in cut]
+    made["meta_info"]["output_token_sampling_logprobs"] = [-0.01 * token for token in cut]
+    return made
 
 
 EVENTS = {
@@ -37,6 +47,44 @@ def test_tokens_with_logprobs_of_others_are_refused():
         with pytest.raises(ServerRefuses, match="those of others"):
             run.take(wrong, V0)
     assert run.generated == []
+
+
+@pytest.mark.parametrize("cumulative", [False, True])
+def test_every_token_keeps_its_support_and_its_logprob_within_it(cumulative):
+    run = Run(Request(1, prompt(), 20, top_k=2, with_support=True))
+    run.take(event_with_supports(WHOLE[:3], 3), V0)
+    run.take(event_with_supports(WHOLE if cumulative else WHOLE[3:], 8), V0)
+    chunks = run.hand_over(5)
+    assert [chunk.tokens.tolist() for chunk in chunks] == [WHOLE[:5], WHOLE[5:]]
+    for chunk in chunks:
+        assert chunk.support.holds(chunk.tokens)
+        assert chunk.support.ids.reshape(-1, 2).tolist() == [[token, token + 1] for token in chunk.tokens]
+        np.testing.assert_allclose(chunk.logprobs, -0.01 * chunk.tokens, rtol=1e-6)
+    assert run.hand_over(5) == []
+
+
+def test_tokens_without_their_supports_are_refused():
+    run, too_large = Run(Request(1, prompt(), 20, top_k=2, with_support=True)), event_with_supports(WHOLE, 8)
+    too_large["meta_info"]["output_token_sampling_mask"][0] = list(range(SUPPORT_IDS + 1))
+    for wrong, why in (
+        (event(WHOLE, 8), "without the supports"),
+        (event_with_supports(WHOLE, 8, cut=WHOLE[1:]), "without the supports"),
+        (event_with_supports(WHOLE, 8, cut=WHOLE[::-1]), "not in its support"),
+        (too_large, "lower sampling.top_k"),
+    ):
+        with pytest.raises(ServerRefuses, match=why):
+            run.take(wrong, V0)
+    assert run.generated == run.supports == []
+
+
+def test_a_chunk_with_the_largest_supports_fits_into_a_frame():
+    run = Run(Request(1, prompt(), 1000, top_k=2, with_support=True))
+    run.pending, run.logprobs, run.version = [0] * 300, [0.0] * 300, V0
+    run.supports = [np.arange(SUPPORT_IDS, dtype=np.int32)] * 300
+    chunks = run.hand_over(512)
+    assert [len(chunk.tokens) for chunk in chunks] == [CUT_CHUNK_TOKENS, 300 - CUT_CHUNK_TOKENS]
+    arrays = (chunks[0].tokens, chunks[0].logprobs, chunks[0].support.counts, chunks[0].support.ids)
+    assert sum(array.nbytes for array in arrays) <= FROM_PEER.frame_bytes
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,9 @@ def learner(make_engine):
     """(publish, engine): a publisher whose lane the server itself has joined, and the engine that watches over it."""
     engine = make_engine()
     publisher = WeightPublisher(WeightsSection(publish_deadline_s=PATIENCE_S), "test", "cpu")
-    receiver = WeightReceiver(WeightsSection(), "uid", "w0", "cpu", server=ServerLane(engine, 1))
+    receiver = WeightReceiver(
+        WeightsSection(), "uid", "w0", "cpu", server=ServerLane(engine, 1), up=lambda: engine.ready
+    )
     receiver.connect(publisher.address)
 
     def publish(version, tensors):
@@ -55,7 +57,7 @@ def learner(make_engine):
         while (staged := receiver.take()) is None and time.monotonic() < deadline:
             chunks += engine.step()
         try:
-            engine.load_broadcast(staged.version, staged.manifest, staged.post)
+            engine._loop.run_until_complete(engine.take_broadcast(staged.version, staged.manifest, staged.post))
             receiver.loaded(staged.version)
         except EngineError as error:
             receiver.refuse(str(error))

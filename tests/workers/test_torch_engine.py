@@ -122,6 +122,24 @@ def test_swaps_without_a_step_between_them_leave_the_last(make_engine, tiny_mode
     assert stream.versions == [V0] * 3 + [V2] * 17
 
 
+def test_a_kept_cache_is_that_of_the_old_weights(make_engine, tiny_model):
+    """The token behind the swap is sampled by the new weights from a context that the old ones computed."""
+    old, new = tiny_model(seed=0), tiny_model(seed=1)
+    request, streams = Request(1, prompt(), 40, seed=4), {}
+    for keep in (True, False):
+        engine = make_engine(old, keep_cache=keep)
+        before = drive(engine, [request], steps=9)[1]
+        engine.load_weights(V1, new.weights())
+        streams[keep] = join(before, drive(engine)[1])
+        assert streams[keep].versions == [V0] * 9 + [V1] * 31
+    kept = torch.tensor(streams[True].logprobs)
+    context = [*request.tokens.tolist(), *streams[True].tokens]
+    expected = new.logprobs(context, len(request.tokens))
+    assert streams[True].tokens[:9] == streams[False].tokens[:9]
+    assert (kept[9:] - expected[9:]).abs().max() > 1e-2
+    assert_true_logprobs(old, request, before)
+
+
 def test_cancel_after_a_swap_returns_one_chunk_a_version(make_engine, tiny_model):
     engine = make_engine(chunk_tokens=1000)
     drive(engine, [Request(1, prompt(), 50), Request(2, prompt(), 50)], steps=4)

@@ -44,6 +44,14 @@ def engine(settings):
     engine.close()
 
 
+@pytest.fixture
+def held(engine, tiny_model):
+    """The engine, with weights."""
+    bring_back(engine, tiny_model())
+    yield engine
+    engine.cancel_all(range(100))
+
+
 HARM = {
     "whole server killed": kill_all,
     "engine killed": lambda engine: send(engine, "EngineCore", signal.SIGKILL),
@@ -52,42 +60,38 @@ HARM = {
 
 
 @pytest.mark.parametrize("harm", HARM)
-def test_a_server_that_dies_or_hangs_is_started_again_and_samples_go_on(engine, tiny_model, harm):
-    assert_samples_survive(engine, tiny_model(), lambda: HARM[harm](engine), "vLLM server")
+def test_a_server_that_dies_or_hangs_is_started_again_and_samples_go_on(held, tiny_model, harm):
+    assert_samples_survive(held, tiny_model(), lambda: HARM[harm](held), "vLLM server")
 
 
-def test_weights_that_break_off_while_they_are_loaded_cost_the_server(engine, tiny_model, monkeypatch):
+def test_weights_that_break_off_while_they_are_loaded_cost_the_server(held, tiny_model, monkeypatch):
     """Nothing is generated with weights that nobody can name."""
-    if engine.version is None:
-        bring_back(engine, tiny_model())
-    whole = drive(engine, [Request(1, prompt(), 30, temperature=0.0)])[1]
+    whole = drive(held, [Request(1, prompt(), 30, temperature=0.0)])[1]
     broken = tiny_model(seed=1).weights() | {"model.norm.weight": tiny_model().weights()["model.norm.weight"][:7]}
     del broken["lm_head.weight"]
-    monkeypatch.setattr(engine._push, "check", lambda tensors: tensors)
+    monkeypatch.setattr(held._push, "check", lambda tensors: tensors)
     with pytest.raises(EngineError, match="updated in part"):
-        engine.load_weights(V1, broken)
-    assert engine.version is None and not engine.ready
+        held.load_weights(V1, broken)
+    assert held.version is None and not held.ready
     monkeypatch.undo()
-    bring_back(engine, tiny_model())
-    assert drive(engine, [Request(1, prompt(), 30, temperature=0.0)])[1].tokens == whole.tokens
+    bring_back(held, tiny_model())
+    assert drive(held, [Request(1, prompt(), 30, temperature=0.0)])[1].tokens == whole.tokens
 
 
-@pytest.mark.parametrize("cut", [{"top_k": 5}, {"top_p": 0.9}])
+@pytest.mark.parametrize("cut", [{"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}, {"with_support": True}], ids=str)
 def test_a_cut_distribution_is_refused(engine, cut):
     with pytest.raises(EngineError, match="what the cut leaves"):
         engine.submit(Request(1, prompt(), 5, **cut))
 
 
-def test_a_killed_program_takes_its_engine_with_it(engine, tiny_model):
+def test_a_killed_program_takes_its_engine_with_it(held):
     """Also where nobody is left to end them all: a killed worker's server is ended by the kernel, program first."""
-    if engine.version is None:
-        bring_back(engine, tiny_model())
-    program = engine._server._process.pid
-    others = set(server_processes(engine)) - {program}
+    program = held._server._process.pid
+    others = set(server_processes(held)) - {program}
     assert any("EngineCore" in name_of(pid) for pid in others)
     os.kill(program, signal.SIGKILL)
     deadline = time.monotonic() + PATIENCE_S
-    while (left := others & set(server_processes(engine))) and time.monotonic() < deadline:
+    while (left := others & set(server_processes(held))) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not left
 

@@ -15,6 +15,11 @@ REFUSED = {
     "too hot": (["--sampling.temperature", "2.5"], "'sampling.temperature' = 2.5 is above 2"),
     "too hot an evaluation": (["--evaluation.temperature", "3"], "'evaluation.temperature' = 3"),
     "cut distribution": (["--sampling.top_p", "0.9"], "top_p = 1.0"),
+    "cut distribution with a bound": (["--sampling.top_k", "20"], "'vllm' does not say what is left"),
+    "min_p": (["--sampling.min_p", "0.1"], "min_p = 0.0"),
+    "cut evaluation": (["--evaluation.top_k", "5"], "'evaluation.top_k' = 5 cuts the distribution"),
+    "evaluation by mass": (["--evaluation.top_p", "0.9"], "'evaluation.top_p' = 0.9 .* use 1.0"),
+    "several servers": (["--engine.servers", "2"], "raise worker.count"),
 }
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from april.support import Support
 from april.version import Version
 
 if TYPE_CHECKING:
@@ -44,6 +45,10 @@ class Request:
     top_p: float = 1.0
     top_k: int = 0
     """0 keeps every token"""
+    min_p: float = 0.0
+    """least share of the likeliest token's mass"""
+    with_support: bool = False
+    """each token comes with the ids that it was drawn from, and its log-probability is renormalised over them"""
     stop_token_ids: frozenset[int] = field(default_factory=frozenset)
     """a stop token ends the response and is its last token"""
 
@@ -56,10 +61,13 @@ class Chunk:
     tokens: np.ndarray
     """int32 [T]"""
     logprobs: np.ndarray
-    """float32 [T]: log-softmax(logits / temperature) of each token; temperature 1 when greedy"""
+    """float32 [T]: log-softmax(logits / temperature) of each token, over its support where there is one; temperature 1
+    when greedy"""
     version: Version
     finish_reason: str | None = None
     """"stop" | "length" on the last chunk of a request, otherwise None; no chunk is empty"""
+    support: Support | None = None
+    """of each token, where the request asks for it"""
 
 
 class Engine(Protocol):

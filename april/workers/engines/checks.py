@@ -39,6 +39,8 @@ def check_request(request: Request, vocabulary: int, max_context: int, live: Con
             f"{name} has temperature = {request.temperature}, top_p = {request.top_p}, top_k = {request.top_k}; "
             "temperature and top_k are at least 0, top_p above 0 and at most 1"
         )
+    if not 0 <= request.min_p < 1:
+        raise EngineError(f"{name} has min_p = {request.min_p}; it is at least 0 and below 1")
 
 
 def folder_tensors(folder: Path) -> tuple[dict[str, tuple[int, ...]], bool]:

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Container, Coroutine, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -22,10 +22,11 @@ from april.weights.server_checksums import can_be_foretold, checksums_in_server
 from april.workers.engines.base import Chunk, EngineError, Request
 from april.workers.engines.capacity import CapacityRule
 from april.workers.engines.checks import check_heads, check_request
+from april.workers.engines.sglang_checks import check_server
 from april.workers.engines.sglang_client import ServerGone, ServerRefuses, SGLangClient
 from april.workers.engines.sglang_lane import receive
 from april.workers.engines.sglang_run import Run
-from april.workers.engines.sglang_server import ServerFailed, SGLangServer
+from april.workers.engines.sglang_server import AttachedServer, ServerFailed, SGLangServer
 from april.workers.engines.sglang_weights import DiskSnapshot, HalfLoaded, WeightPush
 
 if TYPE_CHECKING:
@@ -77,16 +78,17 @@ class SGLangEngine:
         update_s: float = 120.0,
         start_s: float = 600.0,
         max_restarts: int = 3,
-        server: SGLangServer | None = None,
+        server: SGLangServer | AttachedServer | None = None,
         url: str = "",
         api_key: str = "",
         push: WeightPush | None = None,
+        loop: asyncio.AbstractEventLoop | None = None,
     ):
         """Blocks until the server serves. Raises ServerFailed.
 
         `stream_tokens`: the server sends a request's tokens in events of so many; `stall_s`: a server that streams
         nothing for so long, though it has requests, is hung; `update_s`: longest change of weights; `start_s`: a server
-        that others keep may be away for so long.
+        that others keep may be away for so long; `loop`: one that several engines share, which outlives them.
         """
         if pause != "abort" and stream_tokens != 1:
             raise EngineError(
@@ -98,11 +100,11 @@ class SGLangEngine:
         self.chunk_tokens, self.chunk_s = chunk_tokens, chunk_s
         self.stream_tokens = min(stream_tokens, chunk_tokens)
         self.pause, self.stall_s, self.update_s, self.max_restarts = pause, stall_s, update_s, max_restarts
-        self.start_s, self.ready = start_s, False
+        self.ready = False
         self.restarts = 0
         """of the server, since it last finished a request"""
         self._push = push or DiskSnapshot(self.model_path)
-        self._server, self._url, self._api_key = server, url, api_key
+        self._server, self._api_key = server or AttachedServer(url, start_s), api_key
         self._capacity = CapacityRule(slots)
         self._queue: dict[int, Run] = {}
         self._streaming: dict[int, Run] = {}
@@ -111,12 +113,12 @@ class SGLangEngine:
         self._names: dict[str, Version] = {}
         """versions by what the server calls them"""
         self._updating, self._updates, self._comparable = False, 0, False
-        self.beat: Callable[[], None] = lambda: None
         self._fatal: EngineError | None = None
         self._suspicion = ""
         self._heard_at = clock.now()
         self._look_for_due_at = 0.0
-        self._loop = asyncio.new_event_loop()
+        self._loop, self._owns_loop = loop or asyncio.new_event_loop(), loop is None
+        self._tasks: set[asyncio.Task] = set()
         self._news, self._alarm = asyncio.Event(), asyncio.Event()
         self._client: SGLangClient | None = None
         try:
@@ -124,7 +126,7 @@ class SGLangEngine:
         except BaseException:
             self.close()
             raise
-        self._tending = self._loop.create_task(self._tend())
+        self.begin(self._tend())
 
     # --- the interface ------------------------------------------------------------------------------------------
 
@@ -136,17 +138,25 @@ class SGLangEngine:
     def capacity(self) -> int:
         return self._capacity.requests if self.ready else 0
 
+    def __contains__(self, request_id: int) -> bool:
+        """Whether a request of that id is live."""
+        return request_id in self._queue or request_id in self._streaming
+
+    def check(self, request: Request, live: Container[int]) -> None:
+        """Raise EngineError for a request that can never run here, or one whose id is `live`."""
+        check_request(request, self.vocabulary, self.max_context, live)
+
     def submit(self, request: Request) -> None:
-        check_request(request, self.vocabulary, self.max_context, self._queue.keys() | self._streaming.keys())
+        self.check(request, self)
         self._queue[request.id] = Run(request, due_at=clock.now() + self.chunk_s)
         self._admit()
 
     def step(self) -> list[Chunk]:
         self._loop.run_until_complete(self._wait_for_news())
-        if self._fatal:
-            raise self._fatal
         self._hand_over_due()
         chunks, self._chunks = self._chunks, []
+        if self._fatal and not chunks:
+            raise self._fatal
         return chunks
 
     def failures(self) -> list[tuple[int, str]]:
@@ -157,11 +167,15 @@ class SGLangEngine:
         return self.cancel_all([request_id])
 
     def cancel_all(self, request_ids: Iterable[int]) -> list[Chunk]:
+        return self._loop.run_until_complete(self.end_all(request_ids))
+
+    async def end_all(self, request_ids: Iterable[int]) -> list[Chunk]:
+        """`cancel_all` for who drives the loop."""
         ids = set(request_ids)
         runs = [self._streaming[key] for key in ids if key in self._streaming]
         if runs:
             try:
-                self._loop.run_until_complete(self._abort(runs))
+                await self._abort(runs)
             except ServerGone as error:
                 self._lose(str(error))
         for run in [*runs, *(self._queue[key] for key in ids if key in self._queue)]:
@@ -172,10 +186,31 @@ class SGLangEngine:
         return chunks
 
     def load_weights(self, version: Version, tensors: "Mapping[str, torch.Tensor]") -> None:
+        self._loop.run_until_complete(self.take_weights(version, tensors))
+
+    async def take_weights(self, version: Version, tensors: "Mapping[str, torch.Tensor]") -> None:
+        """`load_weights` beside everything else: what is submitted meanwhile waits, steps and cancels go on."""
+        self._check_ready()
+        load = self._push.load(self._client, self._push.check(tensors), self._change(version))
+        await self._update(version, load, self._foretell(tensors))
+
+    async def take_broadcast(self, version: Version, manifest: "LaneManifest", post: Callable[[], None]) -> None:
+        """The same with weights that the learner broadcasts to the server itself, once `post` has been called."""
+        self._check_ready()
+        check_heads(self._push.expected, self._push.tied, {head.name: tuple(head.shape) for head in manifest.tensors})
+        load = receive(self._client, manifest, post, self._change(version))
+        await self._update(version, load, manifest.server_checksums if self._comparable else {})
+
+    def begin(self, work: Coroutine) -> asyncio.Task:
+        """Have it done while the engine is stepped."""
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _check_ready(self) -> None:
         if not self.ready:
             raise EngineError("there is no server to load weights into; try again once the engine is ready")
-        load = self._push.load(self._client, self._push.check(tensors), self._change(version))
-        self._loop.run_until_complete(self._update(version, load, self._foretell(tensors)))
 
     def _change(self, version: Version) -> dict:
         return {"weight_version": str(version), "flush_cache": self.pause != "in_place"}
@@ -185,25 +220,15 @@ class SGLangEngine:
         self._updates += 1
         return checksums_in_server(tensors) if self._comparable and self._updates % VERIFY_EVERY == 1 else {}
 
-    def load_broadcast(self, version: Version, manifest: "LaneManifest", post: Callable[[], None]) -> None:
-        """The same with weights that the learner broadcasts to the server itself, once `post` has been called."""
-        if not self.ready:
-            raise EngineError("there is no server to load weights into; try again once the engine is ready")
-        check_heads(self._push.expected, self._push.tied, {head.name: tuple(head.shape) for head in manifest.tensors})
-        load = receive(self._client, manifest, post, self._change(version))
-        self._loop.run_until_complete(
-            self._update(version, load, manifest.server_checksums if self._comparable else {})
-        )
-
     def make_client(self) -> SGLangClient:
         """For another thread with a loop of its own."""
         return SGLangClient(self._client.url, self._api_key, self.server_name)
 
     def close(self) -> None:
         self._loop.run_until_complete(self._stop())
-        self._loop.close()
-        if self._server:
-            self._server.kill()
+        if self._owns_loop:
+            self._loop.close()
+        self._server.kill()
         self._push.close()
 
     def suspect(self, why: str) -> None:
@@ -211,10 +236,9 @@ class SGLangEngine:
         self._suspicion = why
 
     async def _stop(self) -> None:
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._client:
             await self._client.close()
 
@@ -230,7 +254,7 @@ class SGLangEngine:
             run = self._queue.pop(key)
             self._streaming[key] = run
             run.begin()
-            run.task = self._loop.create_task(self._stream(run))
+            run.task = self.begin(self._stream(run))
 
     async def _stream(self, run: Run) -> None:
         try:
@@ -274,8 +298,9 @@ class SGLangEngine:
             self._fail(run, f"the {self.server_name} server ended a request: {finish.get('message') or finish}")
 
     def _requeue(self, run: Run) -> None:
-        self._streaming.pop(run.request.id, None)
-        self._queue[run.request.id] = run
+        if not run.ended:
+            self._streaming.pop(run.request.id, None)
+            self._queue[run.request.id] = run
 
     def _end(self, run: Run) -> None:
         """Hand over what is left; nothing of this request follows."""
@@ -306,7 +331,7 @@ class SGLangEngine:
                 self._hand_over(run)
 
     async def _wait_for_news(self) -> None:
-        if self._streaming or not self.ready:
+        if self._streaming or self._updating or not self.ready:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(STEP_S):
                     await self._news.wait()
@@ -347,17 +372,16 @@ class SGLangEngine:
         Raises EngineError.
         """
         self._updating, self._names[str(version)] = True, version
-        beating = asyncio.create_task(self._keep_beating())
         try:
             async with asyncio.timeout(self.update_s):
                 await self._change_weights(load, expected)
             self.version = version
         except (ServerGone, HalfLoaded, TimeoutError) as error:
             why = str(error) or f"an update of the weights took longer than {self.update_s:g} s"
-            self._lose(why)
+            if self.ready:
+                self._lose(why)
             raise EngineError(why) from None
         finally:
-            beating.cancel()
             load.close()
             self._updating = False
             self._admit()
@@ -382,11 +406,6 @@ class SGLangEngine:
         except ServerRefuses as error:
             raise (HalfLoaded(str(error)) if loaded else error) from None
 
-    async def _keep_beating(self) -> None:
-        while True:
-            await asyncio.sleep(TEND_S)
-            self.beat()
-
     async def _compare(self, expected: dict[str, str]) -> None:
         """That the server holds what was sent. Raises HalfLoaded."""
         answer = await self._client.call("/weights_checker", {"action": "checksum"}, self.update_s)
@@ -404,37 +423,17 @@ class SGLangEngine:
         if self._client:
             await self._client.close()
         self.restarts += again
-        if self._server:
+        if not self._server.alive:
             self._server.spawn()
-        self._client = SGLangClient(self._server.url if self._server else self._url, self._api_key, self.server_name)
-        if self._server:
-            info = await self._server.wait(self._client)
-        else:
-            info = await self._find(self.start_s if again else 0.0)
-        self._check(info)
+        self._client = SGLangClient(self._server.url, self._api_key, self.server_name)
+        self._check(await self._server.wait(self._client))
         self._heard_at = clock.now()
         self._alarm.clear()
         self._suspicion, self.ready = "", True
 
-    async def _find(self, patience_s: float) -> dict:
-        """/server_info of a server that others keep, which may take as long to come back."""
-        deadline = clock.now() + patience_s
-        while True:
-            try:
-                return await self._client.call("/server_info")
-            except (ServerGone, ServerRefuses):
-                if clock.now() >= deadline:
-                    raise
-            await asyncio.sleep(TEND_S)
-
     def _check(self, info: dict) -> None:
-        """Refuse a server that cannot do what this engine needs of it."""
-        for key in ("pp_size", "dp_size"):
-            if info.get(key, 1) != 1:
-                raise ServerFailed(
-                    f"the server runs with {key} = {info[key]}, under which it takes no weights while it runs; "
-                    "use one worker for each replica, and tensor parallelism inside it"
-                )
+        """Refuse a server that cannot do what this engine needs of it; keep what it says of its sizes."""
+        check_server(info)
         model_type = json.loads((self.model_path / "config.json").read_bytes()).get("model_type")
         self._comparable = can_be_foretold(info, model_type)
         if context := info.get("context_length"):
@@ -442,8 +441,8 @@ class SGLangEngine:
         self._capacity = CapacityRule(min(self.slots, info.get("max_running_requests") or self.slots))
 
     async def _tend(self) -> None:
-        """Look after the server: capacity while it is well, a restart when it is dead or hung."""
-        while True:
+        """Look after the server until it is given up: capacity while it is well, a restart when it is dead or hung."""
+        while not self._fatal:
             looked_at = clock.now()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(TEND_S):
@@ -457,7 +456,7 @@ class SGLangEngine:
 
     async def _complaint(self) -> str | None:
         """What is wrong with the server, if anything is."""
-        if self._server and not self._server.alive:
+        if not self._server.alive:
             return f"the {self.server_name} server has died; {self._server.last_words()}"
         if self._suspicion:
             return self._suspicion
@@ -483,8 +482,7 @@ class SGLangEngine:
             if run.task:
                 run.task.cancel()
             self._fail(run, reason)
-        if self._server:
-            self._server.kill()
+        self._server.kill()
         self._news.set()
 
     async def _bring_back(self) -> None:

@@ -36,7 +36,12 @@ class SGLangClient:
         self._session: aiohttp.ClientSession | None = None
 
     def _open(self) -> aiohttp.ClientSession:
-        """Connections are not kept: a server closes idle ones at any moment, also between two requests."""
+        """Connections are not kept: a server closes idle ones at any moment, also between two requests.
+
+        Raises ServerGone once `close` has been called.
+        """
+        if self._session is not None and self._session.closed:
+            raise ServerGone(f"{self._server} at {self.url} has been given up")
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0, force_close=True)
             timeout = aiohttp.ClientTimeout(total=None)

@@ -1,5 +1,7 @@
-"""A run's configuration becomes an SGLang engine; what stands in the way becomes a sentence."""
+"""A run's configuration becomes an engine on SGLang servers; what stands in the way becomes a sentence."""
 
+import asyncio
+import contextlib
 import os
 import tempfile
 from pathlib import Path
@@ -7,8 +9,10 @@ from pathlib import Path
 from april.config import Config, ConfigError
 from april.workers.engines.base import EngineError
 from april.workers.engines.sglang import SGLangEngine
+from april.workers.engines.sglang_checks import check_speculation
 from april.workers.engines.sglang_client import ServerGone
-from april.workers.engines.sglang_server import ServerSettings, SGLangServer
+from april.workers.engines.sglang_fleet import SGLangFleet
+from april.workers.engines.sglang_server import AttachedServer, ServerSettings, SGLangServer
 from april.workers.engines.sglang_weights import DiskSnapshot, LocalTensors, WeightPush
 
 API_KEY = "APRIL_SGLANG_API_KEY"
@@ -21,55 +25,85 @@ def make_sglang_engine(
     name: str,
     engine_class: type[SGLangEngine] = SGLangEngine,
     settings_class: type[ServerSettings] = ServerSettings,
-) -> SGLangEngine:
-    """`name` of the worker, for the server's log. Blocks until the server serves. Raises ConfigError."""
+) -> SGLangFleet:
+    """`name` of the worker, for its servers' logs. Blocks until all of them serve. Raises ConfigError."""
     engine, worker = config.engine, config.worker
     if config.vocabulary is None or config.context_tokens is None:
         raise ConfigError(
             f"key 'model.path' = {str(config.model.path)!r} has a config.json without vocab_size or "
             "max_position_embeddings; give a whole Hugging Face folder"
         )
-    try:
-        return engine_class(
-            config.model.path,
-            vocabulary=config.vocabulary,
-            max_context=config.context_tokens,
-            slots=worker.slots,
-            chunk_tokens=worker.chunk_tokens,
-            chunk_s=worker.chunk_s,
-            stream_tokens=engine.stream_tokens,
-            pause=engine.pause,
-            stall_s=engine.stall_s,
-            update_s=engine.update_s,
-            start_s=engine.start_s,
-            max_restarts=engine.max_restarts,
-            server=None if engine.url else SGLangServer(server_settings(config, device, name, settings_class)),
-            url=engine.url,
-            api_key=os.environ.get(API_KEY, ""),
-            push=make_push(config),
-        )
-    except (EngineError, ServerGone) as error:
-        raise ConfigError(str(error)) from None
+    loop = asyncio.new_event_loop()
+    if engine.url:
+        servers = [AttachedServer(url, engine.start_s) for url in engine.url]
+    else:
+        servers = [SGLangServer(settings) for settings in server_settings(config, device, name, settings_class)]
+    with contextlib.ExitStack() as undo:
+        undo.callback(loop.close)
+        try:
+            check_speculation(engine.server, engine.server.get("device", device), on_rocm())
+            for server in servers:
+                undo.callback(server.kill)
+                server.spawn()
+            parts = []
+            for server in servers:
+                part = engine_class(
+                    config.model.path,
+                    vocabulary=config.vocabulary,
+                    max_context=config.context_tokens,
+                    slots=worker.slots,
+                    chunk_tokens=worker.chunk_tokens,
+                    chunk_s=worker.chunk_s,
+                    stream_tokens=engine.stream_tokens,
+                    pause=engine.pause,
+                    stall_s=engine.stall_s,
+                    update_s=engine.update_s,
+                    max_restarts=engine.max_restarts,
+                    server=server,
+                    api_key=os.environ.get(API_KEY, ""),
+                    push=make_push(config),
+                    loop=loop,
+                )
+                parts.append(part)
+                undo.callback(part.close)
+        except (EngineError, ServerGone) as error:
+            raise ConfigError(str(error)) from None
+        undo.pop_all()
+    return SGLangFleet(parts, loop)
+
+
+def on_rocm() -> bool:
+    import torch
+
+    return torch.version.hip is not None
 
 
 def server_settings(
     config: Config, device: str, name: str, settings_class: type[ServerSettings] = ServerSettings
-) -> ServerSettings:
-    logs = config.run_dir / "logs"
+) -> list[ServerSettings]:
+    """Of each server that a worker starts: ports, and with accelerators their devices, one behind the other's."""
+    engine, logs = config.engine, config.run_dir / "logs"
     folder = logs if logs.is_dir() else Path(tempfile.gettempdir())
     context = min(config.context_tokens, config.longest_prompt_tokens + config.sampling.max_response_tokens)
-    return settings_class(
-        python=config.engine_python.absolute(),
-        model=config.model.path,
-        log=(folder / f"{name}-{settings_class.name.lower()}.log").absolute(),
-        device=device,
-        slots=config.worker.slots,
-        context_tokens=context,
-        port=config.engine.port,
-        threads=config.worker.threads,
-        start_s=config.engine.start_s,
-        options=config.engine.server,
-    )
+    settings = []
+    for index, lane in enumerate(config.lanes_of(name)):
+        first_device = engine.server.get("base_gpu_id", 0) + index * engine.tensor_ranks
+        placed = {"base_gpu_id": first_device} if device == "cuda" and index else {}
+        settings.append(
+            settings_class(
+                python=config.engine_python.absolute(),
+                model=config.model.path,
+                log=(folder / f"{lane}-{settings_class.name.lower()}.log").absolute(),
+                device=device,
+                slots=config.worker.slots,
+                context_tokens=context,
+                port=engine.port and engine.port + index,
+                threads=config.worker.threads,
+                start_s=engine.start_s,
+                options=engine.server | placed,
+            )
+        )
+    return settings
 
 
 def make_push(config: Config) -> WeightPush:

@@ -32,10 +32,6 @@ class ServerLane:
         self.ranks = ranks
         self._engine = engine
 
-    @property
-    def ready(self) -> bool:
-        return self._engine.ready
-
     def join(self, invite: wire.LaneInvite) -> None:
         body = {
             "master_address": invite.host,

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from april.limits import CUT_CHUNK_TOKENS, SUPPORT_IDS
+from april.support import Support
 from april.version import Version
 from april.workers.engines.base import Chunk, Request
 from april.workers.engines.sglang_client import ServerRefuses
@@ -28,6 +30,8 @@ class Run:
     pending: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     """of the pending tokens, which are not handed over yet"""
+    supports: list[np.ndarray] = field(default_factory=list)
+    """of the pending tokens, where they are asked for"""
     due_at: float = 0.0
     task: asyncio.Task | None = None
     finish_reason: str | None = None
@@ -48,14 +52,14 @@ class Run:
             "temperature": request.temperature,
             "top_p": request.top_p,
             "top_k": request.top_k or -1,
-            "min_p": 0.0,
+            "min_p": request.min_p,
             "repetition_penalty": 1.0,
             "sampling_seed": fold(request.seed),
             "stream_interval": stream_tokens,
             "stop_token_ids": sorted(request.stop_token_ids),
             "ignore_eos": not request.stop_token_ids,
         }
-        return {
+        body = {
             "rid": self.rid,
             "input_ids": [*request.tokens.tolist(), *self.generated],
             "sampling_params": sampling,
@@ -63,6 +67,7 @@ class Run:
             "stream": True,
             "extra_key": str(version),
         }
+        return body | {"return_sampling_mask": True} if request.with_support else body
 
     def take(self, event: dict, version: Version | None) -> int:
         """Keep the new tokens of an event, sampled under `version`; how many they are. Raises ServerRefuses.
@@ -84,10 +89,16 @@ class Run:
             raise ServerRefuses(
                 f"the server samples from weights {meta['weight_version']!r}, which are somebody else's"
             )
+        if self.request.with_support:
+            supports, logprobs = (meta.get(f"output_token_sampling_{kind}", [])[-new:] for kind in ("mask", "logprobs"))
+            check_supports(ids, supports, logprobs)
+            self.supports += [np.array(support, np.int32) for support in supports]
+        else:
+            logprobs = [entry[0] for entry in entries]
         self.received, self.version = total, version
         self.pending += ids
         self.generated += ids
-        self.logprobs += [entry[0] for entry in entries]
+        self.logprobs += logprobs
         return new
 
     def end_reached(self, said: str) -> str | None:
@@ -101,16 +112,29 @@ class Run:
 
     def hand_over(self, chunk_tokens: int) -> list[Chunk]:
         """The pending tokens in chunks of at most `chunk_tokens`, the last with the finish reason if there is one."""
+        if self.request.with_support:
+            chunk_tokens = min(chunk_tokens, CUT_CHUNK_TOKENS)
         chunks = []
         for start in range(0, len(self.pending), chunk_tokens):
             part = slice(start, start + chunk_tokens)
             ended = self.finish_reason if part.stop >= len(self.pending) else None
             tokens, logprobs = np.array(self.pending[part], np.int32), np.array(self.logprobs[part], np.float32)
-            chunks.append(Chunk(self.request.id, tokens, logprobs, self.version, ended))
-        self.pending, self.logprobs = [], []
+            support = Support.of(self.supports[part]) if self.request.with_support else None
+            chunks.append(Chunk(self.request.id, tokens, logprobs, self.version, ended, support))
+        self.pending, self.logprobs, self.supports = [], [], []
         return chunks
 
 
 def fold(seed: int) -> int:
     """All 64 bits of a seed in the 31 that servers take."""
     return zlib.crc32((seed & 0xFFFFFFFFFFFFFFFF).to_bytes(8, "little")) >> 1
+
+
+def check_supports(ids: list[int], supports: list[list[int]], logprobs: list[float]) -> None:
+    """Raise ServerRefuses unless each token has one that it is in, and a log-probability within it."""
+    if not len(ids) == len(supports) == len(logprobs):
+        raise ServerRefuses("the SGLang server sent tokens without the supports that they were drawn from")
+    if any(token not in support for token, support in zip(ids, supports, strict=True)):
+        raise ServerRefuses("the SGLang server sent a token that is not in its support")
+    if max(map(len, supports)) > SUPPORT_IDS:
+        raise ServerRefuses(f"the SGLang server sent a support of more than {SUPPORT_IDS} ids; lower sampling.top_k")

@@ -1,6 +1,6 @@
-"""An SGLang server as a child process: its command line, its start within a deadline, its end.
+"""An SGLang server as a child process: its command line, its start within a deadline, its end; or one that others keep.
 
-The server never outlives its worker: it is killed with its whole process group, and by the kernel should the worker
+The child never outlives its worker: it is killed with its whole process group, and by the kernel should the worker
 be killed first.
 """
 
@@ -22,6 +22,8 @@ from april.workers.engines.base import EngineError
 from april.workers.engines.sglang_client import ServerGone, ServerRefuses, SGLangClient
 
 POLL_S = 0.1
+RETURN_POLL_S = 0.5
+"""between two looks for a server that others keep"""
 TAIL_LINES = 15
 HOST = "127.0.0.1"
 
@@ -157,6 +159,38 @@ class SGLangServer:
             file.seek(self._log_start)
             lines = file.read()[-16_384:].decode(errors="replace").splitlines()[-TAIL_LINES:]
         return f"the end of {log}:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+class AttachedServer:
+    """A server that others keep: in the place of one that is started here, and waited for where it is away."""
+
+    alive = True
+
+    def __init__(self, url: str, start_s: float):
+        self.url = url
+        self._start_s, self._patience_s = start_s, 0.0
+
+    def spawn(self) -> None: ...
+
+    async def wait(self, client: SGLangClient) -> dict:
+        """Its /server_info. It has to be there the first time; later it may take `start_s` to come back.
+
+        Raises ServerGone, ServerRefuses.
+        """
+        deadline = clock.now() + self._patience_s
+        self._patience_s = self._start_s
+        while True:
+            try:
+                return await client.call("/server_info")
+            except (ServerGone, ServerRefuses):
+                if clock.now() >= deadline:
+                    raise
+            await asyncio.sleep(RETURN_POLL_S)
+
+    def kill(self) -> None: ...
+
+    def last_words(self) -> str:
+        return "it is kept by others"
 
 
 def die_with_parent() -> None:

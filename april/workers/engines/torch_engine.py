@@ -36,10 +36,12 @@ class TorchEngine:
         chunk_tokens: int = 512,
         chunk_s: float = 2.0,
         prefill_tokens: int = 4096,
+        keep_cache: bool = False,
     ):
         """`max_context` (tokens of prompt and response; none: what the model allows), `chunk_tokens` and
         `chunk_s`: a chunk is due after so many tokens or seconds; `prefill_tokens`: padded tokens in one
-        prefill, and context tokens admitted in one step."""
+        prefill, and context tokens admitted in one step; `keep_cache`: over a change of weights, for measuring what
+        computing contexts anew costs."""
         self.shape = read_shape(model_path, torch.float32 if torch.device(device).type == "cpu" else None)
         self.max_context = max_context or self.shape.max_positions
         if self.max_context > self.shape.max_positions:
@@ -49,6 +51,7 @@ class TorchEngine:
         self.device = torch.device(device)
         self.slots, self.version, self.generated_tokens = slots, None, 0
         self.chunk_tokens, self.chunk_s, self.prefill_tokens = chunk_tokens, chunk_s, prefill_tokens
+        self.keep_cache = keep_cache
         self._decoder: Decoder | None = None
         self._rotations = make_rotations(self.shape, self.max_context, self.device)
         self._cache = KVCache(self.shape, slots, self.max_context, self.device)
@@ -74,6 +77,11 @@ class TorchEngine:
     def submit(self, request: Request) -> None:
         live = self._queue.keys() | self._slot_of.keys()
         check_request(request, self.shape.vocabulary, self.max_context, live)
+        if request.min_p or request.with_support:
+            raise EngineError(
+                f"request {request.id} has min_p = {request.min_p} and with_support = {request.with_support}, "
+                "which the embedded engine cannot do; use worker.engine = 'sglang'"
+            )
         self._queue[request.id] = request
 
     def load_weights(self, version: Version, tensors: Mapping[str, Tensor]) -> None:
@@ -83,9 +91,10 @@ class TorchEngine:
         for slot in self._slot_of.values():
             self._cut_off += self._hand_over(slot, now_s)
         self._decoder, self.version = decoder, version
-        self._cache.clear()
-        self._unfilled = list(self._slot_of.values())
         self._batch = None
+        if not self.keep_cache:
+            self._cache.clear()
+            self._unfilled = list(self._slot_of.values())
 
     @torch.inference_mode()
     def step(self) -> list[Chunk]:

@@ -1,0 +1,104 @@
+"""A worker of a run whose responses have forced lengths, and which writes down how full its engine is.
+
+A length belongs to (group, sample), so that every schedule has the same; everything else is the worker's own.
+
+    python benchmarks/forced_worker.py RUN.toml --connect ADDRESS --name w0 --scenario FILE --gauge FILE --core N
+"""
+
+import argparse
+import functools
+import os
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+import april.workers.worker as worker_module
+from april import config as configuration
+from april import wire
+from april.simulate.scenario import load_scenario
+from april.workers.process import run_worker
+from april.workers.worker import Worker
+
+NOTE_S = 0.2
+"""between two lines of the gauge"""
+
+
+class Reading(msgspec.Struct):
+    """Sums since the worker's start; a difference of two is an interval."""
+
+    at: float
+    """monotonic clock (seconds)"""
+    generated: int = 0
+    recomputed: int = 0
+    """response tokens whose context was, or is to be, computed again"""
+    busy_slot_s: float = 0.0
+    """slot-seconds with a sample in the engine"""
+    update_slot_s: float = 0.0
+    """of these the ones from the arrival of new weights to the next token"""
+
+
+class ForcedWorker(Worker):
+    def __init__(self, *arguments, scenario: Path, gauge: Path, core: int | None):
+        """`core`: of the thread that drives the engine; none: where it is."""
+        super().__init__(*arguments)
+        self.turns.stops = frozenset()
+        loaded = load_scenario(scenario)
+        self.lengths, self.slots = loaded.make_lengths(), loaded.engines.slots
+        self.gauge = gauge.open("wb", buffering=0)
+        self.reading = Reading(time.monotonic())
+        self._next_note = 0.0
+        self._updating: tuple[float, int] | None = None
+        """(since when, tokens generated before)"""
+        if core is not None:
+            os.sched_setaffinity(0, {core})
+
+    def _accept(self, grant: wire.Grant, pieces: list[np.ndarray]) -> None:
+        length = sum(map(len, pieces[1:]))
+        if not grant.scoring:
+            left = self.lengths.of(grant.group)[grant.index] - length
+            grant = msgspec.structs.replace(grant, max_new_tokens=left)
+            self.reading.recomputed += length
+        super()._accept(grant, pieces)
+
+    def _take_weights(self) -> None:
+        began, before = time.monotonic(), self.engine.version
+        super()._take_weights()
+        if before is not None and self.engine.version != before and self.engine.live:
+            self._updating = began, self.engine.generated_tokens
+
+    def turn(self) -> None:
+        super().turn()
+        now, reading = time.monotonic(), self.reading
+        live = min(self.engine.live, self.slots)
+        reading.busy_slot_s += live * (now - reading.at)
+        reading.at, reading.generated = now, self.engine.generated_tokens
+        if self._updating and reading.generated > self._updating[1]:
+            reading.update_slot_s += live * (now - self._updating[0])
+            if self.config.engine.pause != "in_place":
+                reading.recomputed += sum(work.length for work in self.works.values() if not work.finished)
+            self._updating = None
+        if now >= self._next_note:
+            self._next_note = now + NOTE_S
+            self.gauge.write(msgspec.json.encode(reading) + b"\n")
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    arguments.add_argument("config", type=Path)
+    arguments.add_argument("--connect", required=True)
+    arguments.add_argument("--name", required=True)
+    arguments.add_argument("--scenario", type=Path, required=True, help="has the lengths and the slots")
+    arguments.add_argument("--gauge", type=Path, required=True, help="JSONL file that is written")
+    arguments.add_argument("--core", type=int, help="of the engine [default: where the worker is]")
+    options = arguments.parse_args()
+    worker_module.Worker = functools.partial(
+        ForcedWorker, scenario=options.scenario, gauge=options.gauge, core=options.core
+    )
+    run_worker(configuration.load(options.config), options.connect, options.name)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

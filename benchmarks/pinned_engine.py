@@ -1,0 +1,133 @@
+"""What all turns on one real engine share: a policy, an engine on a core of its own, all else on the others."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import orjson
+import tomli_w
+from core_time import CoreTime, server_processes
+
+from april.policy.model import build_model, save_policy
+from april.simulate.scenario import Scenario
+from april.workers.engines.sglang_client import SGLangClient
+from april.workers.engines.sglang_server import ServerSettings, SGLangServer
+from april.workers.engines.torch_engine import load_folder_weights
+
+ROOT = Path(__file__).parent.parent
+ROWS = 512
+PROMPT_TOKENS = 8
+BINDING = "SGLANG_CPU_OMP_THREADS_BIND"
+TURN_S = 900.0
+"""longest turn"""
+
+
+class PinnedEngine:
+    """`kind`: torch or sglang. Close it."""
+
+    def __init__(self, kind: str, folder: Path, slots: int, longest_tokens: int):
+        cores = sorted(os.sched_getaffinity(0))
+        if len(cores) < 2:
+            sys.exit("two cores are needed: one for the engine, the other for all else")
+        self.kind, self.folder, self.slots = kind, folder, slots
+        self.core, self.others = cores[0], set(cores[1:])
+        self.policy = folder / "policy"
+        model = build_model(hidden_size=128, layers=3, seed=0)
+        model.config.max_position_embeddings = 2 * longest_tokens
+        save_policy(model, self.policy)
+        self.tensors = load_folder_weights(self.policy)
+        rows = [
+            {"prompt": f"{row % 90 + 10:02d}*{row % 7 + 2}+{row % 50 + 10:02d}=", "label": "0"} for row in range(ROWS)
+        ]
+        (folder / "prompts.jsonl").write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
+        self.longest_tokens = longest_tokens
+        self.server = self._start_server() if kind == "sglang" else None
+        os.sched_setaffinity(0, self.others)
+
+    def _start_server(self) -> SGLangServer:
+        """On the engine's core, all of its processes."""
+        os.sched_setaffinity(0, {self.core})
+        os.environ[BINDING] = str(self.core)
+        server = SGLangServer(
+            ServerSettings(
+                ROOT / ".venv-sglang/bin/python", self.policy, self.folder / "server.log", slots=self.slots,
+                context_tokens=self.longest_tokens + 64,
+            )
+        )  # fmt: skip
+        server.spawn()
+        asyncio.run(serving(server))
+        return server
+
+    @property
+    def worker_core(self) -> int | None:
+        """Where the thread that drives the engine belongs; a server's client has no place of its own."""
+        return None if self.server else self.core
+
+    def write_run(self, folder: Path, scenario: Scenario) -> Path:
+        """The configuration of a run with the scenario's schedule, without an end."""
+        schedule = scenario.schedule.model_dump(mode="json", exclude_none=True) | {"max_steps": 10**6}
+        pause = "in_place" if scenario.weights.keep_kv else "abort"
+        tree = {
+            "seed": scenario.seed,
+            "run": {"name": "run", "dir": str(folder)},
+            "model": {"path": str(self.policy)},
+            "data": {"path": str(self.folder / "prompts.jsonl")},
+            "schedule": schedule,
+            "sampling": {"max_response_tokens": self.longest_tokens},
+            "learner": {"ranks": 1, "checkpoint_every": 10**6},
+            "operations": {"http": "none"},
+            "worker": {"engine": self.kind, "slots": self.slots, "device": "cpu"},
+            "engine": {"url": self.server.url if self.server else "", "pause": pause},
+        }
+        path = folder / "run.toml"
+        path.write_text(tomli_w.dumps(tree))
+        return path
+
+    def write_scenario(self, folder: Path, scenario: Scenario) -> Path:
+        path = folder / "scenario.toml"
+        path.write_text(tomli_w.dumps(scenario.model_dump(mode="json", exclude_none=True)))
+        return path
+
+    def core_time(self, client: int) -> CoreTime:
+        """`client`: the process that drives the engine, and runs it if it has no server."""
+        return CoreTime(*server_processes(self.server._process.pid)) if self.server else CoreTime(client)
+
+    def limit(self, folder: Path, scenario: Scenario) -> float:
+        """Tokens/s of the engine driven directly with the scenario's samples in flight."""
+        command = [ROOT / "benchmarks/saturated.py", self.write_run(folder, scenario)]
+        command += ["--scenario", self.write_scenario(folder, scenario)]
+        output, core = self._run(command)
+        began, ended, tokens = map(float, output.split())
+        return tokens / (ended - began - core.taken(began, ended))
+
+    def calibrate(self, path: Path) -> str:
+        """Write the sections of a scenario that `april calibrate` finds; what it says."""
+        command = ["-m", "april.cli", "calibrate", "--model", self.policy, "--slots", self.slots, "--out", path]
+        command += ["--worker.engine", self.kind, "--worker.device", "cpu"]
+        return self._run(command + (["--engine.url", self.server.url] if self.server else []))[0]
+
+    def _run(self, command: list) -> tuple[str, CoreTime]:
+        """The output of a Python command on the engine's core, or beside its server."""
+        place = self.others if self.server else {self.core}
+        with subprocess.Popen(
+            [sys.executable, *map(str, command)], stdout=subprocess.PIPE, text=True,
+            preexec_fn=lambda: os.sched_setaffinity(0, place),
+        ) as started, self.core_time(started.pid) as core:  # fmt: skip
+            output, _ = started.communicate(timeout=TURN_S)
+        if started.returncode:
+            sys.exit(f"{command[0]} has ended with status {started.returncode}")
+        return output, core
+
+    def close(self) -> None:
+        if self.server:
+            self.server.kill()
+
+
+async def serving(server: SGLangServer) -> None:
+    client = SGLangClient(server.url)
+    try:
+        await server.wait(client)
+    finally:
+        await client.close()

@@ -1,0 +1,219 @@
+"""The schedules on a real engine with forced lengths, beside its limit and beside what the simulator foretells.
+
+The learner is its own loop with a wait in place of training; the weights that it publishes are real. The engine has a
+core of its own, everything else another.
+"""
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from common import Row
+from pinned_engine import PROMPT_TOKENS, PinnedEngine
+from rollout_turn import Turn, run_turn
+
+from april.simulate.pipeline import simulate
+from april.simulate.scenario import Scenario, load_scenario
+from april.simulate.variants import table, variants, with_schedule
+
+WARM_UP_STEPS = 6
+GROUP_SIZE = 8
+LONGEST = 466
+SETTING = f"""
+warmup_steps = {WARM_UP_STEPS}
+[lengths]
+median_tokens = 128
+sigma_between = 0.6
+sigma_within = 0.35
+longest_tokens = {LONGEST}
+prompt_tokens = {PROMPT_TOKENS}
+[learner]
+token_s = 8e-6
+[engines]
+count = 1
+[schedule]
+kind = "april"
+n_samples_per_prompt = {GROUP_SIZE}
+max_staleness = 5
+"""
+"""The published one (`configs/published.toml`) with responses a thirty-fifth as long and fewer of them."""
+GROUPS = {"torch": 8, "sglang": 4}
+"""N; N' is twice that, and the slots are as many as samples in N' groups"""
+PIPELINE_STEPS = 8
+EQUAL = {"lengths__family": "equal", "lengths__median_tokens": 100, "warmup_steps": 3}
+UNKNOWN = "[cost]\ndecode_base_s = 1.0\ndecode_running_s = 0.0\ndecode_kv_s = 0.0\nprefill_s = 0.0\n"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One turn, and what there was beside it."""
+
+    turn: Turn
+    limit: float
+    """tokens/s of the engine driven directly with as many samples in flight"""
+    predicted: float
+    """consumed tokens/s of the simulated run"""
+
+    @property
+    def limit_share(self) -> float:
+        return self.turn.consumed_per_s / self.limit
+
+    @property
+    def cap(self) -> float:
+        return self.turn.scenario.cap(self.turn.scenario.make_lengths())
+
+    @property
+    def prediction_error(self) -> float:
+        return self.predicted / self.turn.consumed_per_s - 1
+
+
+COLUMNS: dict[str, tuple[Callable[[Outcome], float], str]] = {
+    "consumed/s": (lambda one: one.turn.consumed_per_s, ",.0f"),
+    "in rollout": (lambda one: one.turn.consumed_per_rollout_s, ",.0f"),
+    "generated/s": (lambda one: one.turn.generated / one.turn.time_s, ",.0f"),
+    "wasted": (lambda one: one.turn.discarded / one.turn.generated, ".1%"),
+    "recomputed": (lambda one: one.turn.recomputed / one.turn.generated, ".1%"),
+    "occupied": (lambda one: one.turn.occupancy, ".1%"),
+    "stale mean": (lambda one: one.turn.staleness_mean, ".2f"),
+    "max": (lambda one: max(one.turn.ages), ".0f"),
+    "off-policy": (lambda one: one.turn.off_policy_share, ".1%"),
+    "step p50 s": (lambda one: np.percentile(one.turn.step_times_s, 50), ".2f"),
+    "p95 s": (lambda one: np.percentile(one.turn.step_times_s, 95), ".2f"),
+    "taken": (lambda one: one.turn.taken, ".0%"),
+    "limit/s": (lambda one: one.limit, ",.0f"),
+    "of limit": (lambda one: one.limit_share, ".3f"),
+    "cap": (lambda one: one.cap, ".3f"),
+    "of cap": (lambda one: one.limit_share / one.cap, ".3f"),
+    "buffer peak": (lambda one: one.turn.buffer_peak_tokens, ",.0f"),
+    "foretold/s": (lambda one: one.predicted, ",.0f"),
+    "off by": (lambda one: one.prediction_error, "+.1%"),
+}
+
+
+def schedules(kind: str, base: Scenario) -> dict[str, Scenario]:
+    """Those of `april simulate`; contexts are computed again after an update, and kept where the engine can."""
+    found = {}
+    for name, one in variants(base).items():
+        if "recomputed" not in name:
+            found[name] = one
+        if name in found and kind == "torch" and one.schedule.kind == "continuous":
+            found[f"{name}, cache kept"] = one.with_keys(weights__keep_kv=True)
+    return found
+
+
+def scenario_of(kind: str, cost: Path | None, folder: Path, seed: int, steps: int) -> Scenario:
+    """`cost`: sections that `april calibrate` has written; none: nothing is known of the engine yet."""
+    path, samples = folder / "setting.toml", GROUPS[kind] * GROUP_SIZE
+    path.write_text(SETTING + (cost.read_text() if cost else UNKNOWN))
+    keys = {
+        "seed": seed, "steps": steps, "limit_responses": steps * samples, "engines.slots": 2 * samples,
+        "schedule.rollout_batch_size": GROUPS[kind], "schedule.over_sampling_batch_size": 2 * GROUPS[kind],
+    }  # fmt: skip
+    return load_scenario(path, list(keys.items()))
+
+
+def calibrate(engine: PinnedEngine, folder: Path, seeds: range, steps: int) -> list[Scenario]:
+    """The scenario of each seed, with the costs of the engine and, from runs with equal lengths, of the pipeline:
+    the way of a grant, by Little's law, and what a round takes beyond its generation and training."""
+    cost, samples = folder / "cost.toml", GROUPS[engine.kind] * GROUP_SIZE
+    print(engine.calibrate(cost), flush=True)
+    equal = scenario_of(engine.kind, cost, folder, 0, PIPELINE_STEPS).with_keys(**EQUAL)
+    flowing = run_turn(engine, with_schedule(equal, "continuous", in_flight=samples), made(folder / "flowing"))
+    latency_s = max(0.0, flowing.leased - flowing.busy) * flowing.time_s / (PIPELINE_STEPS * samples)
+    rounds = with_schedule(equal, "sync").with_keys(engines__latency_s=latency_s)
+    measured_s = median(run_turn(engine, rounds, made(folder / "rounds")).step_times_s)
+    transfer_s = max(0.0, measured_s - simulate(rounds).step_s[0])
+    print(f"a grant arrives after {latency_s * 1e3:.1f} ms; a round takes {transfer_s * 1e3:.1f} ms more\n", flush=True)
+    costs = {"engines__latency_s": latency_s, "weights__transfer_s": transfer_s}
+    return [scenario_of(engine.kind, cost, folder, seed, steps).with_keys(**costs) for seed in seeds]
+
+
+def made(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    return folder
+
+
+def measure(kind: str, seeds: range, steps: int) -> list[Row]:
+    """Every schedule and every limit once for each seed, in an order that turns round from seed to seed."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with tempfile.TemporaryDirectory(prefix="april-rollout-") as place:
+        folder = Path(place)
+        slots = scenario_of(kind, None, folder, 0, 1).engines.slots
+        engine = PinnedEngine(kind, folder, slots, LONGEST)
+        try:
+            bases = calibrate(engine, folder, seeds, steps)
+            found = [of_seed(engine, base) for base in bases]
+        finally:
+            engine.close()
+    by_name = {name: [one[name] for one in found] for name in found[0]}
+    lines = [[name, *(cell(ones, *column) for column in COLUMNS.values())] for name, ones in by_name.items()]
+    print(f"medians of {len(seeds)} seeds\n{table(lines, ('', *COLUMNS))}\n", flush=True)
+    return rows(kind, by_name)
+
+
+def cell(outcomes: list[Outcome], value: Callable[[Outcome], float], form: str) -> str:
+    return format(median(map(value, outcomes)), form)
+
+
+def of_seed(engine: PinnedEngine, base: Scenario) -> dict[str, Outcome]:
+    runs = schedules(engine.kind, base)
+    limits, order = {}, []
+    for name, one in runs.items():
+        if one.schedule.kind == "continuous" and one.slots_wanted not in limits:
+            limits[one.slots_wanted] = one
+            order.append(one.slots_wanted)
+        order.append(name)
+    turns: dict[str | int, Turn | float] = {}
+    for name in order if base.seed % 2 == 0 else reversed(order):
+        folder = made(engine.folder / f"seed-{base.seed}" / str(name).replace(" ", "-"))
+        if name in limits:
+            turns[name] = engine.limit(folder, limits[name])
+            said = f"limit with {name} in flight: {turns[name]:,.0f} tokens/s"
+        else:
+            turns[name] = run_turn(engine, runs[name], folder)
+            said = f"{name}: {turns[name].consumed_per_s:,.0f} tokens/s"
+        print(f"  seed {base.seed}, {said}", file=sys.stderr, flush=True)
+    return {
+        name: Outcome(turns[name], turns[one.slots_wanted], simulate(one).consumed_per_s) for name, one in runs.items()
+    }
+
+
+def rows(kind: str, outcomes: dict[str, list[Outcome]]) -> list[Row]:
+    sync, sync_equal, april, dropped, overlap, *flowing = outcomes.values()
+    fewer, most = flowing[: len(flowing) // 2], flowing[len(flowing) // 2 :]
+    gains = {
+        "april_gain": (april, sync),
+        "april_gain_equal_concurrency": (april, sync_equal),
+        "partial_rollout_gain": (april, dropped),
+        "overlap_gain_equal_concurrency": (overlap, sync_equal),
+        "continuous_gain": (most[0], sync),
+        "continuous_gain_equal_concurrency": (most[0], sync_equal),
+    }
+    found = []
+    for name, (ours, theirs) in gains.items():
+        for suffix, value in (("", "consumed_per_s"), ("_rollout_time", "consumed_per_rollout_s")):
+            ratios = [getattr(a.turn, value) / getattr(b.turn, value) - 1 for a, b in zip(ours, theirs, strict=True)]
+            found.append(Row(f"{name}_{kind}{suffix}", ratios, "fraction"))
+    for suffix, same_limit in (("", fewer), ("_most", most)):
+        for cache, ones in zip(("", "_kept"), same_limit, strict=False):
+            found.append(Row(f"continuous_limit_{kind}{suffix}{cache}", [one.limit_share for one in ones], "fraction"))
+    for cause in fewer[0][0].turn.idle_share:
+        shares = [one.turn.idle_share[cause] for one in fewer[0]]
+        found.append(Row(f"idle_slot_share_{cause}_{kind}", shares, "fraction"))
+    return [*found, Row("prediction_error_max", worst_errors(outcomes), "fraction")]
+
+
+def worst_errors(outcomes: dict[str, list[Outcome]]) -> list[float]:
+    """Of each seed, the largest relative error of what the simulator foretold, over the schedules."""
+    return [max(abs(one.prediction_error) for one in of_seed) for of_seed in zip(*outcomes.values(), strict=True)]

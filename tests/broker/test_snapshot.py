@@ -1,0 +1,74 @@
+"""A snapshot that is not whole is passed over for the one before it, whatever is wrong with it."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from april.broker.ledger import Ledger
+from april.broker.ledger_state import Rules
+from april.broker.snapshot import SnapshotStore, freeze, live_positions, thaw
+from april.version import Version
+
+OLDER, NEWER = 100, 200
+
+
+def small_ledger():
+    """Three groups, one of them started, with places in a journal."""
+    places = iter(range(0, 1000, 10))
+    ledger = Ledger(Rules(2, 2, 3), record=lambda event, arrays: (next(places), 10))
+    ledger.start_learner(0)
+    groups = [ledger.open_group(epoch=0, row=row, floor=0, prompt=b"\1\0\0\0") for row in range(3)]
+    lease = ledger.lease(groups[0].samples[1], "w0", step=0, expires_at=1.0)
+    ledger.add_chunk(lease.token, 0, 5, Version(0, 0))
+    ledger.add_chunk(lease.token, 5, 4, Version(0, 0))
+    return ledger
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """(folder, image): the same image at two positions."""
+    folder = tmp_path_factory.mktemp("snapshots")
+    image = freeze(small_ledger())
+    for position in (OLDER, NEWER):
+        store = SnapshotStore(folder)
+        store.write(position, image, unneeded=[])
+        store.close()
+    return folder, image
+
+
+def read(folder):
+    """(position, image) of the snapshots that are whole, the newest first, each after a ledger has been made of it."""
+    found = []
+    for position, image in SnapshotStore(folder).newest_first():
+        ledger = Ledger(Rules(2, 2, 3))
+        thaw(image, ledger)
+        found.append((position, freeze(ledger)))
+    return found
+
+
+def test_what_is_read_is_what_was_written(written):
+    folder, image = written
+    assert read(folder) == [(NEWER, image), (OLDER, image)]
+
+
+@given(data=st.data())
+def test_a_file_that_is_not_whole_is_passed_over(written, data):
+    folder, image = written
+    path = folder / f"{NEWER:020d}.snapshot"
+    whole = path.read_bytes()
+    at = data.draw(st.integers(0, len(whole) - 1))
+    flipped = bytes([whole[at] ^ data.draw(st.integers(1, 255))])
+    path.write_bytes(whole[:at] + data.draw(st.sampled_from([b"", flipped + whole[at + 1 :]])))
+    try:
+        assert read(folder) == [(OLDER, image)]
+    finally:
+        path.write_bytes(whole)
+
+
+def test_live_are_the_prompts_and_chunks_of_groups_that_may_be_asked_for():
+    ledger = small_ledger()
+    chunks = [position for position, _ in ledger.groups[0].samples[1].references]
+    assert len(chunks) == 2
+    assert sorted(live_positions(ledger)) == sorted([*(group.prompt[0] for group in ledger.groups.values()), *chunks])
+    ledger.discard(ledger.groups[0], "filtered")
+    assert sorted(live_positions(ledger)) == [group.prompt[0] for group in ledger.groups.values()]

@@ -1,0 +1,124 @@
+"""What the broker makes of supports: of every training token in a run that cuts the distribution, of no other token."""
+
+import numpy as np
+import pytest
+
+from april import config as configuration
+from april import wire
+from april.broker.journal import JournalError
+from april.limits import SUPPORT_IDS
+from tests.broker.conversation import (
+    Conversation,
+    FakeLearner,
+    FakeWorker,
+    chunk_arrays,
+    finish_evaluation,
+    make_batch,
+    support_arrays,
+    training,
+)
+
+CUT = ["--worker.engine", "sglang", "--sampling.top_k", "8", "--sampling.top_p", "0.9", "--sampling.min_p", "0.01",
+       "--evaluation.prompts", "1", "--evaluation.top_p", "0.7"]  # fmt: skip
+IN_TURNS = ["--environment.name", "calculator", "--environment.max_turn_tokens", "8"]
+
+
+@pytest.fixture
+def talk(config_file):
+    return Conversation(configuration.load(config_file, [*CUT, *IN_TURNS]))
+
+
+def test_a_grant_says_what_to_draw_from(worker):
+    grants = worker.grants()
+    drawn = {grant.evaluation: (grant.top_k, grant.top_p, grant.min_p) for grant in grants}
+    assert drawn == {True: (0, 0.7, 0.0), False: (8, 0.9, 0.01)}
+
+
+def test_supports_are_kept_over_partials_and_restarts_and_delivered_behind_the_tokens(talk, worker, learner):
+    grant = finish_evaluation(worker)[0]
+    worker.chunk(grant, 0, 3)
+    worker.say(wire.Observation(grant.token, 3), [chunk_arrays(3, 2)[0]])
+    talk.restart_broker()
+    worker = FakeWorker(talk, worker.name)
+    worker.join(leases=[grant.token])
+    worker.say(wire.GiveBack(grant.token, 5, "leave"))
+    mine = (grant.group, grant.index)
+    granted = {(one.message.group, one.message.index): one for one in worker.take(wire.Grant)}
+    resumed = granted.pop(mine)
+    assert [array.tolist() for array in resumed.arrays[1:]] == [[2, 3, 4], [5, 6]], "ids alone"
+    worker.chunk(resumed.message, 5, 2, "stop")
+    worker.say(wire.Scored(resumed.message.token, 1.0))
+    learner = FakeLearner(talk, learner.name)
+    learner.hello()
+    others = training(one.message for one in granted.values())
+    while not talk.ledger.next_step:
+        worker.complete(others.pop(0))
+        others += training(worker.grants())
+    batch, arrays = learner.fetch(0)
+    rest, found = iter(arrays), {}
+    for group in batch.groups:
+        next(rest)
+        for sample in group.samples:
+            found[group.group, sample.index] = [next(rest) for _ in wire.CHUNK_ARRAYS]
+    assert list(rest) == []
+    assert found[mine] == [
+        [2, 3, 4, 5, 6, 7, 8], [-0.5] * 3 + [0.0] * 2 + [-0.5] * 2, [1, 2, 3, 0, 0, 1, 2], [2, 0, 3, 0, 0, 4, 7, 0, 8],
+    ]  # fmt: skip
+    assert learner.fetch(0) == (batch, arrays), "the same again"
+
+
+def amiss(counts, support):
+    return [*chunk_arrays(0, 3), np.array(counts, "i4"), np.array(support, "i4")]
+
+
+@pytest.mark.parametrize(
+    ("arrays", "why"),
+    [
+        (chunk_arrays(0, 3), "come with their supports"),
+        ([*chunk_arrays(0, 3), np.ones(3, "i4")], "and their supports, if any"),
+        (amiss([1, 1, 1], [2, 3, 5]), "drawn among them"),
+        (amiss([1, 2, 1], [2, 3, 4]), "drawn among them"),
+        (amiss([1, 1], [2, 3]), "drawn among them"),
+        (amiss([0, 2, 1], [2, 3, 4]), "drawn among them"),
+        (amiss([-1, 3, 1], [2, 3, 4]), "drawn among them"),
+        (amiss([2, 1, 1], [2, -1, 3, 4]), "drawn among them"),
+        (amiss([2, 1, 1], [2, 10_000, 3, 4]), "token ids end at"),
+        (amiss([SUPPORT_IDS + 1, 1, 1], [2] * (SUPPORT_IDS + 1) + [3, 4]), f"at most {SUPPORT_IDS} ids"),
+    ],
+)
+def test_what_is_no_support_of_its_tokens_is_refused(talk, worker, arrays, why):
+    grant, before = finish_evaluation(worker)[0], talk.journal.end
+    worker.say(wire.Chunk(grant.token, 0, worker.version), arrays)
+    assert why in worker.take(wire.Refused)[-1].message.reason and talk.journal.end == before
+    worker.chunk(grant, 0, 3)
+    assert worker.take(wire.Acknowledged)[-1].message.lengths == [(grant.token, 3)], "as if nothing had been said"
+
+
+def test_nobody_else_s_tokens_have_supports(config_file):
+    """Those of evaluation, and those of a run that draws from the whole distribution."""
+    for overrides, evaluation in ((CUT, True), (CUT[-4:], False)):
+        talk = Conversation(configuration.load(config_file, ["--run.name", f"run-{evaluation}", *overrides]))
+        worker = FakeWorker(talk)
+        worker.join()
+        grant = next(grant for grant in worker.grants() if grant.evaluation == evaluation)
+        ids, logprobs = chunk_arrays(0, 3)
+        worker.say(wire.Chunk(grant.token, 0, worker.version), [ids, logprobs, *support_arrays(ids)])
+        assert "no others do" in worker.take(wire.Refused)[-1].message.reason
+
+
+def test_a_run_does_not_change_between_whole_and_cut(config_file):
+    Conversation(configuration.load(config_file, CUT)).journal.close()
+    again = Conversation(configuration.load(config_file, [*CUT, "--sampling.top_k", "9"]))
+    again.journal.close()
+    with pytest.raises(JournalError, match="another run"):
+        Conversation(configuration.load(config_file, []))
+
+
+def test_a_whole_distribution_costs_no_arrays(config_file):
+    talk = Conversation(configuration.load(config_file, ["--evaluation.prompts", "1"]))
+    worker, learner = FakeWorker(talk), FakeLearner(talk)
+    worker.join()
+    learner.join()
+    make_batch(worker)
+    batch, arrays = learner.fetch(0)
+    assert len(arrays) == sum(1 + 2 * len(group.samples) for group in batch.groups)

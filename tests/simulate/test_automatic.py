@@ -1,0 +1,110 @@
+"""`auto` in a run's schedule: what is chosen, from which lengths, and that a run stays with it."""
+
+import pytest
+
+from april import config as configuration
+from april.broker import events
+from april.broker.journal import Journal
+from april.cli import main
+from april.config import ConfigError
+from april.simulate.automatic import resolve, resolve_as_recorded
+from april.simulate.trace import TracedGroup, read_trace
+from april.version import Version
+
+AUTO = {"april": "over_sampling_batch_size", "continuous": "in_flight"}
+SCENARIO = """
+[lengths]
+family = "equal"
+median_tokens = 20
+[cost]
+decode_base_s = 0.01
+decode_running_s = 0.0
+decode_kv_s = 0.0
+prefill_s = 0.0
+"""
+
+
+@pytest.fixture(autouse=True)
+def tuning_is_quick(monkeypatch):
+    monkeypatch.setattr("april.simulate.automatic.TUNED_RESPONSES", 200)
+
+
+@pytest.fixture
+def load(config_file):
+    """The run of `config_file`, N = 4 and n = 2, with `auto`; two workers of 8 slots."""
+
+    def load(kind="april", *overrides):
+        chosen = ["--schedule.kind", kind, f"--schedule.{AUTO[kind]}", "auto"]
+        others = [] if kind == "april" else ["--over-sampling-batch-size", "4"]
+        return configuration.load(config_file, [*chosen, *others, *overrides])
+
+    return load
+
+
+def write_journal(config, lengths):
+    journal = Journal(config.run_dir / "journal")
+    for group, pair in enumerate(lengths):
+        journal.append(events.GroupOpened(group, False, 0, group, 2, 0, 9))
+        for index, length in enumerate(pair):
+            journal.append(events.Leased(2 * group + index + 1, group, index, "w", 0, False))
+            journal.append(events.ChunkAccepted(2 * group + index + 1, 0, length, Version(0, 0), "stop"))
+    journal.sync()
+    journal.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "staleness", "value"), [("april", 5, 8), ("april", 0, 4), ("continuous", 5, 16), ("continuous", 0, 8)]
+)
+def test_without_any_lengths_it_is_twice_the_batch_as_far_as_the_bound_admits(load, kind, staleness, value):
+    config, why = resolve(load(kind, "--schedule.max_staleness", str(staleness)))
+    assert getattr(config.schedule, AUTO[kind]) == value
+    assert "no lengths are known" in why and f"schedule.{AUTO[kind]} = {value}" in why
+
+
+def test_a_scenario_gives_lengths_and_costs(load, tmp_path):
+    path = tmp_path / "scenario.toml"
+    path.write_text(SCENARIO)
+    config, why = resolve(load("continuous", "--schedule.scenario", str(path)))
+    assert config.schedule.in_flight == 16, "steps cost the same however full: all slots"
+    assert str(path) in why and "within 2% of the best" in why
+    with pytest.raises(ConfigError, match="kv_tokens"):
+        path.write_text(SCENARIO + "kv_tokens = 10\n")
+        resolve(load("continuous", "--schedule.scenario", str(path)))
+
+
+def test_a_resumed_run_chooses_by_the_lengths_in_its_journal(load):
+    config = load()
+    lengths = [(3, 24), (5, 6), (4, 4), (20, 9)]
+    write_journal(config, lengths)
+    chosen, why = resolve(config, resumed=True)
+    assert "of the run so far" in why
+    assert 4 < chosen.schedule.over_sampling_batch_size <= 6 * 4
+    assert read_trace(config.run_dir / "lengths.jsonl") == [TracedGroup(9, list(pair)) for pair in lengths]
+    assert "no lengths" in resolve(config)[1], "another run of that name has its own folder"
+
+
+def test_lengths_of_less_than_a_batch_are_not_enough(load):
+    config = load()
+    write_journal(config, [(3, 24), (5, 6), (4, 4)])
+    assert "no lengths" in resolve(config, resumed=True)[1]
+
+
+def test_a_broker_that_comes_back_goes_on_with_what_was_chosen(load):
+    config = load()
+    first, _ = resolve_as_recorded(config)
+    first = first.model_copy(update={"schedule": first.schedule.model_copy(update={"over_sampling_batch_size": 7})})
+    first.run_dir.mkdir(parents=True)
+    (first.run_dir / "config.toml").write_text(first.to_toml())
+    again, why = resolve_as_recorded(config)
+    assert again.schedule.over_sampling_batch_size == 7 and "when the run was started" in why
+
+
+def test_the_choice_stands_beside_the_plan(load, config_file, capsys):
+    main(["run", str(config_file), "--dry-run", "--over-sampling-batch-size", "auto"])
+    out = capsys.readouterr().out
+    assert "16 samples in flight" in out and "auto       schedule.over_sampling_batch_size = 8: 2 times" in out
+
+
+def test_what_is_no_choice_is_left_alone(config_file):
+    config = configuration.load(config_file)
+    assert resolve(config) == (config, "") == resolve_as_recorded(config)
