@@ -140,11 +140,13 @@ def test_many_are_cancelled_at_once_and_the_others_go_on(make_engine):
     engine = make_engine(slots=24)
     before = drive(engine, requests, tokens=300)
     ended = engine.cancel_all(range(20))
-    assert engine.live == 4 and {chunk.id for chunk in ended} <= set(range(20))
+    assert engine.live <= 4 and {chunk.id for chunk in ended} <= set(range(20))
     after = drive(engine)
+    assert set(after) <= set(range(20, 24))
     for i in range(20):
         stream = join(before[i], Stream([chunk for chunk in ended if chunk.id == i]))
-        assert stream.tokens == whole[i].tokens[: len(stream.tokens)] and stream.finish_reason is None
+        assert stream.tokens == whole[i].tokens[: len(stream.tokens)]
+        assert stream.finish_reason == (None if len(stream.tokens) < 300 else "length")
     assert all(join(before[i], after[i]).tokens == whole[i].tokens for i in range(20, 24))
 
 
