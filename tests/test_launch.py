@@ -225,17 +225,19 @@ def test_a_worker_without_a_name_gets_one(tmp_path, config):
     assert result.stdout.startswith(f"april worker {config} --connect tcp://10.0.0.5:5555 --name ")
 
 
-def test_sglang_has_an_environment_of_its_own_and_the_second_call_does_nothing(checkout):
-    """With an accelerator it is the ordinary package; the recipe for a CPU is what the suite itself runs on."""
+@pytest.mark.parametrize(("name", "version"), [("SGLang", "0.5.23"), ("vLLM", "0.32.0")])
+def test_a_server_has_an_environment_of_its_own_and_the_second_call_does_nothing(checkout, name, version):
+    """With an accelerator it is the ordinary package; the recipes for a CPU are what the suite itself runs on."""
+    package = name.lower()
     (checkout.devices / "nvidia0").touch()
-    write_wheel(checkout.wheels, "sglang", "0.5.23")
-    shutil.copytree(checkout.root / ".venv", checkout.root / ".venv-sglang", symlinks=True)
-    first = checkout.install(script="install-sglang.sh")
+    write_wheel(checkout.wheels, package, version)
+    shutil.copytree(checkout.root / ".venv", checkout.root / f".venv-{package}", symlinks=True)
+    first = checkout.install(script=f"install-{package}.sh")
     assert first.returncode == 0, first.stderr
-    assert list(checkout.root.glob(".venv-sglang/lib/python*/site-packages/sglang-0.5.23.dist-info"))
+    assert list(checkout.root.glob(f".venv-{package}/lib/python*/site-packages/{package}-{version}.dist-info"))
     assert checkout.installed == set(), "April's own environment is left alone"
     shutil.rmtree(checkout.wheels)
-    assert checkout.install(script="install-sglang.sh").stdout == "april: SGLang is already installed\n"
+    assert checkout.install(script=f"install-{package}.sh").stdout == f"april: {name} is already installed\n"
 
 
 def test_sglang_that_cannot_be_fetched_is_one_sentence(checkout):

@@ -16,6 +16,9 @@ from april.config.sections import (
 )
 from april.limits import TOP_K
 
+VLLM_TEMPERATURE = 2.0
+"""the highest that vLLM takes"""
+
 
 def check(config: Config, inputs: bool = True) -> None:
     """Refuse what is valid key by key but cannot work together. `inputs`: also a model or data that are not there."""
@@ -299,10 +302,13 @@ def check_data(data: DataSection) -> None:
 
 
 def check_engine(config: Config) -> None:
-    """Refuse what the SGLang server cannot do, or cannot do rightly."""
-    engine = config.engine
-    if config.worker.engine != "sglang":
+    """Refuse what the server cannot do, or cannot do rightly."""
+    engine, tensor_parallel = config.engine, "tp_size"
+    if config.worker.engine == "torch":
         return
+    if config.worker.engine == "vllm":
+        check_vllm(config)
+        tensor_parallel = "tensor_parallel_size"
     if engine.pause != "abort" and engine.stream_tokens != 1:
         raise ConfigError(
             f"key 'engine.pause' = {engine.pause!r} leaves tokens unsent when weights change, whose version would be "
@@ -312,18 +318,18 @@ def check_engine(config: Config) -> None:
         value = engine.server.get(key, engine.server.get(spelled, 1))
         if value != 1:
             raise ConfigError(
-                f"key 'engine.server.{key}' = {value!r} cannot be: SGLang takes new weights only into tensor-parallel "
-                "ranks; use tp_size, and one worker for each replica"
+                f"key 'engine.server.{key}' = {value!r} cannot be: new weights go only into tensor-parallel ranks; use "
+                f"{tensor_parallel}, and one worker for each replica"
             )
     ranks = engine.tensor_ranks
     if not isinstance(ranks, int) or ranks < 1:
-        raise ConfigError(f"key 'engine.server.tp_size' = {ranks!r} is no number of ranks; use 1 or more")
+        raise ConfigError(f"key 'engine.server.{tensor_parallel}' = {ranks!r} is no number of ranks; use 1 or more")
     if heads := config.attention_heads:
         query, shared = heads
         if query % ranks or (shared % ranks and ranks % shared):
             raise ConfigError(
-                f"key 'engine.server.tp_size' = {ranks} cannot split the model's {query} heads and {shared} key-value "
-                f"heads evenly; use a divisor of {query}"
+                f"key 'engine.server.{tensor_parallel}' = {ranks} cannot split the model's {query} heads and {shared} "
+                f"key-value heads evenly; use a divisor of {query}"
             )
     check_servers(engine)
 
@@ -355,6 +361,38 @@ def check_servers(engine: EngineSection) -> None:
             f"key 'engine.port' = {engine.port} leaves no ports for {engine.servers} servers behind it; lower it, or "
             "use 0 for any that are free"
         )
+
+
+def check_vllm(config: Config) -> None:
+    """Refuse what SGLang's servers do and vLLM's does not."""
+    engine = config.engine
+    if engine.url:
+        raise ConfigError(
+            f"key 'engine.url' = {','.join(engine.url)!r} cannot be: a vLLM server runs April's own program, so "
+            "that a worker starts it itself; leave it out"
+        )
+    if engine.servers > 1:
+        raise ConfigError(
+            f"key 'engine.servers' = {engine.servers} is for SGLang's servers: a worker has one vLLM server; raise "
+            "worker.count instead"
+        )
+    for key, value, only in (("pause", engine.pause, "abort"), ("weights", engine.weights, "disk")):
+        if value != only:
+            raise ConfigError(
+                f"key 'engine.{key}' = {value!r} is for SGLang's servers, not for worker.engine = 'vllm'; use {only!r}"
+            )
+    for key, temperature in (("sampling", config.sampling.temperature), ("evaluation", config.evaluation.temperature)):
+        if temperature > VLLM_TEMPERATURE:
+            raise ConfigError(
+                f"key '{key}.temperature' = {temperature} is above {VLLM_TEMPERATURE:g}, the most that vLLM takes; "
+                "lower it"
+            )
+    for key, value, whole in (("top_k", config.evaluation.top_k, 0), ("top_p", config.evaluation.top_p, 1.0)):
+        if value != whole:
+            raise ConfigError(
+                f"key 'evaluation.{key}' = {value} cuts the distribution, which worker.engine = 'vllm' does not do; "
+                f"use {whole}"
+            )
 
 
 def check_address(address: str) -> str:

@@ -189,7 +189,7 @@ class EvaluationSection(Section):
 
 class WorkerSection(Section):
     count: int = Field(2, ge=1, description="worker processes that `april run` starts")
-    engine: Literal["torch", "sglang"] = Field("torch", description="generation engine; sglang: see [engine]")
+    engine: Literal["torch", "sglang", "vllm"] = Field("torch", description="generation engine; for others: [engine]")
     slots: int = Field(64, ge=1, description="sequences decoded together")
     prefetch: int = Field(8, ge=0, description="samples waiting in a worker for a free slot")
     chunk_tokens: int = Field(512, ge=1, le=CHUNK_TOKENS, description="a chunk is sent after this many tokens")
@@ -201,13 +201,15 @@ class WorkerSection(Section):
 
 
 class EngineSection(Section):
-    """The SGLang servers behind a worker."""
+    """The SGLang servers, or the vLLM server, behind a worker."""
 
     url: list[str] = Field(
         [], description="servers that are kept by others, as http://HOST:PORT,http://HOST:PORT; none: start them"
     )
     servers: int = Field(1, ge=1, le=64, description="servers that a worker starts")
-    python: Path = Field(Path(".venv-sglang/bin/python"), description="interpreter that has SGLang")
+    python: Path | None = Field(
+        None, description="interpreter that has the server's package; none: .venv-sglang's or .venv-vllm's"
+    )
     port: int = Field(
         0, ge=0, le=65535, description="of the server that is started, of further ones those behind it; 0: any free"
     )
@@ -476,6 +478,11 @@ class Config(Section):
     @property
     def _model_shape(self) -> dict[str, Any]:
         return json.loads((self.model.path / "config.json").read_text())
+
+    @property
+    def engine_python(self) -> Path:
+        """The interpreter that has the server's package."""
+        return self.engine.python or Path(f".venv-{self.worker.engine}/bin/python")
 
     @property
     def longest_prompt_tokens(self) -> int:

@@ -116,6 +116,10 @@ def make_engine(config: Config, device: str, name: str) -> "Engine":
         from april.workers.engines.sglang_engine import make_sglang_engine
 
         return make_sglang_engine(config, device, name)
+    if config.worker.engine == "vllm":
+        from april.workers.engines.vllm_engine import make_vllm_engine
+
+        return make_vllm_engine(config, device, name)
 
     try:
         return TorchEngine(

@@ -18,10 +18,14 @@ from transformers import (
 
 from april.workers.engines.sglang_client import SGLangClient
 from april.workers.engines.sglang_server import ServerSettings, SGLangServer
+from april.workers.engines.vllm_server import VLLMSettings
 from april.workers.rewards.messages import RewardRules
 from april.workers.rewards.pool import RewardPool
 
 SGLANG_PYTHON = Path(__file__).parents[2] / ".venv-sglang/bin/python"
+VLLM_PYTHON = Path(__file__).parents[2] / ".venv-vllm/bin/python"
+collect_ignore = [] if VLLM_PYTHON.exists() else ["test_vllm.py"]
+"""an extra, see launch/install-vllm.sh"""
 VOCABULARY = 61
 COMMON = {
     "vocab_size": VOCABULARY, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2,
@@ -58,7 +62,7 @@ class TinyModel:
 def build(architecture: str, seed: int) -> PreTrainedModel:
     torch.manual_seed(seed)
     if architecture == "qwen3":
-        model = Qwen3ForCausalLM(Qwen3Config(**COMMON, num_key_value_heads=2, head_dim=16, tie_word_embeddings=True))
+        model = Qwen3ForCausalLM(Qwen3Config(**COMMON, num_key_value_heads=2, head_dim=32, tie_word_embeddings=True))
     elif architecture == "qwen2":
         model = Qwen2ForCausalLM(Qwen2Config(**COMMON, num_key_value_heads=1, tie_word_embeddings=False))
     else:
@@ -110,7 +114,18 @@ def make_pool():
 def sglang_server(tiny_model, tmp_path_factory):
     """One real SGLang server for all tests that only attach to it; it holds what the last of them has loaded."""
     log = tmp_path_factory.mktemp("sglang") / "server.log"
-    server = SGLangServer(ServerSettings(SGLANG_PYTHON, tiny_model().folder, log, slots=64, context_tokens=640))
+    yield from serve(ServerSettings(SGLANG_PYTHON, tiny_model().folder, log, slots=64, context_tokens=640))
+
+
+@pytest.fixture(scope="session")
+def vllm_server(tiny_model, tmp_path_factory):
+    """The same of vLLM."""
+    log = tmp_path_factory.mktemp("vllm") / "server.log"
+    yield from serve(VLLMSettings(VLLM_PYTHON, tiny_model().folder, log, slots=64, context_tokens=640))
+
+
+def serve(settings: ServerSettings):
+    server = SGLangServer(settings)
     server.spawn()
     asyncio.run(wait_for(server))
     yield server

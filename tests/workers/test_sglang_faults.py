@@ -2,14 +2,11 @@
 every end has a sentence, and a second server goes on."""
 
 import asyncio
-import os
 import shutil
 import signal
 import socket
 import threading
-import time
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,9 +23,20 @@ from april.workers.engines.sglang_server import ServerFailed, ServerSettings, SG
 from april.workers.intake import ServerIntake
 from tests.workers.conftest import SGLANG_PYTHON
 from tests.workers.engine_driving import V0, V1, VOCABULARY, Stream, drive, join, prompt
+from tests.workers.server_faults import (
+    LONG,
+    PATIENCE_S,
+    assert_samples_survive,
+    assert_whole_and_true,
+    bring_back,
+    kill_all,
+    rest_of,
+    run_until,
+    send,
+    streams_of,
+)
 
 pytestmark = pytest.mark.timeout(1200)
-PATIENCE_S = 600.0
 OPTIONS = {"slots": 16, "chunk_tokens": 16, "stream_tokens": 4, "stall_s": 4.0}
 LITTLE_MEMORY = {"max_total_tokens": 4000, "schedule_conservativeness": 0.01}
 """six of the longest requests fit; more are let in than fit to their ends"""
@@ -71,95 +79,17 @@ def fleet(held, tiny_model, sglang_server, loop):
     other.close()
 
 
-def server_processes(engine) -> list[int]:
-    """The server and its children, all in one process group."""
-    group = engine._server._process.pid
-    return [pid for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))) if group_of(pid) == group]
-
-
-def group_of(pid: int) -> int | None:
-    try:
-        return os.getpgid(pid)
-    except ProcessLookupError:
-        return None
-
-
-def name_of(pid: int) -> str:
-    return Path(f"/proc/{pid}/cmdline").read_bytes().decode()
-
-
-def kill_all(engine):
-    os.killpg(engine._server._process.pid, signal.SIGKILL)
-
-
 def kill_scheduler(engine):
-    (scheduler,) = [pid for pid in server_processes(engine) if "scheduler" in name_of(pid)]
-    os.kill(scheduler, signal.SIGKILL)
+    send(engine, "scheduler", signal.SIGKILL)
 
 
 def stop_scheduler(engine):
-    (scheduler,) = [pid for pid in server_processes(engine) if "scheduler" in name_of(pid)]
-    os.kill(scheduler, signal.SIGSTOP)
-
-
-LONG = [Request(i, prompt(3 + i, seed=i), 600, temperature=0.0) for i in range(6)]
-
-
-def run_until(condition, engine, turn=lambda: None):
-    """(chunks, failures) of an engine until the condition holds; `turn` is called after each step."""
-    chunks, failures, deadline = [], [], time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "it never came to that"
-        chunks += engine.step()
-        failures += engine.failures()
-        turn()
-    return chunks, failures
-
-
-def bring_back(engine, model):
-    run_until(lambda: engine.ready, engine)
-    engine.load_weights(V0, model.weights())
-
-
-def rest_of(request, stream):
-    """What is left to generate behind the tokens of a stream."""
-    tokens = np.concatenate([request.tokens, np.array(stream.tokens, np.int32)])
-    return replace(request, tokens=tokens, max_new_tokens=request.max_new_tokens - len(stream.tokens))
-
-
-def streams_of(chunks):
-    return {key: Stream([chunk for chunk in chunks if chunk.id == key]) for key in {chunk.id for chunk in chunks}}
-
-
-def assert_whole_and_true(models, requests, *parts):
-    """Joined, each part what was handed over for a while: all tokens, each with the logprob of the version it names."""
-    for request in requests:
-        stream = join(*(part[request.id] for part in parts if request.id in part))
-        assert len(stream.tokens) == request.max_new_tokens and stream.versions == sorted(stream.versions)
-        context, start = [*request.tokens.tolist(), *stream.tokens], len(request.tokens)
-        by_version = {version: model.logprobs(context, start) for version, model in models.items()}
-        expected = [float(by_version[version][i]) for i, version in enumerate(stream.versions)]
-        np.testing.assert_allclose(stream.logprobs, expected, atol=1e-4, rtol=0)
+    send(engine, "scheduler", signal.SIGSTOP)
 
 
 @pytest.mark.parametrize("harm", [kill_scheduler, stop_scheduler])
 def test_a_server_that_dies_or_hangs_is_started_again_and_samples_go_on(held, tiny_model, harm):
-    before = drive(held, LONG, tokens=240)
-    sampled = held.generated_tokens
-    harm(held)
-    chunks, failures = run_until(lambda: not held.live, held)
-    chunks += held.step()
-    failures += held.failures()
-    assert {key for key, _ in failures} == {request.id for request in LONG}
-    assert all("SGLang server" in why for _, why in failures)
-    assert held.version is None and held.capacity == 0
-    assert held.generated_tokens >= sampled, "what had arrived is not taken back"
-    bring_back(held, tiny_model())
-    late = streams_of(chunks)
-    parts = {r.id: join(before[r.id], late.get(r.id, Stream([]))) for r in LONG}
-    assert all(part.tokens for part in parts.values())
-    after = drive(held, [rest_of(request, parts[request.id]) for request in LONG])
-    assert_whole_and_true({V0: tiny_model()}, LONG, parts, after)
+    assert_samples_survive(held, tiny_model(), lambda: harm(held), "SGLang server")
 
 
 def test_of_two_servers_a_killed_one_costs_its_own_requests_alone(fleet, tiny_model):

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Container, Coroutine, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -61,6 +61,8 @@ class SGLangEngine:
 
     Either has no other client that generates: its weights are this engine's, and so is everything that runs.
     """
+
+    server_name = "SGLang"
 
     def __init__(
         self,
@@ -140,8 +142,12 @@ class SGLangEngine:
         """Whether a request of that id is live."""
         return request_id in self._queue or request_id in self._streaming
 
+    def check(self, request: Request, live: Container[int]) -> None:
+        """Raise EngineError for a request that can never run here, or one whose id is `live`."""
+        check_request(request, self.vocabulary, self.max_context, live)
+
     def submit(self, request: Request) -> None:
-        check_request(request, self.vocabulary, self.max_context, self)
+        self.check(request, self)
         self._queue[request.id] = Run(request, due_at=clock.now() + self.chunk_s)
         self._admit()
 
@@ -216,7 +222,7 @@ class SGLangEngine:
 
     def make_client(self) -> SGLangClient:
         """For another thread with a loop of its own."""
-        return SGLangClient(self._client.url, self._api_key)
+        return SGLangClient(self._client.url, self._api_key, self.server_name)
 
     def close(self) -> None:
         self._loop.run_until_complete(self._stop())
@@ -289,7 +295,7 @@ class SGLangEngine:
         elif kind == "abort" and run.interrupted:
             self._requeue(run)
         elif not run.ended:
-            self._fail(run, f"the SGLang server ended a request: {finish.get('message') or finish}")
+            self._fail(run, f"the {self.server_name} server ended a request: {finish.get('message') or finish}")
 
     def _requeue(self, run: Run) -> None:
         if not run.ended:
@@ -406,7 +412,7 @@ class SGLangEngine:
         held = answer["ranks"][0]["checksums"]
         if wrong := [name for name in held if held[name] != expected.get(name)]:
             raise HalfLoaded(
-                f"the SGLang server holds other weights than it was sent: {wrong[0]} and {len(wrong) - 1} more differ"
+                f"the server holds other weights than it was sent: {wrong[0]} and {len(wrong) - 1} more differ"
             )
         log.info("the server's %d tensors are those that were sent", len(held))
 
@@ -419,7 +425,7 @@ class SGLangEngine:
         self.restarts += again
         if not self._server.alive:
             self._server.spawn()
-        self._client = SGLangClient(self._server.url, self._api_key)
+        self._client = SGLangClient(self._server.url, self._api_key, self.server_name)
         self._check(await self._server.wait(self._client))
         self._heard_at = clock.now()
         self._alarm.clear()
@@ -451,11 +457,11 @@ class SGLangEngine:
     async def _complaint(self) -> str | None:
         """What is wrong with the server, if anything is."""
         if not self._server.alive:
-            return f"the SGLang server has died; {self._server.last_words()}"
+            return f"the {self.server_name} server has died; {self._server.last_words()}"
         if self._suspicion:
             return self._suspicion
         if self._streaming and not self._updating and clock.now() - self._heard_at > self.stall_s:
-            return f"the SGLang server has streamed nothing for {self.stall_s:g} s"
+            return f"the {self.server_name} server has streamed nothing for {self.stall_s:g} s"
         try:
             loads = await self._client.call("/v1/loads", deadline_s=PROBE_S)
         except (ServerGone, ServerRefuses) as error:
@@ -464,7 +470,7 @@ class SGLangEngine:
         if self._alarm.is_set():
             self._alarm.clear()
             for run in [run for run in self._streaming.values() if run.task.done()]:
-                self._fail(run, "the connection to the SGLang server broke")
+                self._fail(run, f"the connection to the {self.server_name} server broke")
         return None
 
     def _lose(self, why: str) -> None:
@@ -481,7 +487,7 @@ class SGLangEngine:
 
     async def _bring_back(self) -> None:
         if self.restarts >= self.max_restarts:
-            self._fatal = ServerFailed(f"the SGLang server finished nothing in {self.restarts} restarts")
+            self._fatal = ServerFailed(f"the {self.server_name} server finished nothing in {self.restarts} restarts")
             return
         await asyncio.sleep(min(LONGEST_DELAY_S, 2.0**self.restarts - 1))
         try:
@@ -489,4 +495,4 @@ class SGLangEngine:
         except (ServerFailed, ServerGone, ServerRefuses) as error:
             log.error("%s", error)
         else:
-            log.info("the SGLang server serves again")
+            log.info("the %s server serves again", self.server_name)

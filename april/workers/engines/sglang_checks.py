@@ -1,4 +1,4 @@
-"""What an SGLang server must not be: one that takes no weights while it runs, or whose samples are not the policy's."""
+"""What a server must not be: one that takes no weights while it runs, or whose samples are not the policy's."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +13,7 @@ def check_server(info: Mapping[str, Any]) -> None:
     for key in ("pp_size", "dp_size"):
         if info.get(key, 1) != 1:
             raise ServerFailed(
-                f"the SGLang server runs with {key} = {info[key]}, under which it takes no weights while it runs; "
+                f"the server runs with {key} = {info[key]}, under which it takes no weights while it runs; "
                 "use one worker for each replica, and tensor parallelism inside it"
             )
     check_speculation(info, info.get("device", "cuda"))

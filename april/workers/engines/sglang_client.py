@@ -29,8 +29,9 @@ class ServerSilent(ServerGone):
 class SGLangClient:
     """Talks to one server. Every method must run in the event loop that drives the engine."""
 
-    def __init__(self, url: str, api_key: str = ""):
-        self.url = url.rstrip("/")
+    def __init__(self, url: str, api_key: str = "", name: str = "SGLang"):
+        """`name` of the server, as errors are to say it."""
+        self.url, self._server = url.rstrip("/"), f"the {name} server"
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._session: aiohttp.ClientSession | None = None
 
@@ -40,7 +41,7 @@ class SGLangClient:
         Raises ServerGone once `close` has been called.
         """
         if self._session is not None and self._session.closed:
-            raise ServerGone(f"the SGLang server at {self.url} has been given up")
+            raise ServerGone(f"{self._server} at {self.url} has been given up")
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0, force_close=True)
             timeout = aiohttp.ClientTimeout(total=None)
@@ -64,16 +65,14 @@ class SGLangClient:
                 async with self._open().request(method, self.url + path, **self._body(body)) as response:
                     content = await response.read()
         except TimeoutError:
-            raise ServerSilent(
-                f"the SGLang server at {self.url} does not answer {path} within {deadline_s:g} s"
-            ) from None
+            raise ServerSilent(f"{self._server} at {self.url} does not answer {path} within {deadline_s:g} s") from None
         except (aiohttp.ClientError, OSError) as error:
-            raise ServerGone(f"the SGLang server at {self.url} cannot be reached ({describe(error)})") from None
+            raise ServerGone(f"{self._server} at {self.url} cannot be reached ({describe(error)})") from None
         answer = decode(content)
         if response.status != 200:
-            raise ServerRefuses(f"the SGLang server at {self.url} refuses {path}: {reason(answer, content)}")
+            raise ServerRefuses(f"{self._server} at {self.url} refuses {path}: {reason(answer, content)}")
         if isinstance(answer, dict) and answer.get("success") is False:
-            raise ServerRefuses(f"the SGLang server at {self.url} refuses {path}: {reason(answer, content)}")
+            raise ServerRefuses(f"{self._server} at {self.url} refuses {path}: {reason(answer, content)}")
         return answer
 
     async def generate(self, body: dict) -> AsyncIterator[dict]:
@@ -82,7 +81,7 @@ class SGLangClient:
             async with self._open().post(self.url + "/generate", **self._body(body)) as response:
                 if response.status != 200:
                     content = await response.read()
-                    raise ServerRefuses(f"the SGLang server refuses a request: {reason(decode(content), content)}")
+                    raise ServerRefuses(f"{self._server} refuses a request: {reason(decode(content), content)}")
                 rest = b""
                 async for piece in response.content.iter_any():
                     *lines, rest = (rest + piece).split(b"\n")
@@ -92,13 +91,13 @@ class SGLangClient:
                         if line.startswith(b"data: "):
                             event = orjson.loads(line[6:])
                             if "error" in event:
-                                raise ServerRefuses(f"the SGLang server refuses a request: {reason(event, line)}")
+                                raise ServerRefuses(f"{self._server} refuses a request: {reason(event, line)}")
                             yield event
                     if len(rest) > LONGEST_EVENT_BYTES:
-                        raise ServerGone("the SGLang server sends an event without an end")
+                        raise ServerGone(f"{self._server} sends an event without an end")
         except (aiohttp.ClientError, OSError, orjson.JSONDecodeError) as error:
-            raise ServerGone(f"the SGLang server broke off in the middle of an answer ({describe(error)})") from None
-        raise ServerGone("the SGLang server ended an answer before it was complete")
+            raise ServerGone(f"{self._server} broke off in the middle of an answer ({describe(error)})") from None
+        raise ServerGone(f"{self._server} ended an answer before it was complete")
 
     @staticmethod
     def _body(body: dict | None) -> dict[str, Any]:

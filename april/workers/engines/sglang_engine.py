@@ -19,7 +19,13 @@ API_KEY = "APRIL_SGLANG_API_KEY"
 """environment variable with the key of a server that wants one"""
 
 
-def make_sglang_engine(config: Config, device: str, name: str) -> SGLangFleet:
+def make_sglang_engine(
+    config: Config,
+    device: str,
+    name: str,
+    engine_class: type[SGLangEngine] = SGLangEngine,
+    settings_class: type[ServerSettings] = ServerSettings,
+) -> SGLangFleet:
     """`name` of the worker, for its servers' logs. Blocks until all of them serve. Raises ConfigError."""
     engine, worker = config.engine, config.worker
     if config.vocabulary is None or config.context_tokens is None:
@@ -31,7 +37,7 @@ def make_sglang_engine(config: Config, device: str, name: str) -> SGLangFleet:
     if engine.url:
         servers = [AttachedServer(url, engine.start_s) for url in engine.url]
     else:
-        servers = [SGLangServer(settings) for settings in server_settings(config, device, name)]
+        servers = [SGLangServer(settings) for settings in server_settings(config, device, name, settings_class)]
     with contextlib.ExitStack() as undo:
         undo.callback(loop.close)
         try:
@@ -41,7 +47,7 @@ def make_sglang_engine(config: Config, device: str, name: str) -> SGLangFleet:
                 server.spawn()
             parts = []
             for server in servers:
-                part = SGLangEngine(
+                part = engine_class(
                     config.model.path,
                     vocabulary=config.vocabulary,
                     max_context=config.context_tokens,
@@ -72,7 +78,9 @@ def on_rocm() -> bool:
     return torch.version.hip is not None
 
 
-def server_settings(config: Config, device: str, name: str) -> list[ServerSettings]:
+def server_settings(
+    config: Config, device: str, name: str, settings_class: type[ServerSettings] = ServerSettings
+) -> list[ServerSettings]:
     """Of each server that a worker starts: ports, and with accelerators their devices, one behind the other's."""
     engine, logs = config.engine, config.run_dir / "logs"
     folder = logs if logs.is_dir() else Path(tempfile.gettempdir())
@@ -82,10 +90,10 @@ def server_settings(config: Config, device: str, name: str) -> list[ServerSettin
         first_device = engine.server.get("base_gpu_id", 0) + index * engine.tensor_ranks
         placed = {"base_gpu_id": first_device} if device == "cuda" and index else {}
         settings.append(
-            ServerSettings(
-                python=engine.python.absolute(),
+            settings_class(
+                python=config.engine_python.absolute(),
                 model=config.model.path,
-                log=(folder / f"{lane}-sglang.log").absolute(),
+                log=(folder / f"{lane}-{settings_class.name.lower()}.log").absolute(),
                 device=device,
                 slots=config.worker.slots,
                 context_tokens=context,

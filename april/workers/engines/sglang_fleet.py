@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from april.version import Version
 from april.workers.engines.base import Chunk, EngineError, Request
-from april.workers.engines.checks import check_request
 from april.workers.engines.sglang import SGLangEngine
 
 if TYPE_CHECKING:
@@ -72,8 +71,8 @@ class SGLangFleet:
     # --- requests ---------------------------------------------------------------------------------------------------
 
     def submit(self, request: Request) -> None:
-        longest = min(part.max_context for part in self.parts)
-        check_request(request, self.parts[0].vocabulary, longest, self)
+        for part in self.parts:
+            part.check(request, self)
         self._waiting[request.id] = request
         self._place()
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import uuid
+import zlib
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,7 +54,7 @@ class Run:
             "top_k": request.top_k or -1,
             "min_p": request.min_p,
             "repetition_penalty": 1.0,
-            "sampling_seed": request.seed & 0x7FFFFFFF,
+            "sampling_seed": fold(request.seed),
             "stream_interval": stream_tokens,
             "stop_token_ids": sorted(request.stop_token_ids),
             "ignore_eos": not request.stop_token_ids,
@@ -83,10 +84,10 @@ class Run:
         entries = meta["output_token_logprobs"][-new:]
         ids = [entry[1] for entry in entries]
         if len(ids) != new or ids[-1:] != event["output_ids"][-1:]:
-            raise ServerRefuses("the SGLang server sent tokens whose log-probabilities are those of others")
+            raise ServerRefuses("the server sent tokens whose log-probabilities are those of others")
         if version is None:
             raise ServerRefuses(
-                f"the SGLang server samples from weights {meta['weight_version']!r}, which are somebody else's"
+                f"the server samples from weights {meta['weight_version']!r}, which are somebody else's"
             )
         if self.request.with_support:
             supports, logprobs = (meta.get(f"output_token_sampling_{kind}", [])[-new:] for kind in ("mask", "logprobs"))
@@ -122,6 +123,11 @@ class Run:
             chunks.append(Chunk(self.request.id, tokens, logprobs, self.version, ended, support))
         self.pending, self.logprobs, self.supports = [], [], []
         return chunks
+
+
+def fold(seed: int) -> int:
+    """All 64 bits of a seed in the 31 that servers take."""
+    return zlib.crc32((seed & 0xFFFFFFFFFFFFFFFF).to_bytes(8, "little")) >> 1
 
 
 def check_supports(ids: list[int], supports: list[list[int]], logprobs: list[float]) -> None:

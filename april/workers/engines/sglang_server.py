@@ -14,7 +14,7 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from april import clock
 from april.process import PR_SET_PDEATHSIG
@@ -36,6 +36,8 @@ class ServerFailed(EngineError):
 class ServerSettings:
     """What a server is started with. `options` are SGLang's own, by their names with underscores, and win."""
 
+    name: ClassVar[str] = "SGLang"
+
     python: Path
     model: Path
     log: Path
@@ -49,6 +51,14 @@ class ServerSettings:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def arguments(self, port: int) -> list[str]:
+        options = self.own_options(port) | dict(self.options)
+        return [word for name, value in options.items() for word in option(name, value)]
+
+    def program(self) -> list[str]:
+        """What the interpreter is to run."""
+        return ["-m", "sglang.launch_server"]
+
+    def own_options(self, port: int) -> dict[str, Any]:
         """Tokens in, tokens out, in increments, and every default stated by each request instead of by the model."""
         given: dict[str, Any] = {
             "model_path": str(self.model.absolute()), "host": HOST, "port": port, "skip_tokenizer_init": True,
@@ -59,17 +69,20 @@ class ServerSettings:
             given |= {"device": "cpu", "attention_backend": "torch_native", "dtype": "float32"}
             if self.context_tokens:
                 given["max_total_tokens"] = self.slots * self.context_tokens
-        return [word for name, value in (given | dict(self.options)).items() for word in option(name, value)]
+        return given
 
     def environment(self) -> dict[str, str]:
+        return {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")} | self.own_environment()
+
+    def own_environment(self) -> dict[str, str]:
         own = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(self.threads)}
         if self.device == "cpu":
             own["SGLANG_USE_CPU_ENGINE"] = "1"
-        return {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")} | own
+        return own
 
 
 def option(name: str, value: Any) -> list[str]:
-    """`--name value` as SGLang's command line takes it; true is the bare flag, false leaves it out."""
+    """`--name value` as the server's command line takes it; true is the bare flag, false leaves it out."""
     flag = "--" + name.replace("_", "-")
     if isinstance(value, bool):
         return [flag] if value else []
@@ -98,8 +111,8 @@ class SGLangServer:
         settings = self.settings
         if not settings.python.exists():
             raise ServerFailed(
-                f"key 'engine.python' = {str(settings.python)!r} does not exist; "
-                "make it with launch/install-sglang.sh, or give the interpreter that has SGLang"
+                f"key 'engine.python' = {str(settings.python)!r} does not exist; make it with "
+                f"launch/install-{settings.name.lower()}.sh, or give the interpreter that has {settings.name}"
             )
         self.port = int(settings.options.get("port", settings.port)) or free_port()
         if not is_free(self.port):
@@ -108,7 +121,7 @@ class SGLangServer:
         with settings.log.open("ab") as log:
             self._log_start = log.tell()
             self._process = subprocess.Popen(
-                [str(settings.python), "-m", "sglang.launch_server", *settings.arguments(self.port)],
+                [str(settings.python), *settings.program(), *settings.arguments(self.port)],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=settings.environment(),
                 cwd=settings.log.parent, start_new_session=True, preexec_fn=die_with_parent,
             )  # fmt: skip
@@ -119,14 +132,16 @@ class SGLangServer:
         while True:
             if not self.alive:
                 status = self._process.wait() if self._process else None
-                raise ServerFailed(f"the SGLang server ended at its start with status {status}; {self.last_words()}")
+                raise ServerFailed(
+                    f"the {self.settings.name} server ended at its start with status {status}; {self.last_words()}"
+                )
             with contextlib.suppress(ServerGone, ServerRefuses):
                 return await client.call("/server_info", deadline_s=2.0)
             if clock.now() > deadline:
                 self.kill()
                 raise ServerFailed(
-                    f"the SGLang server does not serve after {self.settings.start_s:g} s; raise engine.start_s if it "
-                    f"only needs longer; {self.last_words()}"
+                    f"the {self.settings.name} server does not serve after {self.settings.start_s:g} s; "
+                    f"raise engine.start_s if it only needs longer; {self.last_words()}"
                 )
             await asyncio.sleep(POLL_S)
 

@@ -1,0 +1,153 @@
+"""What vLLM has beside the conformance suite: its server's deaths, refusals of its program, a whole run on it."""
+
+import asyncio
+import os
+import signal
+import time
+from dataclasses import replace
+
+import pytest
+
+from april.workers.engines.base import EngineError, Request
+from april.workers.engines.sglang_client import ServerRefuses, SGLangClient
+from april.workers.engines.sglang_server import ServerFailed, SGLangServer
+from april.workers.engines.vllm_engine import VLLMEngine
+from april.workers.engines.vllm_server import VLLMSettings
+from tests.run.processes import APRIL, Job, assert_closed, steps_recorded, wait_until
+from tests.workers.conftest import VLLM_PYTHON
+from tests.workers.engine_driving import V1, VOCABULARY, drive, prompt
+from tests.workers.server_faults import (
+    PATIENCE_S,
+    assert_samples_survive,
+    bring_back,
+    kill_all,
+    name_of,
+    send,
+    server_processes,
+)
+
+pytestmark = pytest.mark.timeout(1200)
+
+
+@pytest.fixture(scope="module")
+def settings(tiny_model, tmp_path_factory):
+    log = tmp_path_factory.mktemp("vllm") / "server.log"
+    return VLLMSettings(VLLM_PYTHON, tiny_model().folder, log, slots=16, context_tokens=640)
+
+
+@pytest.fixture(scope="module")
+def engine(settings):
+    """On a server of its own, which the tests do harm to."""
+    options = {"slots": 16, "chunk_tokens": 16, "stream_tokens": 4, "stall_s": 20.0}
+    engine = VLLMEngine(settings.model, VOCABULARY, 640, server=SGLangServer(settings), **options)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def held(engine, tiny_model):
+    """The engine, with weights."""
+    bring_back(engine, tiny_model())
+    yield engine
+    engine.cancel_all(range(100))
+
+
+HARM = {
+    "whole server killed": kill_all,
+    "engine killed": lambda engine: send(engine, "EngineCore", signal.SIGKILL),
+    "engine hung": lambda engine: send(engine, "EngineCore", signal.SIGSTOP),
+}
+
+
+@pytest.mark.parametrize("harm", HARM)
+def test_a_server_that_dies_or_hangs_is_started_again_and_samples_go_on(held, tiny_model, harm):
+    assert_samples_survive(held, tiny_model(), lambda: HARM[harm](held), "vLLM server")
+
+
+def test_weights_that_break_off_while_they_are_loaded_cost_the_server(held, tiny_model, monkeypatch):
+    """Nothing is generated with weights that nobody can name."""
+    whole = drive(held, [Request(1, prompt(), 30, temperature=0.0)])[1]
+    broken = tiny_model(seed=1).weights() | {"model.norm.weight": tiny_model().weights()["model.norm.weight"][:7]}
+    del broken["lm_head.weight"]
+    monkeypatch.setattr(held._push, "check", lambda tensors: tensors)
+    with pytest.raises(EngineError, match="updated in part"):
+        held.load_weights(V1, broken)
+    assert held.version is None and not held.ready
+    monkeypatch.undo()
+    bring_back(held, tiny_model())
+    assert drive(held, [Request(1, prompt(), 30, temperature=0.0)])[1].tokens == whole.tokens
+
+
+@pytest.mark.parametrize("cut", [{"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}, {"with_support": True}], ids=str)
+def test_a_cut_distribution_is_refused(engine, cut):
+    with pytest.raises(EngineError, match="what the cut leaves"):
+        engine.submit(Request(1, prompt(), 5, **cut))
+
+
+def test_a_killed_program_takes_its_engine_with_it(held):
+    """Also where nobody is left to end them all: a killed worker's server is ended by the kernel, program first."""
+    program = held._server._process.pid
+    others = set(server_processes(held)) - {program}
+    assert any("EngineCore" in name_of(pid) for pid in others)
+    os.kill(program, signal.SIGKILL)
+    deadline = time.monotonic() + PATIENCE_S
+    while (left := others & set(server_processes(held))) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not left
+
+
+REFUSED = {
+    "weights while it generates": ("/update_weights_from_disk", {"model_path": "/"}, "/pause_generation"),
+    "an answer that cannot be": (
+        "/generate",
+        {
+            "rid": "1", "input_ids": [1], "extra_key": "",
+            "sampling_params": {
+                "max_new_tokens": 1, "temperature": 3.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0,
+                "repetition_penalty": 1.0, "sampling_seed": 0, "stop_token_ids": [], "stream_interval": 1,
+            },
+        },
+        r"temperature must be in \[0, 2\]",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_the_program_refuses_with_a_sentence_and_goes_on(vllm_server, case):
+    path, body, why = REFUSED[case]
+
+    async def ask():
+        client = SGLangClient(vllm_server.url, name="vLLM")
+        try:
+            if path == "/generate":
+                return [event async for event in client.generate(body)]
+            return await client.call(path, body)
+        finally:
+            await client.close()
+
+    with pytest.raises(ServerRefuses, match=why):
+        asyncio.run(ask())
+    assert vllm_server.alive
+
+
+def test_an_unknown_option_is_refused_with_the_server_s_own_words(settings):
+    with pytest.raises(ServerFailed, match=r"vLLM server ended at its start(.|\n)*unrecognized arguments: --no-such"):
+        VLLMEngine(settings.model, VOCABULARY, 640, server=SGLangServer(replace(settings, options={"no_such": 1})))
+
+
+def test_a_whole_run_comes_to_its_end_though_its_server_is_killed(config_file, tmp_path):
+    words = ["--worker.engine", "vllm", "--engine.python", str(VLLM_PYTHON), "--worker.count", "1"]
+    budget = ["--sampling.max_response_tokens", "120", "--schedule.max_steps", "5"]
+    job = Job([*APRIL, "run", str(config_file), *words, *budget], tmp_path / "output")
+    run_dir = tmp_path / "runs" / "small"
+    try:
+        wait_until(lambda: steps_recorded(run_dir) >= 2, job, PATIENCE_S)
+        job.kill("vllm_program")
+        assert job.wait(PATIENCE_S) == 0, job.output
+        found = assert_closed(run_dir)
+        assert found["steps"] == 5 and found["state"] == "finished" and "restart" not in job.output
+        assert "the vLLM server serves again" in (run_dir / "logs/worker-0.log").read_text()
+        assert found["tokens"]["refused"] == 0 and not found["tokens"]["discarded"]
+        assert job.descendants() == []
+    finally:
+        job.end()

@@ -1,0 +1,40 @@
+"""What is refused of a run on vLLM before a server is started, and what a server is started with."""
+
+import pytest
+
+from april.config import ConfigError, load
+from april.workers.engines.vllm_server import PROGRAM, VLLMSettings
+
+VLLM = ["--worker.engine", "vllm"]
+REFUSED = {
+    "a server of others": (["--engine.url", "http://127.0.0.1:1"], "starts it itself"),
+    "another pause": (["--engine.pause", "retract", "--engine.stream_tokens", "1"], "use 'abort'"),
+    "another way for weights": (["--engine.weights", "broadcast"], "use 'disk'"),
+    "replicas": (["--engine.server.data_parallel_size", "2"], "one worker for each replica"),
+    "heads that cannot be split": (["--engine.server.tensor_parallel_size", "3"], "2 heads and 1 key-value heads"),
+    "too hot": (["--sampling.temperature", "2.5"], "'sampling.temperature' = 2.5 is above 2"),
+    "too hot an evaluation": (["--evaluation.temperature", "3"], "'evaluation.temperature' = 3"),
+    "cut distribution": (["--sampling.top_p", "0.9"], "top_p = 1.0"),
+    "cut distribution with a bound": (["--sampling.top_k", "20"], "'vllm' does not say what is left"),
+    "min_p": (["--sampling.min_p", "0.1"], "min_p = 0.0"),
+    "cut evaluation": (["--evaluation.top_k", "5"], "'evaluation.top_k' = 5 cuts the distribution"),
+    "evaluation by mass": (["--evaluation.top_p", "0.9"], "'evaluation.top_p' = 0.9 .* use 1.0"),
+    "several servers": (["--engine.servers", "2"], "raise worker.count"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_work_is_refused_with_a_sentence(config_file, case):
+    overrides, mend = REFUSED[case]
+    with pytest.raises(ConfigError, match=mend):
+        load(config_file, [*VLLM, *overrides])
+
+
+def test_options_become_the_server_s_command_line_and_win_over_april_s(config_file, tmp_path):
+    config = load(config_file, [*VLLM, "--engine.server.dtype", "bfloat16", "--engine.server.seed", "3"])
+    assert config.engine_python.parts[0] == ".venv-vllm"
+    settings = VLLMSettings(tmp_path, tmp_path, tmp_path / "log", slots=7, options=config.engine.server)
+    line = " ".join([*settings.program(), *settings.arguments(1234)])
+    for part in (str(PROGRAM), "--dtype bfloat16", "--seed 3", "--port 1234", "--max-num-seqs 7"):
+        assert part in line
+    assert "float32" not in line and "--skip-tokenizer-init" in line
