@@ -17,7 +17,7 @@ from april.limits import FROM_BROKER, Limits, clip
 from april.version import Number, Version
 
 MAGIC = b"AP"
-PROTOCOL = 3
+PROTOCOL = 4
 HEADER = struct.Struct("<2sBxIQQ")
 """magic, protocol, number of arrays, session, sequence number: 24 bytes"""
 JOINED_BYTES = 4 << 20

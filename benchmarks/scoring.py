@@ -81,16 +81,6 @@ class Broker:
     def close(self) -> None: ...
 
 
-class NoWeights:
-    """A receiver for an engine that has its weights already."""
-
-    held = None
-
-    def take(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
 def grants(count: int, verifier: str, seed: int) -> list[wire.Grant]:
     """Lognormal with σ = 1 and median 128, cut at 2,048: forced, since the policy is random and nothing stops it."""
     lengths = np.random.default_rng(seed).lognormal(np.log(128), 1.0, count).round().clip(1, LONGEST).astype(int)
@@ -111,7 +101,7 @@ def run(folder: Path, work: list[wire.Grant], processes: int) -> tuple[float, fl
     engine = TorchEngine(folder / "policy", slots=SLOTS, device="cpu", chunk_tokens=512, chunk_s=2.0)
     engine.load_weights(Version(0, 0), load_folder_weights(folder / "policy"))
     broker = Broker(work, np.zeros(0, np.int32), SLOTS + config.worker.prefetch)
-    worker = Worker(config, engine, broker, NoWeights())
+    worker = Worker(config, engine, broker, intakes=[])
     worker.turns.stops = frozenset()
     broker.prompt = worker.tokenizer.encode_prompt(PROMPT)
     warm_up(worker)

@@ -80,7 +80,6 @@ class Worker:
         """`intakes`: of the engine, or one for each of the servers behind it."""
         self.config = config
         self.engine = engine
-        self.engine.beat = self._heartbeat
         self.connection = connection
         self.intakes = intakes
         self.tokenizer = Tokenizer(config.model.path)

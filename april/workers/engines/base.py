@@ -11,7 +11,7 @@ until `cancel`. Every generated token leaves the engine exactly once, in order:
     rest = engine.cancel(request.id)      # empty when the request has ended already
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -76,8 +76,6 @@ class Engine(Protocol):
     has lost what it had"""
     ready: bool
     """whether weights can be loaded: an engine behind a server that is down is not"""
-    beat: Callable[[], None]
-    """set by the worker: called now and then while weights are loaded, which may take long"""
     generated_tokens: int
     """tokens sampled since the engine was made, whether handed over or not"""
 

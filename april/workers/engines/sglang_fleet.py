@@ -7,7 +7,7 @@ older one; where none has them, requests wait. What runs on a server that lags b
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -32,7 +32,6 @@ class SGLangFleet:
         self._newest_step = 0
         self._waiting: dict[int, Request] = {}
         self._failures: list[tuple[int, str]] = []
-        self.beat: Callable[[], None] = lambda: None
 
     # --- what it has ------------------------------------------------------------------------------------------------
 
