@@ -58,6 +58,7 @@ class Client:
         self.inbox = []
         self.next_heartbeat = float("inf")
         self.context = zmq.Context()
+        self.context.linger = 2000  # a test that fails leaves messages that nobody takes
         self.sockets = {}
         for connection in ("data", "control"):
             self.sockets[connection] = self.context.socket(zmq.DEALER)
