@@ -104,10 +104,10 @@ class Crew:
         theirs.close()
         self._members.append((process, mine))
 
-    def all_ready(self) -> None:
+    def all_ready(self, within_s: float = START_S) -> None:
         """Wait for those that were added so far."""
         for member in self._members:
-            self._hear(member, "ready", START_S)
+            self._hear(member, "ready", within_s)
 
     def work(self, load: Load, server: int | None = None) -> list[Any]:
         """`server`: the process that they all load."""

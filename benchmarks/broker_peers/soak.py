@@ -35,6 +35,8 @@ MOST_UNACKNOWLEDGED = 256
 RENEW_S = 15.0
 POLL_MS = 5
 RSS_EVERY_S = 1.0
+BURSTS, BURST = 30, 20
+"""of heartbeats over each new connection, each answered"""
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,8 @@ class Endured:
     """resident memory in the last tenth of the window over that in its first tenth"""
     bytes_per_sample: float
     """resident memory with all samples in flight, after the warm-up, less that with only the sessions, for each"""
+    bytes_per_session: float
+    """resident memory with only the sessions, whose connections have been used, less that without, for each"""
     cpu_us_per_chunk: float
     """all that the broker did in the window over the chunks in it"""
     chunks_per_s: float
@@ -82,12 +86,13 @@ def endure(crowd: Crowd, folder: Path) -> Endured:
     config = write_run(folder, schedule(crowd), response_tokens=MOST_CHUNKS * CHUNK_TOKENS)
     with serving(config) as broker, Crew() as crew:
         address, frontier = broker.address(), RawValue("l", 0)
+        alone = rss_bytes(broker.pid)
         granting = RawValue("b", 0)
         in_flight = RawArray("l", crowd.processes)
         crew.add(consume, Door(address), frontier)
         for number in range(crowd.processes):
             crew.add(attend, address, number, crowd, frontier, granting, in_flight)
-        crew.all_ready()
+        crew.all_ready(within_s=600.0)
         before = rss_bytes(broker.pid)
         granting.value = 1
         wait_until_all(in_flight, crowd.samples)
@@ -104,6 +109,7 @@ def endure(crowd: Crowd, folder: Path) -> Endured:
     return Endured(
         rss_growth=last / first,
         bytes_per_sample=(first - before) / crowd.samples,
+        bytes_per_session=(before - alone) / crowd.sessions,
         cpu_us_per_chunk=used_s / sum(chunks) * 1e6,
         chunks_per_s=sum(chunks) / crowd.window_s,
         rss_mib=last / 2**20,
@@ -165,6 +171,7 @@ def attend(ready, window: Window, address: str, number: int, crowd: Crowd, front
     context.set(zmq.MAX_SOCKETS, 4 * crowd.sessions)
     sessions, pace = crowd.sessions // crowd.processes, crowd.chunks_per_s / crowd.processes
     workers = [say_hello(context, address, f"worker-{number}-{place}") for place in range(sessions)]
+    break_in(workers)
     owners = {socket: worker for worker in workers for socket in (worker.data, worker.control)}
     poller = zmq.Poller()
     for socket in owners:
@@ -207,8 +214,29 @@ def say_hello(context: zmq.Context, address: str, name: str) -> Worker:
     if not worker.data.poll(30_000):
         raise BenchmarkError(f"the broker does not answer the hello of {name}")
     worker.session = wire.decode(worker.data.recv_multipart()).message.session
-    worker.control.send_multipart(wire.encode(wire.Bind(), (), worker.session))
     return worker
+
+
+def break_in(workers: list[Worker]) -> None:
+    """Carry so many messages over each connection, both ways, that libzmq's queues (two of 16 KiB a way, which become
+    resident page by page with use) are what they are in a session that has lasted."""
+    exchange_beats([(worker.data, worker.session) for worker in workers])
+    for worker in workers:
+        worker.control.send_multipart(wire.encode(wire.Bind(), (), worker.session))
+    exchange_beats([(worker.control, worker.session) for worker in workers])
+
+
+def exchange_beats(connections: list[tuple[zmq.Socket, int]]) -> None:
+    """Heartbeats of the sessions over these connections, and their answers."""
+    for _ in range(BURSTS):
+        for socket, session in connections:
+            for _ in range(BURST):
+                socket.send_multipart(wire.encode(wire.Heartbeat([], 0, 0), (), session))
+        for socket, session in connections:
+            for _ in range(BURST):
+                if not socket.poll(30_000):
+                    raise BenchmarkError(f"the broker does not answer session {session}")
+                socket.recv_multipart()
 
 
 def connect(context: zmq.Context, address: str) -> zmq.Socket:
