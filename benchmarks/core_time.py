@@ -2,40 +2,30 @@
 
 import contextlib
 import os
-import threading
 import time
 from pathlib import Path
 
 import numpy as np
+from watcher import Watcher
 
-LOOK_S = 0.1
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
-class CoreTime:
+class CoreTime(Watcher):
     """Watches the main thread of process `engine`: the time in which it could run and did not.
 
     `beside`: processes that share the core with it and belong to it, whose work is no stranger's.
     """
 
     def __init__(self, engine: int, beside: tuple[int, ...] = ()):
+        super().__init__()
         self.engine, self.beside = engine, beside
         self.readings: list[tuple[float, float]] = []
         """(monotonic time, seconds taken since its start)"""
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def __enter__(self) -> "CoreTime":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error) -> None:
-        self._ended.set()
-        self._thread.join()
 
     def _run(self) -> None:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            while not self._ended.wait(LOOK_S):
+            while not self._over():
                 waited_s = int(Path(f"/proc/{self.engine}/task/{self.engine}/schedstat").read_text().split()[1]) / 1e9
                 self.readings.append((time.monotonic(), waited_s - sum(map(processor_s, self.beside))))
 

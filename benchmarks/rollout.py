@@ -200,6 +200,7 @@ def main() -> int:
     arguments = parser(__doc__.partition("\n")[0])
     arguments.add_argument("--simulated", action="store_true", help="the published setting on a virtual clock")
     arguments.add_argument("--engine", choices=("torch", "sglang"), help="the schedules on this engine")
+    arguments.add_argument("--trains", action="store_true", help="on an engine: with a learner that trains")
     arguments.add_argument("--steps", type=int, default=12, help="measured batches of a turn on an engine [default 12]")
     arguments.add_argument(
         "--scenario", type=Path, default=PUBLISHED, help="TOML file [default configs/published.toml]"
@@ -218,7 +219,7 @@ def main() -> int:
         import rollout_real
 
         seeds, steps = (range(1), 2) if options.quick else (range(options.seeds), options.steps)
-        rows = rollout_real.measure(options.engine, seeds, steps)
+        rows = rollout_real.measure(options.engine, seeds, steps, options.trains)
     report(rows, options.json)
     return 0
 

@@ -1,7 +1,7 @@
 """The schedules on a real engine with forced lengths, beside its limit and beside what the simulator foretells.
 
-The learner is its own loop with a wait in place of training; the weights that it publishes are real. The engine has a
-core of its own, everything else another.
+The learner is its own loop with a wait in place of training, or with training (`--trains`); the weights that it
+publishes are real. The engine has a core of its own, everything else another.
 """
 
 import os
@@ -143,8 +143,9 @@ def made(folder: Path) -> Path:
     return folder
 
 
-def measure(kind: str, seeds: range, steps: int) -> list[Row]:
-    """Every schedule and every limit once for each seed, in an order that turns round from seed to seed."""
+def measure(kind: str, seeds: range, steps: int, trains: bool = False) -> list[Row]:
+    """Every schedule and every limit once for each seed, in an order that turns round from seed to seed. If the
+    learner `trains`, each schedule has a limit of its own, under the load of its learner."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with tempfile.TemporaryDirectory(prefix="april-rollout-") as place:
@@ -153,13 +154,13 @@ def measure(kind: str, seeds: range, steps: int) -> list[Row]:
         engine = PinnedEngine(kind, folder, slots, LONGEST)
         try:
             bases = calibrate(engine, folder, seeds, steps)
-            found = [of_seed(engine, base) for base in bases]
+            found = [(with_training if trains else of_seed)(engine, base) for base in bases]
         finally:
             engine.close()
     by_name = {name: [one[name] for one in found] for name in found[0]}
     lines = [[name, *(cell(ones, *column) for column in COLUMNS.values())] for name, ones in by_name.items()]
     print(f"medians of {len(seeds)} seeds\n{table(lines, ('', *COLUMNS))}\n", flush=True)
-    return rows(kind, by_name)
+    return rows(f"{kind}_training" if trains else kind, by_name)
 
 
 def cell(outcomes: list[Outcome], value: Callable[[Outcome], float], form: str) -> str:
@@ -187,6 +188,20 @@ def of_seed(engine: PinnedEngine, base: Scenario) -> dict[str, Outcome]:
     return {
         name: Outcome(turns[name], turns[one.slots_wanted], simulate(one).consumed_per_s) for name, one in runs.items()
     }
+
+
+def with_training(engine: PinnedEngine, base: Scenario) -> dict[str, Outcome]:
+    runs, found = schedules(engine.kind, base), {}
+    for name in runs if base.seed % 2 == 0 else reversed(runs):
+        folder = made(engine.folder / f"seed-{base.seed}" / name.replace(" ", "-"))
+        turn = run_turn(engine, runs[name], folder, trains=True)
+        with turn.trainer.at_work():
+            limit = engine.limit(made(folder / "limit"), runs[name])
+        known = runs[name].with_keys(learner__token_s=turn.trainer.token_s)
+        found[name] = Outcome(turn, limit, simulate(known).consumed_per_s)
+        said = f"{name}: {turn.consumed_per_s:,.0f} of {limit:,.0f} tokens/s"
+        print(f"  seed {base.seed}, {said}", file=sys.stderr, flush=True)
+    return {name: found[name] for name in runs}
 
 
 def rows(kind: str, outcomes: dict[str, list[Outcome]]) -> list[Row]:

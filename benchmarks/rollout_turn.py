@@ -1,9 +1,8 @@
-"""One schedule on a real engine: broker and worker in processes of their own, a timed learner here, all measured."""
+"""One schedule on a real engine: broker and worker in processes of their own, the learner here, all measured."""
 
 import contextlib
 import subprocess
 import sys
-import threading
 import time
 import uuid
 from collections import Counter
@@ -17,7 +16,8 @@ import orjson
 from core_time import CoreTime
 from forced_worker import Reading
 from pinned_engine import ROOT, TURN_S, PinnedEngine
-from timed_learner import TimedTrainer, consume
+from timed_learner import Counted, RealTrainer, TimedTrainer, consume
+from watcher import Watcher
 
 from april import config as configuration
 from april import wire
@@ -33,8 +33,6 @@ from april.workers.engines.sglang_server import die_with_parent
 START_S = 60.0
 """longest start of the broker"""
 END_S = 10.0
-LOOK_S = 0.1
-"""between two looks at what the broker has leased"""
 
 
 class Failed(RuntimeError):
@@ -53,7 +51,7 @@ class Turn:
     consumed: int
     """tokens"""
     rollout_s: float
-    training_s: float
+    trainer: Counted
     generated: int
     discarded: int
     recomputed: int
@@ -103,10 +101,11 @@ class Turn:
         return 1 - self.ages[0] / self.ages.total()
 
 
-def run_turn(engine: PinnedEngine, scenario: Scenario, folder: Path) -> Turn:
-    """Run the scenario's schedule for its warm-up and its steps. Raises Failed."""
+def run_turn(engine: PinnedEngine, scenario: Scenario, folder: Path, trains: bool = False) -> Turn:
+    """Run the scenario's schedule for its warm-up and its steps; `trains`: a learner that does. Raises Failed."""
     config = configuration.load(engine.write_run(folder, scenario))
-    trainer = TimedTrainer(scenario.learner, engine.tensors, scenario.first_measured, scenario.steps)
+    counts = scenario.first_measured, scenario.steps
+    trainer = RealTrainer(config, *counts) if trains else TimedTrainer(scenario.learner, engine.tensors, *counts)
     with contextlib.ExitStack() as parts:
         broker = parts.enter_context(process(["-m", "april.cli", "broker", folder / "run.toml"], folder / "broker.log"))
         address = wait_for_address(config, broker)
@@ -128,10 +127,10 @@ def run_turn(engine: PinnedEngine, scenario: Scenario, folder: Path) -> Turn:
 
 
 def make_turn(
-    scenario: Scenario, config: Config, trainer: TimedTrainer, gauge: Path, looks: "Looks", core: CoreTime
+    scenario: Scenario, config: Config, trainer: Counted, gauge: Path, looks: "Looks", core: CoreTime
 ) -> Turn:
     first, began, measured = trainer.warmup_steps, trainer.began, trainer.measured
-    ended = measured[-1][0]
+    ended = measured[-1].at
     records = [orjson.loads(line) for line in (config.run_dir / "metrics.jsonl").read_bytes().splitlines()]
     before, steps = records[first - 1], records[first : first + len(measured)]
     ages = Counter()
@@ -141,9 +140,9 @@ def make_turn(
         b"[" + b",".join(gauge.read_bytes().splitlines()) + b"]", type=list[Reading]
     )  # fmt: skip
     grown = {name: growth(readings, name, began, ended) for name in Reading.__struct_fields__}
-    tokens = sum(tokens for _, tokens in measured)
+    tokens = sum(one.tokens for one in measured)
     taken_s = core.taken(began, ended)
-    instants = [began, *(at for at, _ in measured)]
+    instants = [began, *(one.at for one in measured)]
     step_times_s = [until - since - core.taken(since, until) for since, until in pairwise(instants)]
     return Turn(
         scenario=scenario,
@@ -151,7 +150,7 @@ def make_turn(
         taken=taken_s / (ended - began),
         consumed=tokens,
         rollout_s=sum(step["rollout_s"] for step in steps) - taken_s,
-        training_s=scenario.learner.step_s * len(measured) + scenario.learner.token_s * tokens,
+        trainer=trainer,
         generated=round(grown["generated"]),
         discarded=discarded(steps[-1]) - discarded(before),
         recomputed=round(grown["recomputed"]),
@@ -226,27 +225,18 @@ class WatchedSource(BrokerSource):
         self.watch.check()
 
 
-class Looks:
+class Looks(Watcher):
     """Asks the broker again and again how many training samples are leased."""
 
     def __init__(self, address: str):
+        super().__init__()
         self.address = address
         self.seen: list[tuple[float, int]] = []
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def __enter__(self) -> "Looks":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error) -> None:
-        self._ended.set()
-        self._thread.join()
 
     def _run(self) -> None:
         connection = BrokerConnection(self.address, "monitor", "benchmark", uuid.uuid4().hex, TURN_S)
         connection.hello(leases=[])
-        while not self._ended.wait(LOOK_S):
+        while not self._over():
             status = content(connection.request(wire.StatusRequest(), TURN_S))
             self.seen.append((time.monotonic(), status["leased"]))
         connection.send(wire.Goodbye())

@@ -88,7 +88,7 @@ def grants(count: int, verifier: str, seed: int) -> list[wire.Grant]:
         wire.Grant(
             token=number, group=number // 8, index=number % 8, scoring=False, evaluation=False,
             max_new_tokens=int(length), seed=number, temperature=1.0, top_p=1.0, top_k=0, label="", finish_reason="",
-            reward=f"timed_verifiers:{verifier}",
+            reward=f"benchmark_verifiers:{verifier}",
         )
         for number, length in enumerate(lengths, start=1)
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Fits the cost model to a real engine: timed decode steps, updates and prefills over running sequences and context."""
+"""Fits the cost model to a real engine: decode steps of steady crowds of sequences, and updates of the weights."""
 
 from dataclasses import dataclass, replace
 from statistics import median
@@ -9,8 +9,8 @@ import tomli_w
 
 from april.simulate.costs import EngineCost
 
-CONTEXTS = (16, 128, 512)
-"""tokens of each sequence when it is submitted"""
+LONGEST = (64, 256, 1024)
+"""tokens of the longest response of a crowd, in which all lengths up to it are as likely"""
 SHARES = (1 / 16, 1 / 4, 1 / 2, 1)
 """of the slots that have a sequence"""
 REPEATS = 3
@@ -21,12 +21,20 @@ LEAST_S = 1e-9
 
 @dataclass(frozen=True)
 class Timing:
+    """Decode steps of sequences of which each that ends is replaced, then new weights."""
+
     running: int
+    steps: float
     kv: float
-    """tokens in the cache, mean over the timed steps"""
-    step_s: float
-    admit_s: float | None
-    """to take in one sequence more; None where all slots were in use"""
+    """tokens in the cache, mean over the steps"""
+    admissions: int
+    """steps before which sequences came in the place of ended ones"""
+    admitted: int
+    """these sequences"""
+    admitted_tokens: int
+    """their context"""
+    decode_s: float
+    """all of this took so long"""
     pause_s: float
     """to take new weights in"""
     context: int
@@ -34,33 +42,42 @@ class Timing:
     prefill_s: float
     """which took so long"""
 
+    def decode_terms(self) -> list[float]:
+        """What each cost of `EngineCost` is counted by in `decode_s`, in the order of `COSTS`."""
+        steps = [self.steps, self.steps * self.running, self.steps * self.kv]
+        return [*steps, self.admissions, self.admitted, self.admitted_tokens]
+
+    def prefill_terms(self) -> list[float]:
+        return [0, 0, 0, 1, self.running, self.context]
+
+
+COSTS = ("decode_base_s", "decode_running_s", "decode_kv_s", "admit_s", "request_s", "prefill_s")
+
 
 class Probe(Protocol):
-    """An engine that can be asked for so many sequences with so much context."""
+    """An engine that can be asked for a crowd of so many sequences whose responses have up to so many tokens."""
 
     slots: int
-    longest_context: int
-    """tokens with which a sequence may be submitted"""
+    longest_response: int
 
-    def time(self, running: int, context: int) -> Timing: ...
+    def time(self, running: int, longest: int) -> Timing:
+        """The same crowd each time, as far as the engine lets it be."""
 
 
 def measure(probe: Probe) -> list[Timing]:
-    """Timings over a grid of running sequences and contexts."""
+    """Timings over a grid of running sequences and lengths."""
     counts = sorted({max(1, round(probe.slots * share)) for share in SHARES})
-    probe.time(probe.slots, CONTEXTS[0])  # what is slow the first time
+    probe.time(probe.slots, min(LONGEST[0], probe.longest_response))  # what is slow the first time
     return [
-        middle([probe.time(running, context) for _ in range(REPEATS)])
-        for context in CONTEXTS
-        if context <= probe.longest_context
+        middle([probe.time(running, longest) for _ in range(REPEATS)])
+        for longest in sorted({min(longest, probe.longest_response) for longest in LONGEST})
         for running in counts
     ]
 
 
 def middle(timings: list[Timing]) -> Timing:
     """Medians of what was timed several times."""
-    names = [name for name in ("step_s", "admit_s", "pause_s", "prefill_s") if getattr(timings[0], name) is not None]
-    medians = {name: median(getattr(one, name) for one in timings) for name in names}
+    medians = {name: median(getattr(one, name) for one in timings) for name in ("decode_s", "pause_s", "prefill_s")}
     return replace(timings[0], **medians)
 
 
@@ -71,9 +88,9 @@ class Fit:
 
     @property
     def errors(self) -> np.ndarray:
-        """Predicted over measured step times, less 1."""
-        predicted = [self.cost.steps_s(1, one.running, round(one.kv)) for one in self.timings]
-        return np.array(predicted) / [one.step_s for one in self.timings] - 1
+        """Predicted over measured times of the decode steps, less 1."""
+        costs = [getattr(self.cost, name) for name in COSTS]
+        return np.array([np.dot(one.decode_terms(), costs) / one.decode_s for one in self.timings]) - 1
 
     @property
     def pause_s(self) -> float:
@@ -100,20 +117,12 @@ class Fit:
 
 
 def fit(timings: list[Timing], source: str) -> Fit:
-    """Least squares of the relative errors of steps and prefills, with costs that are not negative."""
-    base_s, running_s, kv_s = least_squares(
-        [[1.0, one.running, one.kv] for one in timings], [one.step_s for one in timings]
-    )
-    admit_s = median(one.admit_s for one in timings if one.admit_s is not None)
-    prefills = [one for one in timings if one.prefill_s > admit_s]
-    request_s, prefill_s = least_squares(
-        [[one.running, one.context] for one in prefills], [one.prefill_s - admit_s for one in prefills]
-    )
-    cost = EngineCost(
-        source=source, decode_base_s=max(LEAST_S, base_s), decode_running_s=running_s, decode_kv_s=kv_s,
-        admit_s=admit_s, request_s=request_s, prefill_s=prefill_s,
-    )  # fmt: skip
-    return Fit(cost, timings)
+    """Least squares of the relative errors of decode steps and prefills together, with costs that are not negative."""
+    terms = [one.decode_terms() for one in timings] + [one.prefill_terms() for one in timings]
+    seconds = [one.decode_s for one in timings] + [one.prefill_s for one in timings]
+    costs = dict(zip(COSTS, least_squares(terms, seconds), strict=True))
+    costs["decode_base_s"] = max(LEAST_S, costs["decode_base_s"])
+    return Fit(EngineCost(source=source, **costs), timings)
 
 
 def least_squares(terms: list[list[float]], seconds: list[float]) -> list[float]:

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +17,25 @@ from april.workers.engines.base import Engine, Request
 from april.workers.engines.torch_engine import load_folder_weights
 from april.workers.process import make_engine
 
-STEPS = 32
-"""decode steps timed together, as many as an engine that streams in bunches has tokens in one"""
-SETTLE_STEPS = 16
-"""that sequences take on average until all of them run"""
+STEPS, SETTLE_STEPS = 128, 16
+"""decode steps that are timed together, and those before them"""
+PROMPT_TOKENS = 8
+
+
+@dataclass
+class Crowd:
+    """The sequences that run, each of which is replaced when it ends."""
+
+    random: np.random.Generator
+    longest: int
+    origins: dict[int, float] = field(default_factory=dict)
+    """by request, its context less the steps that were over when it came"""
+    steps: float = 0.0
+
+    @property
+    def context(self) -> float:
+        """Tokens in the cache."""
+        return sum(self.origins.values()) + len(self.origins) * self.steps
 
 
 class EngineProbe:
@@ -35,51 +51,54 @@ class EngineProbe:
     ):
         self.engine, self.vocabulary, self.slots, self.tensors = engine, vocabulary, slots, tensors
         self.clock = clock
-        self.longest_context = engine.max_context - SETTLE_STEPS - 4 * STEPS
-        self._random = np.random.default_rng(0)
+        self.longest_response = engine.max_context - PROMPT_TOKENS
         self._count = 0
         engine.load_weights(Version(0, 0), tensors)
 
-    def time(self, running: int, context: int) -> Timing:
-        """Decode steps of `running` sequences of `context` random tokens, the same while others come and go, an update
-        of the weights, the prefill."""
-        ids = [self._submit(context, SETTLE_STEPS + 4 * STEPS) for _ in range(running)]
-        self._generate(SETTLE_STEPS * running)
-        step_s = self._generate(STEPS * running) / STEPS
-        admit_s = self._time_admissions(running, step_s) if running < self.slots else None
+    def time(self, running: int, longest: int) -> Timing:
+        """Decode steps of `running` sequences in the midst of responses of 1 to `longest` tokens, each replaced by a
+        new one when it ends; an update of the weights; the prefill."""
+        crowd = Crowd(np.random.default_rng([running, longest]), longest)
+        for _ in range(running):
+            length = 1 + int((longest - 1) * np.sqrt(crowd.random.random()))  # a long one runs at more instants
+            age = int(crowd.random.integers(length))
+            self._submit(crowd, age, length - age)
+        self._generate(crowd, SETTLE_STEPS * running)
+        measured = self._generate(crowd, STEPS * running)
         began = self.clock()
         self.engine.load_weights(Version(0, self._count), self.tensors)
-        pause_s = self.clock() - began
-        prefill_s = self._generate(running) - step_s
-        self.engine.cancel_all(ids)
-        before = context + SETTLE_STEPS
-        computed = before + STEPS * (1 if admit_s is None else 2)
-        return Timing(
-            running, running * (before + STEPS / 2), step_s, admit_s, pause_s, running * computed, prefill_s
-        )  # fmt: skip
+        pause_s, context = self.clock() - began, round(crowd.context)
+        step_s = measured["decode_s"] / measured["steps"]
+        prefill_s = max(0.0, self._generate(crowd, running)["decode_s"] - step_s)
+        self.engine.cancel_all(list(crowd.origins))
+        return Timing(running, **measured, pause_s=pause_s, context=context, prefill_s=prefill_s)
 
-    def _submit(self, context: int, response: int) -> int:
+    def _submit(self, crowd: Crowd, age: int, left: int) -> None:
         self._count += 1
-        tokens = self._random.integers(2, self.vocabulary, context).astype(np.int32)
-        self.engine.submit(Request(self._count, tokens, response, seed=self._count))
-        return self._count
+        tokens = crowd.random.integers(2, self.vocabulary, PROMPT_TOKENS + age).astype(np.int32)
+        self.engine.submit(Request(self._count, tokens, left, seed=self._count))
+        crowd.origins[self._count] = len(tokens) - crowd.steps
 
-    def _time_admissions(self, running: int, step_s: float) -> float:
-        """What a short request costs those that run beside it, one coming when the last has gone."""
-        admitted, began, wanted = 0, self.clock(), self.engine.generated_tokens + STEPS * running
-        while self.engine.generated_tokens < wanted:
-            if self.engine.live == running:
-                self._submit(1, 1)
-                admitted += 1
-            self.engine.step()
-        return max(0.0, self.clock() - began - STEPS * step_s) / admitted
-
-    def _generate(self, tokens: int) -> float:
-        """Go on until there are so many more; the seconds that it takes."""
-        began, wanted = self.clock(), self.engine.generated_tokens + tokens
-        while self.engine.generated_tokens < wanted:
-            self.engine.step()
-        return self.clock() - began
+    def _generate(self, crowd: Crowd, tokens: int) -> dict[str, float]:
+        """Go on until there are so many more; fields of `Timing`."""
+        engine, running, since = self.engine, len(crowd.origins), crowd.steps
+        admissions = admitted = kv_steps = 0
+        began, wanted = self.clock(), engine.generated_tokens + tokens
+        while engine.generated_tokens < wanted:
+            before = engine.generated_tokens
+            ended = [chunk.id for chunk in engine.step() if chunk.finish_reason]
+            steps = (engine.generated_tokens - before) / running
+            kv_steps += steps * crowd.context
+            crowd.steps += steps
+            for request in ended:
+                del crowd.origins[request]
+                self._submit(crowd, 0, int(crowd.random.integers(1, crowd.longest + 1)))
+            admissions, admitted = admissions + bool(ended), admitted + len(ended)
+        steps = crowd.steps - since
+        return {
+            "decode_s": self.clock() - began, "steps": steps, "kv": kv_steps / steps, "admissions": admissions,
+            "admitted": admitted, "admitted_tokens": admitted * PROMPT_TOKENS,
+        }  # fmt: skip
 
 
 def unhindered_s() -> float:

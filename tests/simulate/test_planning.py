@@ -183,12 +183,11 @@ def test_tuning_continuous_chooses_the_samples_in_flight(small):
 
 def test_a_fit_finds_the_costs_that_made_the_timings(tmp_path):
     class Exact:
-        slots, longest_context = 32, 4096
+        slots, longest_response = 32, 4096
 
-        def time(self, running, context):
-            kv = running * context
-            admit_s = COST.admit_s if running < self.slots else None
-            return Timing(running, kv, COST.steps_s(1, running, kv), admit_s, 0.02, kv, COST.context_s(running, kv))
+        def time(self, running, longest):
+            kv, admissions, admitted = running * longest / 3, 128 // longest, running // 2
+            return exact_timing(COST, running, kv, admissions, admitted)
 
     found = fit(measure(Exact()), "here")
     assert found.cost.model_dump(exclude={"source"}) == pytest.approx(COST.model_dump(exclude={"source"}), rel=1e-6)
@@ -201,10 +200,20 @@ def test_a_fit_finds_the_costs_that_made_the_timings(tmp_path):
 
 def test_a_fit_has_no_negative_costs():
     """Steps that become shorter with more in the cache are noise."""
-    grid = [(running, context) for running in (1, 8) for context in (100, 1000, 9000)]
-    timings = [Timing(running, context, 0.01 - 1e-8 * context, 0.0, 0.0, context, 1.0) for running, context in grid]
-    cost = fit(timings, "").cost
+    odd = COST.model_copy(update={"decode_kv_s": -1e-8})
+    grid = [(running, kv) for running in (1, 8) for kv in (100, 1000, 9000)]
+    cost = fit([exact_timing(odd, running, kv, running, 2 * running) for running, kv in grid], "").cost
     assert cost.decode_kv_s == 0 and cost.decode_running_s >= 0 and cost.decode_base_s > 0
+
+
+def exact_timing(cost, running, kv, admissions, admitted):
+    """As an engine would have it that follows the model to the letter."""
+    step_s = cost.decode_base_s + cost.decode_running_s * running + cost.decode_kv_s * kv
+    admit_s = cost.admit_s * admissions + cost.request_s * admitted + cost.prefill_s * 8 * admitted
+    return Timing(
+        running, 100.0, kv, admissions, admitted, 8 * admitted, 100 * step_s + admit_s, 0.02, round(kv),
+        cost.context_s(running, round(kv)),
+    )  # fmt: skip
 
 
 def test_calibrating_times_the_engine_of_a_run(policy_folder, tmp_path, capsys):
