@@ -79,10 +79,6 @@ class DeadLetters(msgspec.Struct):
             for letter in self.letters
         ]
 
-    def copy(self) -> "DeadLetters":
-        """One that later changes do not touch."""
-        return DeadLetters(list(self.letters), self.total, dict(self.waiting))
-
     def of_group(self, group: int) -> DeadLetter | None:
         return next((letter for letter in self.letters if letter.group == group), None)
 

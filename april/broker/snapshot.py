@@ -1,7 +1,8 @@
 """The ledger's whole state at one position of the journal, so that a restart need not begin at the first record.
 
-`freeze` and `thaw` turn a ledger into plain data and back; a `SnapshotStore` keeps the two newest on disk. A
-snapshot is a shortcut, never the truth: the journal says the same, and one that is damaged is passed over.
+`freeze` and `thaw` turn a ledger into bytes and back: a `LedgerImage`, then a `GroupImage` for each group, each behind
+its length. A `SnapshotStore` keeps the two newest on disk. A snapshot is a shortcut, never the truth: the journal says
+the same, and one that is damaged is passed over.
 """
 
 import logging
@@ -10,7 +11,7 @@ import struct
 import threading
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +77,6 @@ class LedgerImage(msgspec.Struct, array_like=True):
     header: RunStarted | None
     plain: dict[str, Any]
     counters: dict[str, dict[str, int]]
-    groups: list[msgspec.Raw]
-    """of `GroupImage`"""
     ready: list[int]
     deliveries: dict[int, list[int]]
     evaluations: dict[int, list[int]]
@@ -90,28 +89,46 @@ _decoder = msgspec.msgpack.Decoder(LedgerImage)
 _group_decoder = msgspec.msgpack.Decoder(GroupImage)
 
 
-def freeze(ledger: LedgerState) -> LedgerImage:
-    """The state as plain data that later changes of the ledger do not touch.
+def freeze(ledger: LedgerState) -> bytearray:
+    """The state as bytes.
 
-    Groups are encoded one by one: their images would take half as much memory again as the ledger for a moment.
+    All of it is in one buffer: a large one comes from the system and goes back to it, while as many small pieces would
+    fall between what lives on, and leave the process larger than the ledger needs.
     """
     evaluated = [group for groups in ledger.evaluations.values() for group in groups if group.id not in ledger.groups]
+    image = bytearray()
+    _append(image, _freeze_head(ledger))
+    for group in (*evaluated, *ledger.groups.values()):
+        _append(image, _freeze_group(group, ledger))
+    return image
+
+
+def _append(image: bytearray, piece: msgspec.Struct) -> None:
+    place = len(image)
+    image += LENGTH.pack(0)
+    _encoder.encode_into(piece, image, -1)
+    LENGTH.pack_into(image, place, len(image) - place - LENGTH.size)
+
+
+def _pieces(image: memoryview) -> Iterator[memoryview]:
+    place = 0
+    while place < len(image):
+        (length,) = LENGTH.unpack_from(image, place)
+        start, place = place + LENGTH.size, place + LENGTH.size + length
+        yield image[start:place]
+
+
+def _freeze_head(ledger: LedgerState) -> LedgerImage:
     cohorts = ledger.cohorts
     return LedgerImage(
         ledger.header,
         {name: getattr(ledger, name) for name in PLAIN},
         {name: dict(getattr(ledger, name)) for name in COUNTERS},
-        [msgspec.Raw(_encoder.encode(_freeze_group(group, ledger))) for group in (*evaluated, *ledger.groups.values())],
         [group.id for group in ledger.ready],
         {step: [group.id for group in groups] for step, groups in ledger.deliveries.items()},
         {step: [group.id for group in groups] for step, groups in ledger.evaluations.items()},
-        (
-            cohorts.settled,
-            dict(cohorts.created),
-            dict(cohorts.trained),
-            {cohort: dict(groups) for cohort, groups in cohorts.waiting.items()},
-        ),
-        ledger.dead_letters.copy(),
+        (cohorts.settled, cohorts.created, cohorts.trained, cohorts.waiting),
+        ledger.dead_letters,
     )
 
 
@@ -132,8 +149,10 @@ def _freeze_sample(sample: Sample, lease: Lease | None) -> SampleImage:
     )  # fmt: skip
 
 
-def thaw(image: LedgerImage, ledger: LedgerState) -> None:
-    """Put an empty ledger into the state of the image."""
+def thaw(frozen: bytes | bytearray | memoryview, ledger: LedgerState) -> None:
+    """Put an empty ledger into the state that was frozen."""
+    head, *groups_encoded = _pieces(memoryview(frozen))
+    image, frozen_groups = _decoder.decode(head), list(map(_group_decoder.decode, groups_encoded))
     ledger.header = image.header
     for name in PLAIN:
         setattr(ledger, name, image.plain[name])
@@ -143,12 +162,11 @@ def thaw(image: LedgerImage, ledger: LedgerState) -> None:
     cohorts = ledger.cohorts
     cohorts.settled, created, trained, cohorts.waiting = image.cohorts
     cohorts.created, cohorts.trained = Counter(created), Counter(trained)
-    ledger.dead_letters = image.dead_letters.copy()
-    frozen_groups = [_group_decoder.decode(group) for group in image.groups]
+    ledger.dead_letters = image.dead_letters
     groups = {group.id: group for group in map(_thaw_group, frozen_groups)}
     leases = {}
-    for frozen in frozen_groups:
-        for sample, sample_image in zip(groups[frozen.id].samples, frozen.samples, strict=True):
+    for group_image in frozen_groups:
+        for sample, sample_image in zip(groups[group_image.id].samples, group_image.samples, strict=True):
             if sample_image.lease:
                 leases.setdefault(sample_image.lease[0], (sample, *sample_image.lease))
     for number in image.ready:
@@ -195,17 +213,6 @@ def live_positions(ledger: LedgerState) -> Iterator[int]:
             yield from sample.chunks[::2]
 
 
-def to_pieces(image: LedgerImage) -> Iterator[bytes | msgspec.Raw]:
-    """The image without its groups, then each of them: no buffer holds it whole."""
-    yield _encoder.encode(msgspec.structs.replace(image, groups=[]))
-    yield from image.groups
-
-
-def from_pieces(pieces: Iterable[memoryview]) -> LedgerImage:
-    head, *groups = pieces
-    return msgspec.structs.replace(_decoder.decode(head), groups=list(map(msgspec.Raw, groups)))
-
-
 class SnapshotStore:
     """Snapshots beside the journal's segments, named by their positions; written by a thread."""
 
@@ -221,31 +228,35 @@ class SnapshotStore:
         """Of the snapshots on disk, the oldest first."""
         return sorted(int(path.stem) for path in self.folder.glob(f"*{SUFFIX}"))
 
-    def newest_first(self) -> Iterator[tuple[int, LedgerImage]]:
-        """(position, image) of those that are whole."""
+    def newest_first(self) -> Iterator[tuple[int, memoryview]]:
+        """(position, frozen ledger) of those that are whole."""
         for position in reversed(self.positions()):
-            try:
-                image = from_pieces(read_pieces(self._path(position)))
-            except (msgspec.DecodeError, ValueError, struct.error) as error:
-                log.warning("snapshot %s is damaged and passed over: %s", self._path(position), error)
+            data = memoryview(self._path(position).read_bytes())
+            if len(data) > CHECKSUM.size and data[: CHECKSUM.size] == CHECKSUM.pack(crc32(data[CHECKSUM.size :])):
+                yield position, data[CHECKSUM.size :]
             else:
-                yield position, image
+                log.warning("snapshot %s is damaged and passed over", self._path(position))
 
     @property
     def newest(self) -> int:
         """Position of the newest on disk, 0 if there is none."""
         return max(self.positions(), default=0)
 
-    def write(self, position: int, image: LedgerImage, unneeded: list[Path]) -> None:
-        """Put an image on disk while the caller goes on; then remove `unneeded` files and all older images but one."""
+    def write(self, position: int, frozen: bytearray, unneeded: list[Path]) -> None:
+        """Put a frozen ledger on disk while the caller goes on; then remove `unneeded` files and all older snapshots
+        but one."""
         unneeded = unneeded + [self._path(old) for old in self.positions()[:-1]]
-        self._writer = threading.Thread(target=self._write, args=(position, image, unneeded), name="snapshot")
+        self._writer = threading.Thread(target=self._write, args=(position, frozen, unneeded), name="snapshot")
         self._writer.start()
 
-    def _write(self, position: int, image: LedgerImage, unneeded: list[Path]) -> None:
+    def _write(self, position: int, frozen: bytearray, unneeded: list[Path]) -> None:
         temporary = self._path(position).with_suffix(".partial")
         try:
-            write_pieces(temporary, to_pieces(image))
+            with temporary.open("wb") as file:
+                file.write(CHECKSUM.pack(crc32(frozen)))
+                file.write(frozen)
+                file.flush()
+                os.fdatasync(file.fileno())
             temporary.rename(self._path(position))
             sync_folder(self.folder)
         except OSError as error:
@@ -260,30 +271,3 @@ class SnapshotStore:
     def close(self) -> None:
         if self._writer:
             self._writer.join()
-
-
-def write_pieces(path: Path, pieces: Iterable[bytes | msgspec.Raw]) -> None:
-    """Each behind its length, all of them behind a checksum; on disk when this returns."""
-    checksum = 0
-    with path.open("wb") as file:
-        file.write(CHECKSUM.pack(0))
-        for piece in pieces:
-            framed = LENGTH.pack(len(memoryview(piece))) + bytes(piece)
-            checksum = crc32(framed, checksum)
-            file.write(framed)
-        file.seek(0)
-        file.write(CHECKSUM.pack(checksum))
-        file.flush()
-        os.fdatasync(file.fileno())
-
-
-def read_pieces(path: Path) -> Iterator[memoryview]:
-    """The inverse of `write_pieces`. Raises ValueError and struct.error where the file is not whole."""
-    data = memoryview(path.read_bytes())
-    (checksum,), place = CHECKSUM.unpack_from(data), CHECKSUM.size
-    if crc32(data[place:]) != checksum:
-        raise ValueError("its checksum does not agree")
-    while place < len(data):
-        (length,) = LENGTH.unpack_from(data, place)
-        start, place = place + LENGTH.size, place + LENGTH.size + length
-        yield data[start:place]
