@@ -1,11 +1,13 @@
 """Whether what has been trained lately has the lengths of what was created: the alarm against length bias.
 
 The distance is Kolmogorov and Smirnov's: the largest difference between two distributions. How large it may be by
-chance is found by exchanging whole groups between the sides at random, since siblings resemble each other.
+chance is found by exchanging whole groups between the sides at random, since siblings resemble each other: each group
+of one side has a partner on the other, with which it changes places or not.
 """
 
 from collections import deque
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
@@ -13,7 +15,8 @@ RECENT_BATCHES = 20
 """of trained groups, and of created groups in cohorts that are settled"""
 LEVEL = 0.99
 """share of random exchanges whose distance is within the band"""
-EXCHANGES = 400
+BLOCKS, BLOCK_EXCHANGES = 20, 20
+"""all exchanges at once would take tens of MiB with large batches"""
 POINTS = 65
 """quantiles of all lengths at which the distributions are compared"""
 
@@ -46,24 +49,24 @@ class LengthDrift:
 
 
 def measure_drift(ours: list[list[int]], theirs: list[list[int]], seed: int = 0) -> Drift:
-    """Of two lists of groups, each the lengths of its responses (tokens)."""
-    groups = [group for group in (*ours, *theirs) if group]
-    lengths = np.concatenate([np.asarray(group) for group in groups])
-    owner = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
+    """Of as many groups on either side, each the lengths of its responses (tokens)."""
+    groups = [*ours, *theirs]
+    sizes = [len(group) for group in groups]
+    lengths = np.fromiter(chain.from_iterable(groups), np.int64, sum(sizes))
+    owner = np.repeat(np.arange(len(groups)), sizes)
     points = np.unique(np.quantile(lengths, np.linspace(0, 1, POINTS), method="inverted_cdf"))
     places = np.searchsorted(points, lengths)
     counts = np.bincount(owner * len(points) + places, minlength=len(groups) * len(points))
-    up_to = counts.reshape(len(groups), len(points)).cumsum(axis=1).astype(float)
+    up_to = counts.reshape(2, len(ours), len(points)).cumsum(axis=2).astype(float)
     """responses of each group that are no longer than each point"""
+    first, second = up_to.sum(axis=1)
 
-    def distances(sides: np.ndarray) -> np.ndarray:
-        """`sides`: float [exchanges, groups], 1 where a group is on the first side."""
-        first = sides @ up_to
-        second = up_to.sum(axis=0) - first
-        return np.abs(first / first[:, -1:] - second / second[:, -1:]).max(axis=1)
+    def distances(moved: np.ndarray) -> np.ndarray:
+        """`moved`: float [exchanges, points], by how much the first side has more of them and the second less."""
+        one, other = first + moved, second - moved
+        return np.abs(one / one[:, -1:] - other / other[:, -1:]).max(axis=1)
 
-    sides = (np.arange(len(groups)) < sum(1 for group in ours if group)).astype(float)
-    rng = np.random.default_rng(seed)
-    exchanged = rng.permuted(np.tile(sides, (EXCHANGES, 1)), axis=1)
-    band = float(np.quantile(distances(exchanged), LEVEL))
-    return Drift(float(distances(sides[None])[0]), band)
+    gains, rng = up_to[1] - up_to[0], np.random.default_rng(seed)
+    exchanges = (rng.integers(0, 2, (BLOCK_EXCHANGES, len(ours))).astype(float) for _ in range(BLOCKS))
+    band = np.quantile([distances(swapped @ gains) for swapped in exchanges], LEVEL)
+    return Drift(float(distances(np.zeros((1, len(points))))[0]), float(band))
