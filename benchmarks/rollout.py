@@ -178,7 +178,7 @@ def extreme_rows(results: Results, base: Scenario) -> list[Row]:
 
 def simulate_published(options) -> list[Row]:
     """Print each cost model's table; the rows."""
-    costs = list(tomllib.loads(options.scenario.read_text())["costs"])
+    costs = list(tomllib.loads(options.scenario.read_text()).get("costs", [None]))
     parts = [options.part] if options.part else [*costs, "extreme"]
     seeds, steps = (range(1), WINDOW_STEPS) if options.quick else (range(options.seeds), 60)
     rows = []
