@@ -28,7 +28,10 @@ from april.broker.segments import Segments
 log = logging.getLogger(__name__)
 
 SUFFIX = ".snapshot"
-CHECKSUM = LENGTH = struct.Struct("<I")
+LENGTH = struct.Struct("<I")
+HEAD = struct.Struct("<4sI")
+"""of a file: its format, and the checksum of all that follows"""
+FORMAT = b"APS2"
 
 PLAIN = (
     "next_step", "consumed", "frontier", "durable", "branch", "dead_in_a_row", "last_error", "round", "round_open",
@@ -232,10 +235,11 @@ class SnapshotStore:
         """(position, frozen ledger) of those that are whole."""
         for position in reversed(self.positions()):
             data = memoryview(self._path(position).read_bytes())
-            if len(data) > CHECKSUM.size and data[: CHECKSUM.size] == CHECKSUM.pack(crc32(data[CHECKSUM.size :])):
-                yield position, data[CHECKSUM.size :]
+            frozen = data[HEAD.size :]
+            if frozen and data[: HEAD.size] == HEAD.pack(FORMAT, crc32(frozen)):
+                yield position, frozen
             else:
-                log.warning("snapshot %s is damaged and passed over", self._path(position))
+                log.warning("snapshot %s is damaged, or of another April, and passed over", self._path(position))
 
     @property
     def newest(self) -> int:
@@ -253,7 +257,7 @@ class SnapshotStore:
         temporary = self._path(position).with_suffix(".partial")
         try:
             with temporary.open("wb") as file:
-                file.write(CHECKSUM.pack(crc32(frozen)))
+                file.write(HEAD.pack(FORMAT, crc32(frozen)))
                 file.write(frozen)
                 file.flush()
                 os.fdatasync(file.fileno())
