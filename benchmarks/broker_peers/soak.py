@@ -69,7 +69,8 @@ class Endured:
 
 
 def schedule(crowd: Crowd) -> str:
-    """TOML of `continuous` with room for every sample, a few batches that are complete, and one that is read."""
+    """TOML of `continuous` with room for every sample, a few batches that are complete, and one that is read; a process
+    with hundreds of workers may be held up for longer than one worker is."""
     batches = -(-crowd.samples // (BATCH_GROUPS * GROUP_SIZE))
     return f"""
 [schedule]
@@ -79,6 +80,9 @@ max_staleness = {batches + 8}
 rollout_batch_size = {BATCH_GROUPS}
 n_samples_per_prompt = {GROUP_SIZE}
 max_steps = 1000000
+
+[broker]
+session_timeout_s = 60.0
 """
 
 
