@@ -1,6 +1,6 @@
 """A worker on SGLang against the same server driven directly: the same requests, one server, alternating.
 
-`pipeline_ratio`: tokens/s through broker and worker over those of a saturating client, 128 requests at a time.
+`pipeline_ratio`: tokens/s through broker and worker, 128 requests at a time, over those of a saturating client.
 `abort_to_journal_s`: from the broker's broadcast to the last partial in its journal with 128 requests running.
 `update_stall_s`: from the call that changes the weights to the next token, with 128 requests running.
 `restart_lost_tokens_max`: tokens of one sample that a server which died at that instant would have taken with it; an
@@ -37,15 +37,18 @@ from april.weights.publisher import WeightPublisher
 from april.workers.engines.base import Request
 from april.workers.engines.sglang import SGLangEngine
 from april.workers.engines.sglang_client import SGLangClient
+from april.workers.engines.sglang_run import Run
 from april.workers.engines.sglang_server import ServerSettings, SGLangServer
 from april.workers.engines.torch_engine import load_folder_weights
 
 ROOT = Path(__file__).parent.parent
 APRIL = [sys.executable, "-m", "april.cli"]
-CONCURRENT = 128
+CONCURRENT, WAITING = 128, 8
 GROUP = 8
 RESPONSE_TOKENS = 512
 CONTEXT_TOKENS = 640
+STREAM_TOKENS = 32
+"""tokens in an event, as the worker has it by default"""
 PATIENCE_S = 300.0
 POLL_S = 0.005
 V0, V1 = Version(0, 0), Version(0, 1)
@@ -78,26 +81,24 @@ class Bench:
 
 
 def direct(bench: Bench, rows: int) -> float:
-    """Tokens/s of a client that keeps CONCURRENT whole responses under way and does nothing else."""
-    sampling = {
-        "max_new_tokens": RESPONSE_TOKENS, "temperature": 1.0, "stop_token_ids": sorted(bench.tokenizer.eos_token_ids)
-    }  # fmt: skip
-    bodies = [
-        {"input_ids": ids.tolist(), "sampling_params": sampling, "return_logprob": True}
-        for ids in map(bench.tokenizer.encode_prompt, bench.prompts(rows))
-        for _ in range(GROUP)
-    ]
+    """Tokens/s of a client that has all slots of the server taken and a few requests waiting, which are the worker's,
+    and does nothing but read their answers. A longer queue slows the server down, which looks through it."""
+    stops = frozenset(bench.tokenizer.eos_token_ids)
+    prompts = [ids for ids in map(bench.tokenizer.encode_prompt, bench.prompts(rows)) for _ in range(GROUP)]
 
     async def run() -> int:
-        client, gate = SGLangClient(bench.server.url), asyncio.Semaphore(CONCURRENT)
+        client, gate = SGLangClient(bench.server.url), asyncio.Semaphore(CONCURRENT + WAITING)
 
-        async def one(body: dict) -> int:
+        async def one(seed: int, prompt: np.ndarray) -> int:
+            asked = Run(Request(seed, prompt.astype(np.int32), RESPONSE_TOKENS, stop_token_ids=stops, seed=seed))
+            asked.begin()
             async with gate:
-                answer = await client.call("/generate", body, PATIENCE_S)
-                return len(answer["output_ids"])
+                async for event in client.generate(asked.body(V0, STREAM_TOKENS)):
+                    tokens = event["meta_info"]["completion_tokens"]
+            return tokens
 
         try:
-            return sum(await asyncio.gather(*map(one, bodies)))
+            return sum(await asyncio.gather(*(one(seed, prompt) for seed, prompt in enumerate(prompts))))
         finally:
             await client.close()
 
@@ -263,7 +264,7 @@ def main() -> None:
     arguments.add_argument("--policy", type=Path, default=ROOT / "cache/policy", help="made where there is none")
     options = arguments.parse_args()
     make_policy(options.policy, 0)
-    rows, turns, repeats = (16, 1, 2) if options.quick else (96, 5, 7)
+    rows, turns, repeats = (16, 1, 2) if options.quick else (64, 5, 7)
     with tempfile.TemporaryDirectory(prefix=f"april-sglang-{uuid.uuid4().hex[:6]}-") as folder:
         bench = Bench(Path(folder), options.policy)
         try:
