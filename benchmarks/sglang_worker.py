@@ -82,11 +82,12 @@ class Bench:
 
 def direct(bench: Bench, rows: int) -> float:
     """Tokens/s of a client that has all slots of the server taken and a few requests waiting, which are the worker's,
-    and does nothing but read their answers. A longer queue slows the server down, which looks through it."""
+    and does nothing but read their answers. A longer queue slows the server down, which looks through it; so does a
+    full prefix cache, which the pipeline empties with its weights."""
     stops = frozenset(bench.tokenizer.eos_token_ids)
     prompts = [ids for ids in map(bench.tokenizer.encode_prompt, bench.prompts(rows)) for _ in range(GROUP)]
 
-    async def run() -> int:
+    async def run() -> float:
         client, gate = SGLangClient(bench.server.url), asyncio.Semaphore(CONCURRENT + WAITING)
 
         async def one(seed: int, prompt: np.ndarray) -> int:
@@ -98,13 +99,14 @@ def direct(bench: Bench, rows: int) -> float:
             return tokens
 
         try:
-            return sum(await asyncio.gather(*(one(seed, prompt) for seed, prompt in enumerate(prompts))))
+            await client.call("/flush_cache", {}, PATIENCE_S)
+            started = time.monotonic()
+            tokens = sum(await asyncio.gather(*(one(seed, prompt) for seed, prompt in enumerate(prompts))))
+            return tokens / (time.monotonic() - started)
         finally:
             await client.close()
 
-    started = time.monotonic()
-    tokens = asyncio.run(run())
-    return tokens / (time.monotonic() - started)
+    return asyncio.run(run())
 
 
 def pipeline(bench: Bench, rows: int) -> float:
@@ -264,7 +266,7 @@ def main() -> None:
     arguments.add_argument("--policy", type=Path, default=ROOT / "cache/policy", help="made where there is none")
     options = arguments.parse_args()
     make_policy(options.policy, 0)
-    rows, turns, repeats = (16, 1, 2) if options.quick else (64, 5, 7)
+    rows, turns, repeats = (16, 1, 2) if options.quick else (32, 5, 7)
     with tempfile.TemporaryDirectory(prefix=f"april-sglang-{uuid.uuid4().hex[:6]}-") as folder:
         bench = Bench(Path(folder), options.policy)
         try:
