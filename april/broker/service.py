@@ -357,11 +357,14 @@ class Service:
         log.info("step %d trained: reward %.3f, %d tokens", step, reward, tokens, extra={"step": step})
 
     def take_snapshot(self) -> None:
-        """When a segment of the journal is full, begin a new one with a picture of the ledger, and reclaim space."""
+        """When a segment of the journal is full, begin a new one with a picture of the ledger.
+
+        Space is reclaimed below the snapshots that are on disk already, whatever becomes of this one.
+        """
         if not self.journal.segment_full or self.snapshots.busy:
             return
         position = self.journal.rotate()
-        dead_segments = self.journal.reclaim(self.snapshots.newest, live_positions(self.ledger))
+        dead_segments = self.journal.reclaim(self.snapshots.older, live_positions(self.ledger))
         self.snapshots.write(position, freeze(self.ledger), dead_segments)
 
     # --- the end --------------------------------------------------------------------------------------------
