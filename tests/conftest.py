@@ -5,8 +5,12 @@ import random
 import orjson
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from april.policy.model import EOS, VOCABULARY, build_model, save_policy
+
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 GUESSING_STEPS = 60
 FILLER, ANSWERS = ",", "01"

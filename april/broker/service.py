@@ -41,11 +41,11 @@ FILTERED_ROUNDS = 20
 DEAD_ROUNDS = 2
 """rounds in which every group dies before the run is given up"""
 SWEEP_S = 0.25
+"""how often silent sessions and old leases are looked for"""
 SUMMARY_S = 0.25
 """`summary.json` is written after a step, but not more often"""
 BEHIND_S = 0.05
 """while messages wait to be handled, work is handed out only so often: what is done is acknowledged first"""
-"""how often silent sessions and old leases are looked for"""
 
 MAY_SEND = {
     "worker": {"Heartbeat", "Holding", "Lane", "Chunk", "Observation", "Scored", "ScoredTogether", "GiveBack"},
@@ -357,11 +357,14 @@ class Service:
         log.info("step %d trained: reward %.3f, %d tokens", step, reward, tokens, extra={"step": step})
 
     def take_snapshot(self) -> None:
-        """When a segment of the journal is full, begin a new one with a picture of the ledger, and reclaim space."""
+        """When a segment of the journal is full, begin a new one with a picture of the ledger.
+
+        Space is reclaimed below the snapshots that are on disk already, whatever becomes of this one.
+        """
         if not self.journal.segment_full or self.snapshots.busy:
             return
         position = self.journal.rotate()
-        dead_segments = self.journal.reclaim(self.snapshots.newest, live_positions(self.ledger))
+        dead_segments = self.journal.reclaim(self.snapshots.older, live_positions(self.ledger))
         self.snapshots.write(position, freeze(self.ledger), dead_segments)
 
     # --- the end --------------------------------------------------------------------------------------------
@@ -373,9 +376,6 @@ class Service:
             self.over, self.state = reason, state
             self.sessions.broadcast(wire.Stop(reason))
             self._write_summary(now)
-            self.sessions.broadcast(wire.Stop(reason))
-            if not self.read_only:
-                self.recorder.write_summary(self.ledger, state, now, self.prompts.counts())
 
     def everyone_left(self) -> bool:
         """The run is over and no worker, scorer or learner is connected any more."""

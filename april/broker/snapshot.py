@@ -5,6 +5,7 @@ its length. A `SnapshotStore` keeps the two newest on disk. A snapshot is a shor
 the same, and one that is damaged is passed over.
 """
 
+import contextlib
 import logging
 import os
 import struct
@@ -28,6 +29,8 @@ from april.broker.segments import Segments
 log = logging.getLogger(__name__)
 
 SUFFIX = ".snapshot"
+TEMPORARY = "snapshot.partial"
+"""one that is being written"""
 LENGTH = struct.Struct("<I")
 HEAD = struct.Struct("<4sI")
 """of a file: its format, and the checksum of all that follows"""
@@ -242,20 +245,20 @@ class SnapshotStore:
                 log.warning("snapshot %s is damaged, or of another April, and passed over", self._path(position))
 
     @property
-    def newest(self) -> int:
-        """Position of the newest on disk, 0 if there is none."""
-        return max(self.positions(), default=0)
+    def older(self) -> int:
+        """Position of the newest but one on disk, 0 if there is none: for a restart if that is damaged."""
+        return [0, 0, *self.positions()][-2]
 
     def write(self, position: int, frozen: bytearray, unneeded: list[Path]) -> None:
-        """Put a frozen ledger on disk while the caller goes on; then remove `unneeded` files and all older snapshots
-        but one."""
-        unneeded = unneeded + [self._path(old) for old in self.positions()[:-1]]
+        """Remove `unneeded` files and put a frozen ledger on disk while the caller goes on; the two newest are kept."""
         self._writer = threading.Thread(target=self._write, args=(position, frozen, unneeded), name="snapshot")
         self._writer.start()
 
     def _write(self, position: int, frozen: bytearray, unneeded: list[Path]) -> None:
-        temporary = self._path(position).with_suffix(".partial")
+        temporary = self.folder / TEMPORARY
         try:
+            for path in unneeded:
+                path.unlink(missing_ok=True)
             with temporary.open("wb") as file:
                 file.write(HEAD.pack(FORMAT, crc32(frozen)))
                 file.write(frozen)
@@ -263,11 +266,12 @@ class SnapshotStore:
                 os.fdatasync(file.fileno())
             temporary.rename(self._path(position))
             sync_folder(self.folder)
+            for old in self.positions()[:-2]:
+                self._path(old).unlink()
         except OSError as error:
-            log.warning("snapshot at %d cannot be written (%s); the journal stays whole", position, error)
-            return
-        for path in unneeded:
-            path.unlink(missing_ok=True)
+            log.warning("snapshot at %d cannot be written (%s); the one before it still serves", position, error)
+            with contextlib.suppress(OSError):
+                temporary.unlink()
 
     def _path(self, position: int) -> Path:
         return self.folder / f"{position:020d}{SUFFIX}"

@@ -1,11 +1,9 @@
-"""A run under fire: a real service and journal, with workers, a learner and a monitor that behave."""
+"""A run under fire: a real service and journal, with workers, a scorer, a learner and a monitor that behave."""
 
 from collections import Counter, deque
 
-import numpy as np
-
 from april import wire
-from tests.broker.conversation import Conversation, FakeLearner, FakeWorker, Peer
+from tests.broker.conversation import Conversation, FakeLearner, FakeScorer, FakeWorker, Peer, chunk_arrays
 from tests.broker.hostile import encode
 
 
@@ -16,17 +14,23 @@ class Arena(Conversation):
         self.chance = chance
         self.sent = deque(maxlen=500)
         """(route, frames) of valid messages"""
+        self.sent_arrays = deque(maxlen=100)
+        """those of them that carry arrays"""
+        self.said = set()
+        """names of the messages among them"""
         self.ended = deque([1], maxlen=100)
         """tokens of leases that are over"""
         self.events = 0
         """facts recorded"""
         super().__init__(config)
         self.workers = [Worker(self, name) for name in ("w0", "w1")]
+        self.scorer = Scorer(self, "s0")
+        self.holders = [self.scorer, *self.workers]
         self.learner = Learner(self)
         self.monitor = Monitor(self, "monitor", "monitor")
-        self.everyone = [*self.workers, self.learner, self.monitor]
-        for worker in self.workers:
-            worker.join()
+        self.everyone = [*self.holders, self.learner, self.monitor]
+        for holder in self.holders:
+            holder.join()
         self.learner.join()
         self.monitor.hello()
         self.progress()
@@ -44,32 +48,32 @@ class Arena(Conversation):
     def progress(self):
         """Everybody does some of what is theirs."""
         self.tick(0.05)
-        for worker in self.workers:
-            worker.work()
+        for holder in self.holders:
+            holder.work()
         self.learner.train()
         self.monitor.say(wire.StatusRequest())
         for peer in self.everyone:
             peer.inbox = peer.take(wire.Grant)
 
-    def leases_of(self, worker):
-        return [token for token, lease in self.ledger.leases.items() if lease.worker == worker.uid]
+    def leases_of(self, holder):
+        return [token for token, lease in self.ledger.leases.items() if lease.worker == holder.uid]
 
-    def a_lease_of(self, worker):
-        return next(iter(self.leases_of(worker)), 1)
-
-    def chunk_frames(self, worker):
-        chunk = wire.Chunk(self.a_lease_of(worker), 0, worker.version)
-        return encode(chunk, [np.ones(3, "i4"), np.full(3, -1.0, "f4")], worker.session)
+    def a_lease_of(self, holder):
+        return next(iter(self.leases_of(holder)), 1)
 
 
 class Remembered(Peer):
     def say(self, message, arrays=(), connection=b"data"):
         route = self.name.encode() + b"/" + connection
-        self.conversation.sent.append((route, encode(message, arrays, self.session)))
+        sent = route, encode(message, arrays, self.session)
+        self.conversation.sent.append(sent)
+        self.conversation.said.add(type(message).__name__)
+        if arrays:
+            self.conversation.sent_arrays.append(sent)
         super().say(message, arrays, connection)
 
 
-class Worker(Remembered, FakeWorker):
+class Holder(Remembered):
     def __init__(self, arena, name):
         super().__init__(arena, name)
         self.received_bytes = 0
@@ -85,25 +89,56 @@ class Worker(Remembered, FakeWorker):
             arena.ended.append(token)
             del self.held[token]
         self.say(wire.Heartbeat(list(self.held), 0, self.received_bytes), connection=b"control")
-        step = arena.ledger.consumed
-        if chance.random() < 0.2 or self.version.step != step:
-            self.hold(step, capacity=chance.choice([2, 3, 6, 2**53]))
+        if chance.random() < 0.2:
+            self.say_room(chance.choice([2, 3, 6, 2**53]))
         for grant, length in chance.sample(list(self.held.values()), min(4, len(self.held))):
             self.go_on(grant, length, chance)
 
+    def score(self, grant, chance):
+        if chance.random() < 0.05:
+            self.say(wire.GiveBack(grant.token, 0, "scoring_failed", "tired"))
+        elif grant.together:
+            rewards = [chance.random() for _ in grant.together]
+            self.say(wire.ScoredTogether(grant.token, rewards, [{}] * len(rewards)))
+        else:
+            self.say(wire.Scored(grant.token, chance.random(), {"right": 1.0}))
+
+
+class Worker(Holder, FakeWorker):
+    def say_room(self, capacity):
+        self.hold(self.conversation.ledger.consumed, capacity)
+        self.say(wire.Lane("generate", 0.0, 1.0))
+
+    def work(self):
+        if self.version.step != self.conversation.ledger.consumed:
+            self.say_room(6)
+        super().work()
+
     def go_on(self, grant, length, chance):
-        if grant.token <= self.conversation.ledger.watermark and not grant.evaluation and not grant.scoring:
+        if grant.scoring:
+            self.score(grant, chance)
+        elif grant.token <= self.conversation.ledger.watermark and not grant.evaluation:
             self.say(wire.GiveBack(grant.token, length, "abort"))
-        elif grant.scoring:
-            self.say(wire.Scored(grant.token, 1.0))
         elif chance.random() < 0.5 and grant.max_new_tokens > length + 3:
             self.chunk(grant, length, 2)
             self.held[grant.token] = (grant, length + 2)
+            if self.conversation.config.environment.name:
+                self.say(wire.Observation(grant.token, length + 2, b"state"), chunk_arrays(length + 2, 1)[:1])
+                self.held[grant.token] = (grant, length + 3)
         elif chance.random() < 0.05:
             self.say(wire.GiveBack(grant.token, length, chance.choice(["leave", "generation_failed"]), "tired"))
         else:
             self.chunk(grant, length, 1, "stop")
-            self.say(wire.Scored(grant.token, chance.random()))
+            if not grant.hand_over:
+                self.score(grant, chance)
+
+
+class Scorer(Holder, FakeScorer):
+    def say_room(self, capacity):
+        self.say(wire.Room(capacity))
+
+    def go_on(self, grant, length, chance):
+        self.score(grant, chance)
 
 
 class Learner(Remembered, FakeLearner):

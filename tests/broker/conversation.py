@@ -23,7 +23,8 @@ class Conversation:
         self.start()
 
     def start(self):
-        self.journal = Journal(self.config.run_dir / "journal")
+        broker = self.config.broker
+        self.journal = Journal(self.config.run_dir / "journal", broker.segment_mb << 20, broker.segment_records)
         self.service = Service(self.config, PromptBook(self.config), self.journal, self.now)
         self.deliver()
 
@@ -150,6 +151,11 @@ class FakeLearner(Peer):
 
     def consume(self, step, discarded=""):
         self.say(wire.Consumed(step, {"loss": 0.5}, discarded))
+        assert self.take(wire.Accepted)
+
+    def durable(self, step):
+        """The checkpoint of that step is on disk, and is the only one that is kept."""
+        self.say(wire.Durable(step, step))
         assert self.take(wire.Accepted)
 
 

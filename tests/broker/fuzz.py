@@ -2,8 +2,8 @@
 
 A real service with a real journal serves peers that behave (arena.py); in between, it is sent what no peer should
 send (hostile.py). Nothing of that may raise, be recorded, or change the ledger; what is refused is answered once and
-counted once, by a handful of causes; memory stays as it is. Of every hundred messages one more goes over real sockets
-to a real server (fuzz_sockets.py).
+counted once, by a handful of causes; memory stays as it is. Half of the messages go to a plain run, half to one with
+everything on. Of every hundred messages one more goes over real sockets to a real server (fuzz_sockets.py).
 """
 
 import argparse
@@ -13,6 +13,7 @@ import resource
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
 import orjson
@@ -25,12 +26,29 @@ from tests.broker.hostile import Attacker
 
 BATCH = 200
 """attacks between two turns of the run and two comparisons of the ledger"""
-MOST_CAUSES = 40
+MOST_CAUSES = 50
 MAX_SESSIONS = 64
 MOST_GROWTH = 1.05
 """of the process, after the first tenth of the messages"""
 ENDLESS = ["--schedule.max_steps", "1000000000", "--evaluation.prompts", "1"]
 SETTINGS = [*ENDLESS, "--security.max_sessions", str(MAX_SESSIONS)]
+EVERYTHING = [
+    "--reward.where", "scorer", "--worker.engine", "sglang", "--sampling.top_k", "8",
+    "--environment.name", "calculator", "--environment.max_turn_tokens", "8",
+]  # fmt: skip
+"""scorers, supports, an environment"""
+
+
+def make_configs(path, folder):
+    """Of a plain run, and of one with everything on, where every other group is scored as a whole."""
+    rows = [
+        {"prompt": f"{row:02d}*3+60=", "label": "0", "reward": ["exact", "group:rewards:rank"][row % 2]}
+        for row in range(64)
+    ]
+    mixed = folder / "mixed.jsonl"
+    mixed.write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
+    everything = ["--run.name", "everything", "--data.path", str(mixed), *EVERYTHING]
+    return [configuration.load(path, SETTINGS), configuration.load(path, [*SETTINGS, *everything])]
 
 
 def fuzz(config, messages, seed=0, report=lambda done: None):
@@ -67,8 +85,8 @@ def fire(arena, route, frames, peer, answer):
 # --- the command ------------------------------------------------------------------------------------------------
 
 
-def make_config(folder):
-    """A run on a policy that nobody has trained, and prompts for it."""
+def make_run(folder):
+    """The configuration file of a run on a policy that nobody has trained, and prompts for it."""
     from april.policy.model import build_model, save_policy
     from tests.conftest import write_config
 
@@ -76,7 +94,7 @@ def make_config(folder):
     rows = [{"prompt": f"{row:02d}*3+60=", "label": str(row % 2)} for row in range(64)]
     for name in ("train", "heldout"):
         (folder / f"{name}.jsonl").write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
-    return configuration.load(write_config(folder, folder / "policy", folder), SETTINGS)
+    return write_config(folder, folder / "policy", folder)
 
 
 def main():
@@ -85,22 +103,24 @@ def main():
     parser.add_argument("--seed", type=int, default=0, help="[default 0]")
     options = parser.parse_args()
     logging.disable(logging.CRITICAL)
-    sizes, began = [], time.perf_counter()
+    messages, refusals, began = options.messages // 2, Counter(), time.perf_counter()
 
     def report(done):
-        if done % max(BATCH, options.messages // 20 // BATCH * BATCH) == 0:
+        if done % max(BATCH, messages // 10 // BATCH * BATCH) == 0:
             sizes.append(resident_mib())
-            print(f"{done:>9} messages, {time.perf_counter() - began:6.0f} s, {sizes[-1]:.0f} MiB", flush=True)
+            seconds = time.perf_counter() - began
+            print(f"{config.run.name:>10} {done:>9} messages, {seconds:6.0f} s, {sizes[-1]:.0f} MiB", flush=True)
 
     with tempfile.TemporaryDirectory() as name:
-        config = make_config(Path(name))
-        refusals = fuzz(config, options.messages, options.seed, report)
+        for config in make_configs(make_run(Path(name)), Path(name)):
+            sizes = []
+            refusals += fuzz(config, messages, options.seed, report)
+            assert sizes[-1] <= MOST_GROWTH * sizes[len(sizes) // 10], "memory grows"
         over_sockets = fuzz_sockets(config, options.messages // 100, Path(name), options.seed)
     for cause, count in refusals.most_common():
         print(f"{count:>9} {cause}")
     print(f"{refusals.total():>9} refused of {options.messages}; nothing raised, nothing was recorded")
     print(f"{over_sockets.total():>9} refused of {options.messages // 100} over sockets")
-    assert sizes[-1] <= MOST_GROWTH * sizes[len(sizes) // 10], "memory grows"
     return 0
 
 

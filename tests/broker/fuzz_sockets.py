@@ -74,6 +74,7 @@ def fuzz_sockets(config, messages, folder, seed=0):
                 sent += 1
                 if sent % WINDOW == 0:
                     bad_worker.await_refusals(sent)
+                    attacker.arena.progress()
         bad_worker.await_refusals(sent)
         refusals = server.service.sessions.refusals.copy()
         assert refusals.total() == sent, refusals

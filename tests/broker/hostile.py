@@ -7,7 +7,7 @@ CURVE), and how the broker must answer: "refused", or "anything" where silence o
 import msgpack
 import numpy as np
 
-from april import wire
+from april import limits, wire
 from april.security.allow_list import Peer
 from april.version import Version
 
@@ -29,19 +29,26 @@ JUNK = [
     {"a": 1},
     "\n",
 ]
-WORKERS = {
+LEASED = {
     "Chunk": lambda c, token: wire.Chunk(token, c.choice([0, 1, 7, 2**53]), Version(0, 0), c.choice(["", "stop"])),
     "Scored": lambda c, token: wire.Scored(token, c.choice([0.0, -1e308, float("nan"), float("inf")])),
+    "ScoredTogether": lambda c, token: wire.ScoredTogether(token, [c.choice([0.0, float("nan")])] * 2, [{}, {}]),
+    "Observation": lambda c, token: wire.Observation(token, c.choice([0, 1, 7, 2**53]), b"state"),
     "GiveBack": lambda c, token: wire.GiveBack(token, c.choice([0, 2**53]), "abort", "e" * c.choice([0, 9999])),
 }
+"""messages about a lease, from what draws and the lease"""
+ARRAYS = {"Chunk": [np.ones(3, "i4"), np.full(3, -1.0, "f4")], "Observation": [np.ones(3, "i4")]}
 ONLY_FOR = {
     "worker": [
         wire.Holding(Version(0, 0), 4),
         wire.Lane("generate", 0.0, 1.0),
         wire.Chunk(1, 0, Version(0, 0)),
+        wire.Observation(1, 0),
         wire.Scored(1, 1.0),
+        wire.ScoredTogether(1, [1.0], [{}]),
         wire.GiveBack(1, 0, "leave"),
     ],
+    "scorer": [wire.Room(4)],
     "learner": [wire.LearnerStart(0, ""), wire.Fetch(0), wire.Consumed(0, {"loss": 1.0}), wire.Durable(0, 0)],
     "monitor": [wire.StatusRequest(), wire.StopRun("enough"), wire.Drain(True), wire.Requeue([1])],
     "broker": [
@@ -76,7 +83,8 @@ class Attacker:
         self.kinds = [
             self.noise, self.damaged, self.cut, self.flipped_array, self.mistyped, self.strange_session,
             self.other_connection, self.other_role, self.foreign_lease, self.absurd_learner, self.absurd_worker,
-            self.repeated, self.greeting, self.revoked, self.other_key, self.too_large,
+            self.absurd_tokens, self.absurd_scores, self.repeated, self.greeting, self.revoked, self.other_key,
+            self.too_large,
         ]  # fmt: skip
 
     def attack(self):
@@ -124,19 +132,17 @@ class Attacker:
         return (route, frames, None, "refused") if not decodes(frames) else self.noise()
 
     def flipped_array(self):
-        worker = self.chance.choice(self.arena.workers)
-        frames = self.arena.chunk_frames(worker)
-        *head, arrays = frames
+        route, (*head, arrays) = self.chance.choice(self.arena.sent_arrays)
         place = self.chance.randrange(len(arrays))
         flipped = arrays[place] ^ (1 << self.chance.randrange(8))
         frames = [*head, arrays[:place] + bytes([flipped]) + arrays[place + 1 :]]
-        return worker.name.encode() + b"/data", frames, None, "refused"
+        return route, frames, None, "refused"
 
     def mistyped(self):
         """A body with a field of another type, one too few or one too many."""
         route, frames = self.earlier()
         body = msgpack.unpackb(frames[1], strict_map_key=False)
-        part = self.chance.choice([body, body[0]])
+        part = self.chance.choice([body, body[0], *(field for field in body[0] if field and isinstance(field, list))])
         change = self.chance.randrange(3)
         if change == 0:
             part[self.chance.randrange(len(part))] = self.chance.choice(JUNK)
@@ -162,12 +168,13 @@ class Attacker:
         return peer.name.encode() + b"/data", encode(message, session=peer.session), None, "refused"
 
     def foreign_lease(self):
-        """A lease of the other worker, of nobody, or one that ended long ago."""
-        worker, other = self.chance.sample(self.arena.workers, 2)
-        tokens = [*EXTREMES[:-1], *self.arena.leases_of(other), *list(self.arena.ended)]
-        message = WORKERS[self.chance.choice(list(WORKERS))](self.chance, self.chance.choice(tokens))
-        arrays = [np.ones(3, "i4"), np.full(3, -1.0, "f4")] if isinstance(message, wire.Chunk) else []
-        return worker.name.encode() + b"/data", encode(message, arrays, worker.session), None, "refused"
+        """A lease of another worker or scorer, of nobody, or one that ended long ago."""
+        holder, other = self.chance.sample(self.arena.holders, 2)
+        tokens = {*EXTREMES[:-1], *self.arena.leases_of(other), *self.arena.ended} - {*self.arena.leases_of(holder)}
+        kind = self.chance.choice(list(LEASED))
+        message = LEASED[kind](self.chance, self.chance.choice(sorted(tokens)))
+        frames = encode(message, ARRAYS.get(kind, ()), holder.session)
+        return holder.name.encode() + b"/data", frames, None, "refused"
 
     def absurd_learner(self):
         learner, beyond = self.arena.learner, self.arena.ledger.next_step + self.chance.choice([1, 2, 2**31, 2**50])
@@ -183,34 +190,69 @@ class Attacker:
         return learner.name.encode() + b"/data", encode(message, session=learner.session), None, "refused"
 
     def absurd_worker(self):
-        """Values that make no sense where the lease is the worker's own."""
-        worker = self.chance.choice(self.arena.workers)
-        token, version = self.arena.a_lease_of(worker), Version(0, 0)
-        bad_arrays = self.chance.choice(
+        """Values that make no sense of the worker itself."""
+        worker, version = self.chance.choice(self.arena.workers), Version(0, 0)
+        message = self.chance.choice(
             [
-                [],
-                [np.ones(3, "i4")],
-                [np.ones(3, "i4"), np.ones(2, "f4")],
-                [np.full(3, -1, "i4"), np.ones(3, "f4")],
-                [np.ones(3, "i4"), np.full(3, np.nan, "f4")],
-                [np.ones(3, "f4"), np.ones(3, "i4")],
-                [np.empty(0, "i4"), np.empty(0, "f4")],
-                [np.frombuffer(b"abc", "u1"), np.ones(3, "f4")],
+                wire.Holding(Version(0, 2**53), 4),
+                wire.Holding(Version(2**53, 0), 4),
+                wire.Holding(version, 4, float("nan")),
+                wire.Holding(version, 4, -1.0),
+                wire.Lane("generate", float("nan"), 0.0),
+                wire.Heartbeat([7] * 9000),
             ]
         )
+        return worker.name.encode() + b"/data", encode(message, (), worker.session), None, "refused"
+
+    def absurd_tokens(self):
+        """Chunks and observations that make no sense where the lease is the worker's own."""
+        worker = self.chance.choice(self.arena.workers)
+        token, ids, logprobs = self.arena.a_lease_of(worker), np.ones(3, "i4"), np.full(3, -1.0, "f4")
+        of_a_chunk = [
+            [],
+            [ids],
+            [ids, logprobs[:2]],
+            [-ids, logprobs],
+            [2**20 * ids, logprobs],
+            [ids, np.nan * logprobs],
+            [logprobs, ids],
+            [ids[:0], logprobs[:0]],
+            [np.frombuffer(b"abc", "u1"), logprobs],
+            [ids, logprobs, ids],
+            [ids, logprobs, ids, 2 * ids],
+            [ids, logprobs, ids, ids[:2]],
+            [ids, logprobs, ids[:2], ids[:2]],
+            [ids, logprobs, 0 * ids, ids[:0]],
+            [ids, logprobs, np.array([-1, 3, 1], "i4"), ids],
+            [ids, logprobs, np.array([2, 1, 1], "i4"), np.array([1, 2**20, 1, 1], "i4")],
+        ]
+        of_an_observation = [[], [logprobs], [-ids], [2**20 * ids], [ids[:0]], [ids, logprobs]]
         message, arrays = self.chance.choice(
             [
-                (wire.Chunk(token, 0, version), bad_arrays),
-                (wire.Scored(token, self.chance.choice([float("nan"), float("-inf")])), []),
-                (wire.Holding(Version(0, 2**53), 4), []),
-                (wire.Holding(Version(2**53, 0), 4), []),
-                (wire.Holding(version, 4, float("nan")), []),
-                (wire.Holding(version, 4, -1.0), []),
-                (wire.Lane("generate", float("nan"), 0.0), []),
-                (wire.Heartbeat([7] * 9000), []),
+                (wire.Chunk(token, 0, Version(0, 0)), self.chance.choice(of_a_chunk)),
+                (wire.Observation(token, 0), self.chance.choice(of_an_observation)),
+                (wire.Observation(token, 0, bytes(limits.STATE_BYTES + 1)), [ids]),
             ]
         )
         return worker.name.encode() + b"/data", encode(message, arrays, worker.session), None, "refused"
+
+    def absurd_scores(self):
+        """Scores that make no sense where the lease is the holder's own."""
+        holder, bad = self.chance.choice(self.arena.holders), self.chance.choice([float("nan"), float("-inf")])
+        token, many = self.arena.a_lease_of(holder), {f"d{number}": 0.0 for number in range(limits.DETAILS + 1)}
+        message = self.chance.choice(
+            [
+                wire.Scored(token, bad),
+                wire.Scored(token, 1.0, many),
+                wire.Scored(token, 1.0, {"right": bad}),
+                wire.ScoredTogether(token, [1.0, bad], [{}, {}]),
+                wire.ScoredTogether(token, [1.0, 1.0], [{}, many]),
+                wire.ScoredTogether(token, [1.0, 1.0], [{}]),
+                wire.ScoredTogether(token, [1.0] * 7, [{}] * 7),
+                wire.ScoredTogether(token, [], []),
+            ]
+        )
+        return holder.name.encode() + b"/data", encode(message, (), holder.session), None, "refused"
 
     def repeated(self):
         """A valid message again, as it was."""
@@ -222,7 +264,7 @@ class Attacker:
         """Strangers that say hello, with leases that they do not hold."""
         name = f"stranger-{self.chance.getrandbits(40)}"
         leases = [abs(self.chance.choice(EXTREMES[:-1])) for _ in range(self.chance.randrange(20))]
-        role = self.chance.choice(["worker", "worker", "monitor", "king", "", "x" * 5000])
+        role = self.chance.choice(["worker", "scorer", "monitor", "king", "", "x" * 5000])
         hello = wire.Hello(role, name, name + self.chance.choice(["", "\n", "é" * 200]), leases, 2**53)
         return name.encode() + b"/data", encode(hello), None, "anything"
 

@@ -1,5 +1,8 @@
-"""A broker without room on its disk acknowledges nothing, answers questions, and goes on when there is room again."""
+"""A broker whose disk refuses acknowledges nothing and answers questions. It goes on when there is room again, or,
+where something else was wrong, when it is restarted."""
 
+import errno
+import os
 import resource
 import time
 import uuid
@@ -7,10 +10,13 @@ import uuid
 import orjson
 import pytest
 
+from april import config as configuration
 from april import wire
+from april.broker import server
 from april.client import BrokerConnection, BrokerUnreachable
 from april.version import Version
 from tests.broker.conversation import chunk_arrays
+from tests.broker.fuzz_sockets import serving
 from tests.run.processes import APRIL, Job, wait_until
 
 
@@ -25,11 +31,11 @@ def broker(config_file, tmp_path):
 
 
 @pytest.fixture
-def join(broker):
+def join():
     connections = []
 
-    def start(role):
-        connection = BrokerConnection(broker.address, role, role, uuid.uuid4().hex, patience_s=60.0)
+    def start(address, role):
+        connection = BrokerConnection(address, role, role, uuid.uuid4().hex, patience_s=60.0)
         connection.hello([])
         connections.append(connection)
         return connection
@@ -39,15 +45,30 @@ def join(broker):
         connection.close()
 
 
-def wait_for(connection, kind, timeout_s=60.0):
-    """The next message of a kind; heartbeats meanwhile."""
+def wait_for(connection, kind, timeout_s=60.0, never=()):
+    """The next message of a kind, and none of another before it; heartbeats meanwhile."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         connection.beat()
         for received in connection.receive(timeout_ms=200):
+            assert not isinstance(received.message, never), received.message
             if isinstance(received.message, kind):
                 return received
     raise AssertionError(f"no {kind.__name__}")
+
+
+def generate_three(worker, learner):
+    """The token of a lease of which three tokens are acknowledged."""
+    assert isinstance(learner.request(wire.LearnerStart(0, "tcp://127.0.0.1:9"), 10.0).message, wire.LearnerStarted)
+    worker.send(wire.Holding(Version(0, 0), 4))
+    token = wait_for(worker, wire.Grant).message.token
+    worker.send(wire.Chunk(token, 0, Version(0, 0)), chunk_arrays(0, 3))
+    assert wait_for(worker, wire.Acknowledged).message.lengths == [(token, 3)]
+    return token
+
+
+def status_of(monitor):
+    return orjson.loads(bytes(monitor.request(wire.StatusRequest(), 10.0).arrays[0]))
 
 
 def limit_files(job, size):
@@ -57,29 +78,49 @@ def limit_files(job, size):
 
 
 def test_a_full_disk_costs_nothing_that_was_acknowledged_and_ends_by_itself(broker, join):
-    learner, worker, monitor = join("learner"), join("worker"), join("monitor")
-    assert isinstance(learner.request(wire.LearnerStart(0, "tcp://127.0.0.1:9"), 10.0).message, wire.LearnerStarted)
-    worker.send(wire.Holding(Version(0, 0), 4))
-    grant = wait_for(worker, wire.Grant).message
-    worker.send(wire.Chunk(grant.token, 0, Version(0, 0)), chunk_arrays(0, 3))
-    assert wait_for(worker, wire.Acknowledged).message.lengths == [(grant.token, 3)]
+    worker, monitor = join(broker.address, "worker"), join(broker.address, "monitor")
+    token = generate_three(worker, join(broker.address, "learner"))
 
     limit_files(broker, sum(path.stat().st_size for path in (broker.run_dir / "journal").glob("*.msgpack")))
-    worker.send(wire.Chunk(grant.token, 3, Version(0, 0)), chunk_arrays(3, 2))
-    status = orjson.loads(bytes(monitor.request(wire.StatusRequest(), 10.0).arrays[0]))
-    while status["state"] != "read only":
-        status = orjson.loads(bytes(monitor.request(wire.StatusRequest(), 10.0).arrays[0]))
+    worker.send(wire.Chunk(token, 3, Version(0, 0)), chunk_arrays(3, 2))
+    while (status := status_of(monitor))["state"] != "read only":
+        pass
     assert "cannot be written" in status["read_only"] and "READ ONLY" in broker.output
-    assert isinstance(wait_for(worker, wire.Renewed).message, wire.Renewed), "peers learn that the broker lives"
+    wait_for(worker, wire.Renewed, never=wire.Acknowledged)  # peers learn that the broker lives
     with pytest.raises(BrokerUnreachable):
         BrokerConnection(broker.address, "worker", "late", uuid.uuid4().hex, patience_s=60.0).hello([], timeout_s=1.0)
 
     limit_files(broker, None)
     assert "unknown session" in wait_for(worker, wire.Refused).message.reason
-    welcome = worker.hello([grant.token], acknowledged_tokens=3)
+    welcome = worker.hello([token], acknowledged_tokens=3)
     assert (welcome.epoch, welcome.lost) == (2, [])
-    worker.send(wire.Chunk(grant.token, 3, Version(0, 0)), chunk_arrays(3, 2))
-    assert (grant.token, 5) in wait_for(worker, wire.Acknowledged).message.lengths
+    worker.send(wire.Chunk(token, 3, Version(0, 0)), chunk_arrays(3, 2))
+    assert (token, 5) in wait_for(worker, wire.Acknowledged).message.lengths
     monitor.hello([])
-    status = orjson.loads(bytes(monitor.request(wire.StatusRequest(), 10.0).arrays[0]))
+    status = status_of(monitor)
     assert (status["state"], status["read_only"], status["ledger_closed"]) == ("running", "", True)
+
+
+@pytest.mark.parametrize("call", ["pwritev", "fdatasync"])
+def test_an_i_o_error_costs_nothing_that_was_acknowledged_and_waits_for_a_restart(config_file, join, monkeypatch, call):
+    def break_down(*arguments):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    config = configuration.load(config_file)
+    monkeypatch.setattr(server, "RETRY_S", 0.0)
+    with serving(config) as live:
+        worker, monitor = join(live.address, "worker"), join(live.address, "monitor")
+        token = generate_three(worker, join(live.address, "learner"))
+        with monkeypatch.context() as broken:
+            broken.setattr(os, call, break_down)
+            worker.send(wire.Chunk(token, 3, Version(0, 0)), chunk_arrays(3, 2))
+            while status_of(monitor)["state"] != "read only":
+                pass
+        wait_for(worker, wire.Renewed, never=wire.Acknowledged)
+        status = status_of(monitor)
+        assert (status["state"], "Input/output error" in status["read_only"]) == ("read only", True), "a mended disk"
+    with serving(config):
+        welcome = worker.hello([token], acknowledged_tokens=3)
+        assert (welcome.epoch, welcome.lost) == (2, [])
+        worker.send(wire.Chunk(token, 3, Version(0, 0)), chunk_arrays(3, 2))
+        assert (token, 5) in wait_for(worker, wire.Acknowledged).message.lengths

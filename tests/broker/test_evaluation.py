@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from april import config as configuration
+from april import wire
 from april.broker.evaluation import describe, pass_at, sizes, summarise, wilson
-from tests.broker.conversation import Conversation, FakeWorker
+from tests.broker.conversation import Conversation, FakeLearner, FakeWorker, training
 
 
 @pytest.mark.parametrize("samples", [1, 4, 6])
@@ -63,6 +64,30 @@ def test_several_samples_of_a_held_out_prompt_are_evaluated_beside_training(conf
         "2": pytest.approx(1 / 3, abs=1e-6),
         "3": 0.5,
     }
+
+
+def test_a_result_names_every_version_that_its_samples_were_drawn_under(config_file):
+    talk = Conversation(configuration.load(config_file, ["--evaluation.prompts", "2"]))
+    worker, learner = FakeWorker(talk), FakeLearner(talk)
+    learner.join()
+    worker.join(capacity=16)
+    grants = worker.grants()
+    early, late = [grant for grant in grants if grant.evaluation]
+    worker.complete(early)
+    worker.chunk(late, 0, 2)
+    others = training(grants)
+    while not talk.ledger.next_step:
+        worker.complete(others.pop(0))
+        others += training(worker.grants())
+    assert learner.fetch(0) and not talk.service.recorder.evaluations
+    learner.consume(0)
+    worker.hold(1)
+    worker.chunk(late, 2, 2, "stop")
+    worker.say(wire.Scored(late.token, 1.0))
+    result = talk.service.recorder.evaluations[0]
+    assert (result["version"], result["versions"]) == ([0, 1], [[0, 0], [0, 1]])
+    talk.restart_broker()
+    assert talk.service.recorder.evaluations[0] == result
 
 
 def test_several_greedy_samples_are_refused(config_file):

@@ -1,31 +1,46 @@
 """No message of anybody's raises, is recorded, or changes the ledger, unless it is a valid one of its own sender."""
 
 import logging
+import random
 
 import pytest
 
 from april import config as configuration
 from april import limits, wire
+from april.broker.service import MAY_SEND
 from april.broker.sessions import Sessions, Tally
+from tests.broker.arena import Arena
 from tests.broker.conversation import Conversation, FakeWorker, Peer
-from tests.broker.fuzz import SETTINGS, fuzz
+from tests.broker.fuzz import fuzz, make_configs
 from tests.broker.fuzz_sockets import fuzz_sockets
 
 
 @pytest.fixture
-def config(config_file):
+def configs(config_file, tmp_path):
     logging.disable(logging.CRITICAL)
-    yield configuration.load(config_file, SETTINGS)
+    yield make_configs(config_file, tmp_path)
     logging.disable(logging.NOTSET)
 
 
-def test_fifty_thousand_hostile_messages_change_nothing(config):
-    refusals = fuzz(config, 50_000, seed=1)
-    assert {"access denied", "unknown session", "the lease is not current", "too large"} <= set(refusals)
+def test_the_runs_under_fire_use_every_message_that_does_their_work(configs):
+    said = set()
+    for config in configs:
+        arena = Arena(config, random.Random(0))
+        for _ in range(20):
+            arena.progress()
+        said |= arena.said
+        arena.journal.close()
+    assert said >= MAY_SEND["worker"] | MAY_SEND["scorer"] | MAY_SEND["learner"]
 
 
-def test_hostile_messages_over_real_sockets_are_each_refused_with_a_sentence(config, tmp_path):
-    assert fuzz_sockets(config, 3000, tmp_path).total() == 3000
+def test_fifty_thousand_hostile_messages_change_nothing(configs):
+    for config in configs:
+        refusals = fuzz(config, 25_000, seed=1)
+        assert {"access denied", "unknown session", "the lease is not current", "too large"} <= set(refusals)
+
+
+def test_hostile_messages_over_real_sockets_are_each_refused_with_a_sentence(configs, tmp_path):
+    assert fuzz_sockets(configs[1], 3000, tmp_path).total() == 3000
 
 
 def test_a_run_takes_no_more_sessions_than_it_is_told(config_file):

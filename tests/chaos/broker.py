@@ -1,4 +1,5 @@
-"""The broker as the chaos tests start it: the real one, with every promise it makes written down before it leaves.
+"""The broker as the chaos tests start it: the real one, with every promise it makes written down before it leaves, on a
+machine whose clock is set to another year before every start and at every look.
 
     python -m tests.chaos.broker CONFIG
 
@@ -8,16 +9,18 @@ now and then: the negative control.
 """
 
 import errno
+import importlib
 import os
 import random
 import sys
 import time
 import zlib
 
-from april import wire
+from april import clock, wire
 from april.broker import server, service, snapshot, status
 from april.cli import main
 from april.config import load
+from tests.chaos.peer import jumping_clock
 from tests.chaos.state import SYNC_OFF, RunState
 
 WRITE_BACK_S = 10.0
@@ -115,6 +118,8 @@ def no_room() -> OSError:
 
 
 if __name__ == "__main__":
+    jumping_clock()
+    importlib.reload(clock)
     state = RunState(load(sys.argv[1]).run_dir)
     state.set_phase("starting")
     written_back_at = 0.0

@@ -20,6 +20,8 @@ VICTIMS = {
 """what is in the command line of a process that may be killed"""
 PHASES = ("generating", "abort", "delivery", "training", "weights", "evaluating")
 """of the run, in which a kill is aimed"""
+DELICATE = ("abort", "delivery")
+"""short ones, of which a run with many kills has to have hit each"""
 AIM_S = 15.0
 """longest wait for a phase; then the kill falls into another one"""
 PATIENCE_S = 300.0
@@ -29,7 +31,11 @@ seed = 3
 run = {{ name = "chaos", dir = "{folder}/runs" }}
 model = {{ path = "{policy}" }}
 data = {{ path = "{data}/train.jsonl", eval_path = "{data}/heldout.jsonl" }}
-schedule = {{ rollout_batch_size = 12, over_sampling_batch_size = 20, n_samples_per_prompt = 4, max_steps = 100000 }}
+schedule.kind = "{schedule}"
+schedule.rollout_batch_size = 12
+schedule.over_sampling_batch_size = 20
+schedule.n_samples_per_prompt = 4
+schedule.max_steps = 100000
 sampling = {{ max_response_tokens = 200 }}
 evaluation = {{ prompts = 8, every = 5 }}
 worker = {{ count = 3, slots = 16, prefetch = 2, chunk_tokens = 8, max_restarts = 1000 }}
@@ -47,18 +53,25 @@ class Chaos:
     chaos.finish()
     """
 
-    def __init__(self, folder: Path, policy: Path, data: Path, tokens_between: int = 0, sync: bool = True):
+    def __init__(
+        self, folder: Path, policy: Path, data: Path, tokens_between: int = 0, sync: bool = True,
+        schedule: str = "april",
+    ):  # fmt: skip
         self.run_dir = folder / "runs" / "chaos"
         self.config = folder / "run.toml"
-        self.config.write_text(CONFIG.format(folder=folder, policy=policy, data=data))
+        self.config.write_text(CONFIG.format(folder=folder, policy=policy, data=data, schedule=schedule))
         self.tokens_between = tokens_between
         self.environment = {} if sync else {SYNC_OFF: "1"}
         self.kills: Counter[tuple[str, str]] = Counter()
+        self.aimed: Counter[str] = Counter()
+        self.hits: Counter[str] = Counter()
+        """kills by the phase that they were aimed at, and those that fell into it"""
         self.tokens_before: list[int] = []
         """acknowledged between a kill and the one before it"""
         self.state = RunState(self.run_dir)
         self._last_tokens = 0
-        self.job = self._start(folder / "output")
+        self.log = folder / "output"
+        self.job = self._start(self.log)
 
     def _start(self, log: Path, *overrides: str) -> Job:
         os.environ.update(self.environment)
@@ -69,12 +82,12 @@ class Chaos:
             for name in self.environment:
                 del os.environ[name]
 
-    def kill(self, victim: str, phase: str) -> None:
+    def kill(self, victim: str, phase: str, aim_s: float = AIM_S) -> None:
         """SIGKILL one process of a kind, in that phase of the run if it comes soon."""
         self.wait_for_tokens(self._last_tokens + self.tokens_between)
         while True:
             pid = self.process(victim)
-            deadline = time.monotonic() + AIM_S
+            deadline = time.monotonic() + aim_s
             while self.state.now()[0] != phase and time.monotonic() < deadline:
                 time.sleep(0.001)
             time.sleep(random.choice([0.0, random.uniform(0.0, 0.02)]))
@@ -83,6 +96,8 @@ class Chaos:
                 os.kill(pid, signal.SIGKILL)
                 break
         self.kills[victim, hit] += 1
+        self.aimed[phase] += 1
+        self.hits[phase] += hit == phase
         self.tokens_before.append(tokens - self._last_tokens)
         self._last_tokens = tokens
 
@@ -126,17 +141,28 @@ class Chaos:
         status = self.job.wait(PATIENCE_S)
         assert status == 130, f"status {status}\n{self.job.output}"
         steps = summary(self.run_dir)["steps"] + 2
-        self.job = self._start(self.job.log.with_name("output-of-the-end"), "--schedule.max_steps", str(steps))
+        self.job = self._start(self.log.with_name("output-of-the-end"), "--schedule.max_steps", str(steps))
         assert self.job.wait(PATIENCE_S) == 0, self.job.output
         assert self.job.descendants() == []
 
+    def cuts(self) -> int:
+        """How often a power loss has taken bytes from the journal of a killed broker."""
+        return self.log.read_text().count("bytes that no sync had reached are gone")
+
+    def untried(self) -> list[str]:
+        """What a run with many kills should have met and has not, one sentence each."""
+        found = [f"no kill that was aimed at the {phase} fell into it" for phase in DELICATE if not self.hits[phase]]
+        return found if self.cuts() else [*found, "no power loss took anything from the journal"]
+
     def table(self) -> str:
-        """Kills by process and phase."""
-        phases = sorted({phase for _, phase in self.kills})
+        """Kills by process and phase, and how many of those that were aimed at a phase fell into it."""
+        phases = sorted({phase for _, phase in self.kills} | set(self.aimed))
         rows = [["", *phases, "all"]]
         for victim in VICTIMS:
             counts = [self.kills[victim, phase] for phase in phases]
             rows.append([victim, *map(str, counts), str(sum(counts))])
+        hits, aimed = self.hits.total(), self.aimed.total()
+        rows.append(["aimed, hit", *(f"{self.hits[p]} of {self.aimed[p]}" for p in phases), f"{hits} of {aimed}"])
         return "\n".join("  ".join(f"{cell:>11}" for cell in row) for row in rows)
 
     def end(self) -> None:

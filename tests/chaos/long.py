@@ -3,8 +3,9 @@
     python -m tests.chaos.long --kills 200 --folder FOLDER
 
 Half an hour on two cores. Prints the kills by process and by the phase of the run they fell into, and what the judge
-found. A quarter of the kills each is for broker, worker and learner, the rest for any; every tenth time the
-connections of the learner and of one worker go dead, or a process sleeps, as well.
+found; fails as well if no kill fell into an abort or a delivery, or if no power loss took anything. A quarter of the
+kills each is for broker, worker and learner, the rest for any; every tenth time the connections of the learner and of
+one worker go dead, or a process sleeps, as well.
 """
 
 import argparse
@@ -47,8 +48,9 @@ def main() -> int:
         run.finish()
     finally:
         run.end()
-    wrongs = History(run.run_dir, PROMPTS).judge()
+    wrongs = History(run.run_dir, PROMPTS).judge() + run.untried()
     print(run.table())
+    print(f"power losses that took bytes from the journal: {run.cuts()}")
     print(f"fewest acknowledged tokens between two kills: {min(run.tokens_before)}")
     print("\n".join(wrongs) or "nothing that was acknowledged is missing, nothing was trained twice")
     return 1 if wrongs else 0

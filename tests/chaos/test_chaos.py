@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from tests.chaos.chaos import Chaos
+from tests.chaos.chaos import DELICATE, PATIENCE_S, Chaos
 from tests.chaos.history import History
 from tests.conftest import PROMPTS
 from tests.run.processes import wait_until
@@ -30,16 +30,19 @@ def chaos(tmp_path, policy_folder, data_folder):
 def test_twenty_kills_cost_nothing_that_was_acknowledged(chaos):
     run = chaos(tokens_between=200)
     run.go_on()
-    for victim in random.sample(["broker", "worker", "learner"] * 7, 20):
+    for phase in DELICATE:
+        run.kill("broker", phase, PATIENCE_S)
+    for victim in random.sample(["broker", "worker", "learner"] * 6, 18):
         run.kill(victim, run.aim(victim))
     run.finish()
-    print(run.table())
+    print(run.table(), f"power losses that took bytes: {run.cuts()}", sep="\n")
+    assert any(run.hits[phase] for phase in DELICATE)
     assert History(run.run_dir, PROMPTS).judge() == []
 
 
 @pytest.mark.timeout(600)
 def test_sleep_and_dead_connections_cost_nothing_that_was_acknowledged(chaos):
-    run = chaos()
+    run = chaos(schedule="continuous")
     run.go_on()
     for victim, seconds in [("worker", 6.0), ("broker", 6.0), ("learner", 6.0)]:
         run.pause(victim, seconds)

@@ -1,0 +1,83 @@
+"""A run that goes on takes no more and more space: what no restart and no learner needs is deleted."""
+
+import pytest
+
+from april import config as configuration
+from april.broker.journal import JournalError
+from tests.broker.conversation import Conversation, FakeLearner, FakeWorker, make_batch
+
+SETTINGS = ["--broker.segment_records", "100", "--over-sampling-batch-size", "4", "--schedule.max_steps", "1000"]
+STEPS_A_SEGMENT = 4
+"""fill one, and some more"""
+
+
+@pytest.fixture
+def run(config_file):
+    return Run(configuration.load(config_file, [*SETTINGS, "--evaluation.prompts", "1"]))
+
+
+class Run(Conversation):
+    def __init__(self, config):
+        super().__init__(config)
+        self.join(step=0)
+
+    def join(self, step):
+        self.worker, self.learner = FakeWorker(self), FakeLearner(self)
+        self.worker.join(step)
+        self.learner.join(step)
+
+    def train(self, segments):
+        """Steps, each in a durable checkpoint, that fill so many segments; the broker takes its snapshots meanwhile."""
+        for _ in range(segments * STEPS_A_SEGMENT):
+            make_batch(self.worker)
+            step = self.ledger.consumed
+            assert self.learner.fetch(step)
+            self.learner.consume(step)
+            self.learner.durable(step + 1)
+            self.worker.hold(step + 1)
+            self.service.take_snapshot()
+            self.service.snapshots.close()
+            assert self.journal.bytes_on_disk == sum(path.stat().st_size for path in self.segments())
+
+    def segments(self):
+        return sorted(self.journal.folder.glob("*.msgpack"))
+
+    def snapshots(self):
+        return self.service.snapshots.positions()
+
+
+def test_segments_below_the_older_snapshot_are_deleted_once_everything_in_them_is_trained(run):
+    run.train(segments=5)
+    assert len(run.segments()) <= 3 and len(run.snapshots()) == 2
+    assert int(run.segments()[0].stem) <= run.snapshots()[0]
+
+
+def test_a_segment_stays_while_the_learner_may_ask_for_what_is_in_it(run, monkeypatch):
+    monkeypatch.setattr(FakeLearner, "durable", lambda *_: None)
+    run.train(segments=4)
+    assert len(run.segments()) > 4 and int(run.segments()[0].stem) == 0
+
+
+def test_a_snapshot_that_cannot_be_written_costs_neither_space_nor_the_restart(run):
+    run.train(segments=2)
+    snapshots = run.snapshots()
+    in_the_way = run.journal.folder / "snapshot.partial"
+    in_the_way.mkdir()
+    run.train(segments=2)
+    assert run.snapshots() == snapshots
+    account, step = run.ledger.account(), run.ledger.consumed
+    run.restart_broker()
+    assert run.ledger.account() == account
+    run.join(step)
+    in_the_way.rmdir()
+    run.train(segments=4)
+    assert len(run.segments()) <= 3 and snapshots[-1] < run.snapshots()[0]
+
+
+def test_without_a_whole_snapshot_a_journal_that_was_reclaimed_is_refused(run):
+    run.train(segments=4)
+    for path in run.journal.folder.glob("*.snapshot"):
+        path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(JournalError, match="lacks the segment at 0"):
+        run.restart_broker()
+    run.journal.close()

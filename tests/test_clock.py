@@ -1,0 +1,22 @@
+"""The clock that deadlines go by is Unix time, and nobody can set it."""
+
+import runpy
+import time
+
+import pytest
+
+from april import clock
+
+HOUR_S, YEAR_S = 3600.0, 365 * 86400.0
+
+
+def test_it_is_unix_time():
+    fresh = runpy.run_path(clock.__file__)["now"]
+    assert abs(fresh() - time.time()) < HOUR_S
+
+
+@pytest.mark.parametrize("jump_s", [-YEAR_S, YEAR_S])
+def test_it_goes_on_when_the_system_s_clock_jumps(monkeypatch, jump_s):
+    real, before = time.time, clock.now()
+    monkeypatch.setattr(time, "time", lambda: real() + jump_s)
+    assert 0 <= clock.now() - before < HOUR_S
