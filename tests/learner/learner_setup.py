@@ -198,6 +198,14 @@ def settings(config: Config) -> Settings:
     return Settings(**{field.name: keys[field.name] for field in fields(Settings)})
 
 
+def full_moments(trainer) -> list[dict[str, torch.Tensor]]:
+    """What the optimizer keeps of each parameter, put together from all ranks. Collective."""
+    return [
+        {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in state.items()}
+        for state in trainer.optimizer.state.values()
+    ]
+
+
 def job(config: Config, batches: list[Batch], **actions) -> dict:
     """Train on `batches` in order; actions: `save_after` (steps), `restore` (bool), `live` (of a `Diary` instead)."""
     return {"config": config.model_dump(mode="json"), "batches": [encode(b).hex() for b in batches], **actions}
