@@ -150,7 +150,7 @@ def run_command(options, overrides: list[str]) -> int:
     if options.dry_run:
         return dry_run_command(options, overrides)
     from april import preflight
-    from april.broker.plan import describe_plan
+    from april.broker.plan import advice, describe_plan
     from april.report.html import write_report
     from april.report.live import LiveView
     from april.simulate.automatic import resolve
@@ -166,6 +166,8 @@ def run_command(options, overrides: list[str]) -> int:
         view.note(describe_plan(config.schedule))
         if why:
             view.note(f"      {why}")
+        if advised := advice(config):
+            view.note(f"      {advised}")
         for change in changes:
             view.note(f"resumed with a changed key: {change}")
         try:

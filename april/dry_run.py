@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from april.broker.filters import GroupFilters
-from april.broker.plan import describe_plan
+from april.broker.plan import advice, describe_plan
 from april.config import Config, ConfigError, SourceSection
 from april.config.checks import check_model
 from april.data.dataset import verifier_of
@@ -79,8 +79,9 @@ def describe(config: Config) -> str:
         "lanes": describe_lanes(config, shape),
         "groups": ("\n" + " " * LABEL_WIDTH).join(describe_groups(config)),
         "journal": f"up to {size(samples * longest_bytes)} a step",
+        "advice": advice(config),
     }
-    return "\n".join(f"{label:{LABEL_WIDTH}}{text}" for label, text in lines.items())
+    return "\n".join(f"{label:{LABEL_WIDTH}}{text}" for label, text in lines.items() if text)
 
 
 def describe_filters(config: Config) -> str:

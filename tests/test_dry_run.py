@@ -85,6 +85,13 @@ def test_every_combination_resolves_and_says_what_it_needs(combination):
     assert all("accelerators" in sentence for sentence in missing(config))
 
 
+def test_a_preset_that_leaves_stale_tokens_uncorrected_is_remarked_upon():
+    for combination in COMBINATIONS:
+        *_, algorithm, schedule = combination
+        remarked = "advice     algorithm.preset = 'gspo' corrects no stale token" in describe(load(combination))
+        assert remarked == (algorithm.stem == "gspo" and schedule.stem != "sync")
+
+
 def test_scorers_are_counted_where_they_score():
     text = describe(load(COMBINATIONS[0], "--reward.where", "scorer", "--scorer.count", "2"))
     assert "1 broker, 4 workers, 2 scorers, 4 learner ranks, 8 verifiers" in text

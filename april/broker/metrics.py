@@ -56,6 +56,9 @@ METRICS = {
     ),
     "april_length_alarm": Metric("gauge", "1 when the distance is beyond what chance explains: lengths are biased"),
     "april_reward": Metric("gauge", "Mean reward of the newest trained batch"),
+    "april_replayed_steps_total": Metric(
+        "counter", "Steps trained again after a restart, with the loss that was logged or another", ("loss",)
+    ),
     "april_evaluation_accuracy": Metric("gauge", "Accuracy of the newest evaluation"),
     "april_evaluation_step": Metric("gauge", "Policy step of the newest evaluation"),
     "april_sessions": Metric("gauge", "Peers that are connected", ("role",)),
@@ -142,6 +145,7 @@ class Photographer:
             "april_journal_bytes": single(service.journal.bytes_on_disk),
             "april_journal_failed": single(bool(service.read_only)),
             "april_staleness_steps": by_name(bound=ledger.rules.max_staleness),
+            "april_replayed_steps_total": by_name(**service.recorder.replays),
             "april_sessions": by_name(**Counter(session.role for session in service.sessions.by_id.values())),
             "april_refusals_total": by_name(**service.sessions.refusals),
             "april_failed_handshakes_total": by_name(**service.failed_handshakes),

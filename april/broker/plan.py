@@ -6,6 +6,7 @@ from april.broker.ledger import Rules
 from april.broker.rounds import RoundRules, RoundSchedule
 from april.broker.schedule import Prompts, Schedule
 from april.config import Config, ScheduleSection
+from april.config.sections import AlgorithmSection
 
 EXAMPLE_RATIO = 10.0
 """longest response over mean response, in the plan's example"""
@@ -49,6 +50,20 @@ def describe_plan(section: ScheduleSection) -> str:
     if section.groups_outlive_a_round and not section.partial_rollout:
         return f"{plan}\n      what is unfinished when a batch is complete is discarded"
     return f"{plan}\n      {describe_cap(section)}"
+
+
+def advice(config: Config) -> str:
+    """A sentence where tokens of older policy versions may be trained and nothing corrects them; otherwise empty."""
+    schedule, algorithm, default = config.schedule, config.algorithm, AlgorithmSection()
+    stale = schedule.max_staleness and (schedule.groups_outlive_a_round or schedule.overlap)
+    if not stale or algorithm.corrections or algorithm.behaviour_coef or algorithm.proximal == "interpolated":
+        return ""
+    key = f"preset = {algorithm.preset!r}" if algorithm.preset else "corrections = []"
+    return (
+        f"algorithm.{key} corrects no stale token, and some may be up to {schedule.max_staleness} policy steps old; "
+        f"the default is algorithm.proximal = {default.proximal!r}, "
+        f"algorithm.corrections = {list(default.corrections)}, algorithm.behaviour_coef = {default.behaviour_coef:g}"
+    )
 
 
 def describe_cap(section: ScheduleSection) -> str:

@@ -1,5 +1,7 @@
 """The run folder's figures: a line in metrics.jsonl for every trained step, summary.json rewritten after each."""
 
+import logging
+import math
 import os
 from collections import Counter
 from pathlib import Path
@@ -16,6 +18,10 @@ from april.broker.samples import Group, Sample, SampleState
 from april.broker.sessions import Sessions
 from april.broker.tensorboard import TensorBoard
 
+log = logging.getLogger(__name__)
+
+REPLAY_TOLERANCE = 1e-6
+"""of a replayed step's loss, relative to the one that was logged: on a CPU with as many ranks they are equal"""
 DRIFT_S = 30.0
 """least time between two looks at the drift of lengths"""
 BYTES_PER_TOKEN = 8
@@ -47,6 +53,8 @@ class Recorder:
         self.peak_tokens = before.get("buffer_peak", {}).get("tokens", 0)
         self.unacknowledged_before = before.get("tokens", {}).get("emitted_unacked", 0)
         self.refused_before = before.get("tokens", {}).get("refused", 0)
+        self.replays = Counter({"same": 0, "different": 0} | before.get("replays", {}))
+        """steps that were trained again, by whether their loss was the one that had been logged"""
         self.evaluations: dict[int, dict[str, Any]] = {}
         self.generating_s = sum(step["rollout_s"] for step in self.steps.values())
         self.rollout_tokens = sum(step["rollout_tokens"] for step in self.steps.values())
@@ -93,16 +101,21 @@ class Recorder:
         self.environment.update(observations=int(tokens > 0), tokens=tokens, failed=int(failed))
 
     def buffered(self, ledger: Ledger) -> None:
+        """`buffer_peak`: most tokens of open and ready groups at a time, over the whole run; what is delivered is with
+        the learner. The simulator's has the same meaning."""
         self.peak_tokens = max(self.peak_tokens, ledger.tokens["open"] + ledger.tokens["ready"])
 
     # --- steps ----------------------------------------------------------------------------------------------
 
     def consumed(self, step: int, ledger: Ledger, learner: dict[str, float], now: float) -> dict[str, Any]:
-        """Write down batch `step`, which the learner has trained; one that is replayed keeps its first line.
+        """Write down batch `step`, which the learner has trained; one that is replayed keeps its first line, and is
+        compared with it.
 
         The line's own `step` counts the batches in the weights from then on.
         """
-        if step not in self.steps:
+        if step in self.steps:
+            self._compare(step, learner)
+        else:
             record = self._describe(step, ledger, learner, now)
             with self.metrics_path.open("ab") as file:
                 file.write(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE))
@@ -110,6 +123,21 @@ class Recorder:
             if self.tensorboard:
                 self.tensorboard.step(record)
         return self.steps[step]
+
+    def _compare(self, step: int, replayed: dict[str, float]) -> None:
+        """Whatever was trained after it followed from the first logging, so that a replay with another loss leads to
+        other weights than those that the run has published."""
+        logged = self.steps[step]["learner"]
+        if "loss" not in logged or "loss" not in replayed:
+            return
+        same = same_loss(logged["loss"], replayed["loss"])
+        self.replays["same" if same else "different"] += 1
+        if not same:
+            log.warning(
+                "step %d was replayed with a loss of %s where %s had been logged: the weights are no longer those that "
+                "were published; expected only on accelerators, or with another number of ranks or other keys",
+                step, replayed["loss"], logged["loss"], extra={"step": step},
+            )  # fmt: skip
 
     def _describe(self, step: int, ledger: Ledger, learner: dict[str, float], now: float) -> dict[str, Any]:
         groups = ledger.deliveries[step]
@@ -210,6 +238,7 @@ class Recorder:
             "lengths": ledger.cohorts.summary(),
             "data": data,
             "discarded_groups": discarded_groups(ledger),
+            "replays": dict(self.replays),
             "starts": {"broker": ledger.epoch, "learner": ledger.branch + 1},
         }
         replace_file(self.run_dir / "summary.json", orjson.dumps(summary, option=orjson.OPT_INDENT_2))
@@ -224,6 +253,12 @@ class Recorder:
                 self._ages.update({int(age): tokens for age, tokens in by_age.items()})
         self._summed_steps = consumed
         return self._ages
+
+
+def same_loss(logged: float | None, replayed: float) -> bool:
+    """None is what JSON has for a loss that is not finite."""
+    finite = [loss is not None and math.isfinite(loss) for loss in (logged, replayed)]
+    return math.isclose(logged, replayed, rel_tol=REPLAY_TOLERANCE) if all(finite) else not any(finite)
 
 
 def accuracy(sample: Sample) -> float:

@@ -65,6 +65,7 @@ def status(service: "Service", now: float) -> dict[str, Any]:
             "waiting": len(ledger.dead_letters.waiting),
         },
         "data": service.prompts.counts(),
+        "replays": dict(service.recorder.replays),
         "starts": {"broker": ledger.epoch, "learner": ledger.branch + 1},
         "learner_silent_s": learner_silent_s(service, now),
     }

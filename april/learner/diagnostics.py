@@ -6,9 +6,11 @@ from torch import Tensor
 
 AGES = 9
 """ages 0 to 7 have a bucket each, everything older shares the last one"""
-SUMS = ("tokens", "entropy", "k1", "k3", "clip_fraction", "mask_fraction", "ratio_mean", "ratio_square", "reference_kl")
-MEANS = ("entropy", "k1", "k3", "clip_fraction", "mask_fraction", "ratio_mean")
-BY_AGE = ("k1", "k3", "clip_fraction", "mask_fraction", "ratio_mean")
+BY_AGE = ("k1", "k3", "clip_fraction", "mask_fraction", "truncated_fraction", "ratio_mean", "weight_mean")
+MEANS = ("entropy", *BY_AGE)
+SUMS = ("tokens", *MEANS, "ratio_square", "weight_square", "reference_kl")
+EFFECTIVE = {"ess": ("ratio_mean", "ratio_square"), "weight_ess": ("weight_mean", "weight_square")}
+"""effective sample sizes, each of a sum and a sum of squares"""
 
 
 class TokenTotals:
@@ -19,9 +21,11 @@ class TokenTotals:
         self.ratio_max = torch.zeros((), dtype=torch.float64, device=device)
         self.sums = torch.zeros(AGES, len(SUMS), dtype=torch.float64, device=device)
 
-    def add(self, loss: Tensor, ages: Tensor, ratio: Tensor, **columns: Tensor) -> None:
-        """`ratio` is pi / behaviour of each token; `columns` are the other names of SUMS, [K] each."""
-        columns |= {"tokens": torch.ones_like(ratio), "ratio_mean": ratio, "ratio_square": ratio.double().square()}
+    def add(self, loss: Tensor, ages: Tensor, ratio: Tensor, weight: Tensor, **columns: Tensor) -> None:
+        """`ratio` is pi / behaviour of each token, `weight` what corrections make of it; `columns` are the other names
+        of SUMS, [K] each."""
+        columns |= {"tokens": torch.ones_like(ratio), "ratio_mean": ratio, "weight_mean": weight}
+        columns |= {"ratio_square": ratio.double().square(), "weight_square": weight.double().square()}
         blank = torch.zeros_like(ratio)
         rows = torch.stack([columns.get(name, blank).detach().double() for name in SUMS], dim=1)
         self.sums.index_add_(0, ages.clamp(0, AGES - 1), rows)
@@ -31,8 +35,9 @@ class TokenTotals:
     def reduced(self) -> dict[str, float]:
         """`loss`, `trained_tokens`, and means over them, over all ranks; NAME_age_A of the ages that there are.
 
-        `ess` is the effective sample size of the ratios as a share of the tokens, `off_policy_share` the share of
-        tokens older than the weights at hand. Means are absent when no token was trained.
+        `ess` and `weight_ess` are the effective sample sizes of the ratios and of the weights that were applied, as
+        shares of the tokens, `off_policy_share` the share of tokens older than the weights at hand. Means are absent
+        when no token was trained.
         """
         packed = torch.cat([self.loss[None], self.sums.flatten()])
         dist.all_reduce(packed)
@@ -43,23 +48,23 @@ class TokenTotals:
         if not tokens:
             return result
         whole = means(by_age.sum(0))
-        result |= {name: whole[name] for name in (*MEANS, "ess", "reference_kl")}
+        result |= {name: whole[name] for name in (*MEANS, *EFFECTIVE, "reference_kl")}
         result["ratio_max"] = self.ratio_max.item()
         result["off_policy_share"] = 1 - by_age[0, 0].item() / tokens
         for age, row in enumerate(by_age):
             if row[0]:
                 bucket, found = age_name(age), means(row)
                 result[f"trained_tokens_age_{bucket}"] = row[0].item()
-                result |= {f"{name}_age_{bucket}": found[name] for name in (*BY_AGE, "ess")}
+                result |= {f"{name}_age_{bucket}": found[name] for name in (*BY_AGE, *EFFECTIVE)}
         return result
 
 
 def means(sums: Tensor) -> dict[str, float]:
-    """Per-token means of one row of sums, and the effective sample share."""
+    """Per-token means of one row of sums, and the effective sample shares."""
     found = dict(zip(SUMS, sums.tolist(), strict=True))
-    tokens, squares = found["tokens"], found["ratio_square"]
-    result = {name: found[name] / tokens for name in SUMS}
-    result["ess"] = found["ratio_mean"] ** 2 / (tokens * squares) if squares else 0.0
+    result = {name: found[name] / found["tokens"] for name in SUMS}
+    for name, (total, square) in EFFECTIVE.items():
+        result[name] = found[total] ** 2 / (found["tokens"] * found[square]) if found[square] else 0.0
     return result
 
 

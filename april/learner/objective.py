@@ -134,7 +134,7 @@ class Objective:
         logprobs, entropies float32 [K] with gradients; `reference_logprobs` where `needs_reference`.
         """
         proximal = self.proximal(logprobs, tokens)
-        correction = self.correction(logprobs.detach(), proximal, tokens)
+        correction, truncated = self.correction(logprobs.detach(), proximal, tokens)
         token_losses, clipped = self.policy_loss(logprobs, proximal, tokens.advantages, tokens.spans, self.clip)
         token_losses = correction * token_losses
         if self.section.behaviour_coef:
@@ -153,11 +153,13 @@ class Objective:
             loss,
             tokens.ages,
             log_ratio(current, behaviour).exp(),
+            correction,
             entropy=entropies,
             k1=k1(behaviour, current),
             k3=k3(behaviour, current),
             clip_fraction=clipped,
             mask_fraction=correction == 0,
+            truncated_fraction=truncated,
             **columns,
         )
         return loss
@@ -173,17 +175,21 @@ class Objective:
             return logprobs.detach()
         return corrections.interpolated_proximal(logprobs, tokens.behaviour_logprobs, tokens.ages)
 
-    def correction(self, current: Tensor, proximal: Tensor, tokens: ResponseTokens) -> Tensor:
-        """What each token's policy loss is multiplied by; float32 [K], no gradient."""
+    def correction(self, current: Tensor, proximal: Tensor, tokens: ResponseTokens) -> tuple[Tensor, Tensor]:
+        """What each token's policy loss is multiplied by, float32 [K], and where a cap has made that less, bool [K];
+        no gradient."""
         section, weight = self.section, torch.ones_like(current)
+        truncated = torch.zeros_like(current, dtype=torch.bool)
         from_behaviour = log_ratio(proximal, tokens.behaviour_logprobs)
         for name in section.corrections:
             if name == "truncated":
-                weight = weight * corrections.truncated(from_behaviour, section.truncation)
+                ratios, truncated = corrections.truncated(from_behaviour, section.truncation)
+                weight = weight * ratios
             elif name == "truncated_sequence":
-                weight = weight * corrections.truncated_sequence(
+                ratios, truncated = corrections.truncated_sequence(
                     from_behaviour, tokens.spans, section.sequence_truncation
                 )
+                weight = weight * ratios
             elif name == "icepop":
                 weight = weight * corrections.icepop(from_behaviour, section.icepop_low, section.icepop_high)
             elif name == "geometric":
@@ -193,7 +199,7 @@ class Objective:
                 )
             else:
                 weight = weight * corrections.on_policy_only(tokens.ages, weight.dtype)
-        return weight
+        return weight, truncated
 
 
 def token_ages(sample: TrainSample, step: int) -> np.ndarray:

@@ -2,14 +2,16 @@
 
 import numpy as np
 
-from april.report.drawing import BLUE, ORANGE, RED, VIOLET, new_figure, themed, to_svg
+from april.report.drawing import AGES, BLUE, GREEN, ORANGE, RED, VIOLET, new_figure, themed, to_svg
 from april.report.pictures import draw_series, legend, step_numbers, whole_steps
 from april.report.run_folder import Run, dig
 
 SHARES = (
     ("ess", "effective sample share", BLUE),
+    ("weight_ess", "that of the weights applied", GREEN),
     ("off_policy_share", "off-policy tokens", VIOLET),
     ("clip_fraction", "clipped", ORANGE),
+    ("truncated_fraction", "truncated", AGES[2]),
     ("mask_fraction", "masked", RED),
 )
 VERSION_SHARE = "version_share_"
@@ -36,7 +38,7 @@ def corrections_picture(run: Run) -> str | None:
     below.set(xlabel="step", ylabel="policy version")
     for axes in (above, below):
         whole_steps(axes)
-    return to_svg(figure, "effective sample share, clipped and masked tokens, and policy versions per step")
+    return to_svg(figure, "effective sample share, clipped, truncated and masked tokens, and policy versions per step")
 
 
 def version_dots(run: Run) -> np.ndarray:

@@ -41,8 +41,8 @@ def render_live(status: dict[str, Any]) -> RenderableType:
         "dead letters",
         f"{letters['total']}, {letters['to_requeue']} groups can be re-queued, {letters['waiting']} wait to be drawn",
     )
-    for name in ("refusals", "failed_handshakes"):
-        if status[name]:
+    for name in ("refusals", "failed_handshakes", "replays"):
+        if any(status[name].values()):
             rows.add_row(name.replace("_", " "), Text(by_state(status[name])))
     rows.add_row("ledger", "closed" if status["ledger_closed"] else Text("NOT CLOSED", style="bold red"))
     return Group(title, rows, holders_table(status))

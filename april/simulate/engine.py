@@ -230,8 +230,7 @@ class SimulatedEngine:
         self._staged = None
         self.version = version
         self.handed_back.clear()
-        self._changes[0].append(self.steps)
-        self._changes[1].append(version)
+        self._change_version(version)
         if not self.keep_kv and self.kv:
             pause_s += self.cost.context_s(len(self.running), self.kv) * self.slowdown
             self.prefilled_tokens += self.kv
@@ -239,6 +238,15 @@ class SimulatedEngine:
             self.recomputed_tokens += self.kv - prompts
         self.clock_s += pause_s
         self.pause_slot_s += pause_s * len(self.running)
+
+    def _change_version(self, version: Version) -> None:
+        """From the next step on; changes before the oldest that runs was admitted are of no use any more."""
+        first_steps, versions = self._changes
+        oldest = min((run.begun for run in self.running.values()), default=self.steps)
+        useless = bisect_right(first_steps, oldest) - 1
+        del first_steps[:useless], versions[:useless]
+        first_steps.append(self.steps)
+        versions.append(version)
 
     def _forget_handed_back(self) -> None:
         """What was handed back first makes room for what runs."""

@@ -50,20 +50,21 @@ class Lengths:
 
     def of(self, group: int) -> list[int]:
         """Response lengths of its samples (tokens)."""
-        return self._block(group // BLOCK_GROUPS)[1][group % BLOCK_GROUPS]
+        return self._block(group // BLOCK_GROUPS)[1][group % BLOCK_GROUPS].tolist()
 
     def prompt_of(self, group: int) -> int:
         """Length of its prompt (tokens)."""
-        return self._block(group // BLOCK_GROUPS)[0][group % BLOCK_GROUPS]
+        return int(self._block(group // BLOCK_GROUPS)[0][group % BLOCK_GROUPS])
 
     def sample(self, groups: int) -> np.ndarray:
         """int [groups, n]: lengths of the first groups."""
         return np.array([self.of(group) for group in range(groups)])
 
-    def _draw_block(self, block: int) -> tuple[list[int], list[list[int]]]:
+    def _draw_block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
+        """int32 lengths of prompts and responses, [BLOCK_GROUPS] and [BLOCK_GROUPS, n]."""
         rng = np.random.default_rng([self.seed, block])
         section, shape = self.section, (BLOCK_GROUPS, self.group_size)
-        prompts = [section.prompt_tokens] * BLOCK_GROUPS
+        prompts = np.full(BLOCK_GROUPS, section.prompt_tokens, np.int32)
         if section.family == "lognormal":
             between = section.sigma_between * rng.standard_normal((BLOCK_GROUPS, 1))
             drawn = section.median_tokens * np.exp(between + section.sigma_within * rng.standard_normal(shape))
@@ -75,9 +76,9 @@ class Lengths:
             drawn = np.full(shape, section.median_tokens)
         else:
             chosen = [self.trace[at] for at in rng.integers(0, len(self.trace), BLOCK_GROUPS)]
-            prompts = [group.prompt_tokens for group in chosen]
+            prompts = np.array([group.prompt_tokens for group in chosen], np.int32)
             drawn = np.array([self._of_traced(group.response_tokens, rng) for group in chosen])
-        return prompts, np.clip(np.rint(drawn), 1, section.longest_tokens).astype(int).tolist()
+        return prompts, np.clip(np.rint(drawn), 1, section.longest_tokens).astype(np.int32)
 
     def _of_traced(self, lengths: list[int], rng: np.random.Generator) -> np.ndarray:
         """n lengths of a traced group, none twice unless it has fewer."""

@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from april.broker.recorder import BYTES_PER_TOKEN, describe_ages, tokens_by_age
-from april.broker.samples import Group
+from april.broker.samples import Group, SampleState
 from april.simulate.scenario import Scenario
 
 if TYPE_CHECKING:
     from april.simulate.pipeline import Pipeline
 
 IDLE_CAUSES = ("admission", "barrier", "update", "pipeline")
+LENGTHS_KEPT = 256
+"""of a batch, so that memory does not grow with its samples"""
 
 
 @dataclass
@@ -52,10 +54,11 @@ class TrainedStep:
 
     step: int
     time_s: float
+    samples: int
     tokens: int
     tokens_by_age: dict[int, int]
     lengths: array
-    """uint32, of each sample: there are a great many"""
+    """uint32, of each sample; of larger batches LENGTHS_KEPT evenly spaced quantiles"""
 
 
 class Measures:
@@ -64,7 +67,7 @@ class Measures:
         self.steps: list[TrainedStep] = []
         self.training_s = 0.0
         self.buffer_peak_tokens = 0
-        """generated, neither trained nor discarded: in flight, waiting, ready, or in the batch being trained"""
+        """most tokens of open and ready groups at a time, as the broker's `Recorder` has it, over the whole run"""
         self._leased_slot_s = self._rollout_s = 0.0
         self._unleased_slot_s = Counter()
         self._before = self._after = Totals()
@@ -91,18 +94,22 @@ class Measures:
         waits_for_weights = waits_for_weights and all(engine.version.step < floor for engine in self.pipeline.engines)
         return "update" if waits_for_weights else "barrier"
 
-    def delivered(self, step: int) -> None:
-        """Batch `step` has been handed to the learner, which is when most is held."""
-        if step >= self.scenario.first_measured:
-            ledger, totals = self.pipeline.ledger, self._totals()
-            held = totals.generated - totals.lost - ledger.tokens["trained"] - sum(ledger.discarded.values())
-            self.buffer_peak_tokens = max(self.buffer_peak_tokens, held)
+    def delivered(self, tokens: int) -> None:
+        """A batch of so many tokens has just left the ready groups; only such an instant ends a rise of what is held.
+
+        What engines have generated counts as acknowledged, up to the last event of each.
+        """
+        ledger, totals = self.pipeline.ledger, self._totals()
+        left = ledger.tokens["trained"] + ledger.tokens["delivered"] + totals.discarded
+        self.buffer_peak_tokens = max(self.buffer_peak_tokens, totals.generated - totals.lost - left + tokens)
 
     def trained(self, step: int, groups: list[Group]) -> None:
         if step >= self.scenario.first_measured:
-            lengths = array("I", (sample.length for group in groups for sample in group.samples))
-            ages = dict(tokens_by_age(groups, step))
-            self.steps.append(TrainedStep(step, self.pipeline.now_s, sum(ages.values()), ages, lengths))
+            lengths = [
+                sample.length for group in groups for sample in group.samples if sample.state is SampleState.DONE
+            ]
+            ages, kept = dict(tokens_by_age(groups, step)), representatives(lengths)
+            self.steps.append(TrainedStep(step, self.pipeline.now_s, len(lengths), sum(ages.values()), ages, kept))
         if step == self.scenario.first_measured - 1:
             self._before = self._totals()
 
@@ -222,4 +229,12 @@ class Measures:
 
     @property
     def mean_length(self) -> float:
-        return float(np.mean([length for step in self.steps for length in step.lengths]))
+        return sum(step.tokens for step in self.steps) / sum(step.samples for step in self.steps)
+
+
+def representatives(lengths: list[int]) -> array:
+    """All of them, or LENGTHS_KEPT that stand for as many each."""
+    if len(lengths) > LENGTHS_KEPT:
+        centres = (np.arange(LENGTHS_KEPT) + 0.5) / LENGTHS_KEPT
+        lengths = np.quantile(lengths, centres, method="inverted_cdf").tolist()
+    return array("I", lengths)

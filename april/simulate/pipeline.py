@@ -220,12 +220,14 @@ class Pipeline:
         if self.training or step == self.ledger.next_step:
             return
         self.training = True
-        tokens = sum(group.tokens for group in self.ledger.deliveries[step])
-        self.measures.delivered(step)
+        tokens = self._batch_tokens(step)
         cost = self.scenario.learner
         duration_s = cost.step_s + cost.token_s * tokens
         self.measures.training_s += duration_s
         heapq.heappush(self._events, (self.now_s + duration_s, next(self._numbers), LEARNER))
+
+    def _batch_tokens(self, step: int) -> int:
+        return sum(group.tokens for group in self.ledger.deliveries[step])
 
     def _trained(self) -> None:
         step = self.ledger.consumed
@@ -244,8 +246,11 @@ class Pipeline:
 
     def _after_change(self) -> None:
         """What the broker does after it has handled messages."""
+        next_step = self.ledger.next_step
         while self.schedule.advance(self.ledger):
             self._abort()
+        for step in range(next_step, self.ledger.next_step):
+            self.measures.delivered(self._batch_tokens(step))
         self._drop_voided()
         self._train()
         self._hand_out()

@@ -14,7 +14,7 @@ from april.simulate.trace import TracedGroup
 
 def record_trace(run_dir: Path) -> list[TracedGroup]:
     """The groups of which the journal holds everything and all samples ended; a group that is not complete is left
-    out whole, since its short responses ended first."""
+    out whole, since its short responses ended first. Of a long run these are the newest: older segments are removed."""
     journal = Path(run_dir) / "journal"
     if not journal.is_dir():
         raise ConfigError(f"run folder {run_dir} has no journal; give the folder of a run, such as runs/NAME")

@@ -1,6 +1,7 @@
 """What the broker answers to the learner: batches, and what became of them; without sockets."""
 
 import gc
+import math
 import weakref
 
 import orjson
@@ -80,6 +81,23 @@ def test_a_checkpoint_ahead_of_the_last_report_counts_as_that_report(talk, worke
     assert talk.ledger.tokens["delivered"] == 0 and talk.ledger.tokens["trained"] > 0
     (line,) = (talk.config.run_dir / "metrics.jsonl").read_bytes().splitlines()
     assert orjson.loads(line)["step"] == 1
+
+
+def test_a_replayed_step_with_another_loss_is_warned_of_and_counted(talk, worker, learner, caplog):
+    make_batch(worker)
+    learner.fetch(0)
+    learner.consume(0)
+    for loss, counted in [(0.5, (1, 0)), (0.5 + 1e-7, (2, 0)), (0.5001, (2, 1)), (math.nan, (2, 2))]:
+        again = FakeLearner(talk)
+        again.join(step=0)
+        again.consume(0, loss=loss)
+        assert talk.service.recorder.replays == dict(zip(("same", "different"), counted, strict=True))
+    said = [record.getMessage() for record in caplog.records if "was replayed" in record.getMessage()]
+    assert [line.partition(":")[0] for line in said] == [
+        f"step 0 was replayed with a loss of {loss} where 0.5 had been logged" for loss in (0.5001, math.nan)
+    ]
+    (line,) = (talk.config.run_dir / "metrics.jsonl").read_bytes().splitlines()
+    assert orjson.loads(line)["learner"]["loss"] == 0.5
 
 
 def test_a_report_that_is_repeated_is_written_down_once(talk, worker, learner):

@@ -2,8 +2,9 @@
 
 import pytest
 
+from april import config as configuration
 from april.broker.bound import throughput_cap
-from april.broker.plan import describe_plan
+from april.broker.plan import advice, describe_plan
 from april.config import ScheduleSection
 
 
@@ -34,3 +35,29 @@ def test_the_plan_says_what_is_in_flight_and_what_that_can_yield(schedule, said)
     plan = describe_plan(ScheduleSection(**schedule))
     for part in said:
         assert part in plan
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({}, ""),
+        ({"algorithm.preset": "dapo"}, "algorithm.preset = 'dapo' corrects no stale token, and some may be up to 5"),
+        ({"algorithm.preset": "dapo", "algorithm.behaviour_coef": "0.3"}, ""),
+        ({"algorithm.preset": "dapo", "algorithm.proximal": "interpolated"}, ""),
+        ({"algorithm.corrections": "[]", "algorithm.behaviour_coef": "0"}, "algorithm.corrections = [] corrects no"),
+        ({"algorithm.preset": "gspo", "schedule.kind": "sync", "schedule.over_sampling_batch_size": "4"}, ""),
+        ({"algorithm.preset": "gspo", "schedule.max_staleness": "0", "schedule.over_sampling_batch_size": "4"}, ""),
+        (
+            {"algorithm.preset": "gspo", "schedule.overlap": "true", "schedule.over_sampling_batch_size": "4"},
+            "algorithm.preset = 'gspo'",
+        ),
+    ],
+)
+def test_stale_tokens_that_nothing_corrects_are_advised_against(config_file, keys, said):
+    overrides = [word for key, value in keys.items() for word in (f"--{key}", value)]
+    found = advice(configuration.load(config_file, overrides))
+    assert found.startswith(said) and bool(found) == bool(said)
+    assert not found or found.endswith(
+        "algorithm.proximal = 'recomputed', algorithm.corrections = ['truncated_sequence'], "
+        "algorithm.behaviour_coef = 0.3"
+    )

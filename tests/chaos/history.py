@@ -162,5 +162,6 @@ class History:
         said = {name: summary["tokens"][name] for name in expected}
         self.expect(said == dict(expected), f"the ledger says {said}, the journal {dict(expected)}")
         self.expect(summary["ledger_closed"], "the ledger does not close")
+        self.expect(not summary["replays"]["different"], "a replayed step has another loss than its first logging")
         self.expect(not any(summary["tokens"]["discarded"].values()), "tokens are discarded")
         self.expect(summary["steps"] == self.consumed == len(self.batches), "batches are left over")

@@ -14,6 +14,7 @@ from reference import ReferenceLearner, Settings
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from april.config import Config
+from april.config.sections import AlgorithmSection
 from april.learner.batch import Batch, TrainSample, encode
 from april.support import Support
 from april.version import Version
@@ -21,6 +22,8 @@ from april.version import Version
 VOCAB = 23
 PLAIN_CLIP = {"proximal": "behaviour", "corrections": [], "behaviour_coef": 0.0}
 """what the tests train with unless they say otherwise: PPO's clip around the policy that sampled the tokens"""
+SHIPPED = AlgorithmSection().model_dump(include=set(PLAIN_CLIP))
+"""what a run does about stale tokens unless it says otherwise"""
 
 
 def make_policy(folder: Path, tied: bool = True) -> Path:
@@ -193,6 +196,14 @@ def settings(config: Config) -> Settings:
         **config.algorithm.model_dump(),
     }
     return Settings(**{field.name: keys[field.name] for field in fields(Settings)})
+
+
+def full_moments(trainer) -> list[dict[str, torch.Tensor]]:
+    """What the optimizer keeps of each parameter, put together from all ranks. Collective."""
+    return [
+        {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in state.items()}
+        for state in trainer.optimizer.state.values()
+    ]
 
 
 def job(config: Config, batches: list[Batch], **actions) -> dict:

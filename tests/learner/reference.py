@@ -132,7 +132,7 @@ class ReferenceLearner:
         mu, fixed = torch.tensor(sample.logprobs)[sampled(sample)], logprobs.detach()
         ages = torch.tensor([float(step - version.step) for _, version in sampled_under(sample)])
         proximal = {"behaviour": mu, "recomputed": before, "interpolated": self.one_version_before(fixed, mu, ages)}
-        weight = self.correction(proximal[s.proximal] - mu, fixed - mu, ages)
+        weight, capped = self.correction(proximal[s.proximal] - mu, fixed - mu, ages)
         losses, clipped = self.policy_loss(logprobs, proximal[s.proximal], advantage)
         losses = weight * losses + s.behaviour_coef * (logprobs - mu) ** 2 / 2 * (advantage != 0)
         if s.kl_coef:
@@ -147,7 +147,9 @@ class ReferenceLearner:
             "k3": ratio - 1 - (fixed - mu),
             "clip_fraction": clipped.float(),
             "mask_fraction": (weight == 0).float(),
+            "truncated_fraction": capped.float(),
             "ratio_mean": ratio,
+            "weight_mean": weight,
             "off_policy_share": (ages > 0).float(),
         }
         return losses, figures
@@ -156,20 +158,22 @@ class ReferenceLearner:
         prior = [m if a < 2 else m + (a - 1) / a * (c - m) for c, m, a in zip(current, mu, ages.tolist(), strict=True)]
         return torch.stack(prior)
 
-    def correction(self, proximal_gap, whole_gap, ages) -> torch.Tensor:
+    def correction(self, proximal_gap, whole_gap, ages) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the losses are multiplied by, and where that is a cap."""
         s, weight = self.settings, torch.ones_like(whole_gap)
-        ratio = proximal_gap.exp()
+        ratio, capped = proximal_gap.exp(), torch.zeros_like(whole_gap)
         if "truncated" in s.corrections:
-            weight = weight * ratio.clamp(max=s.truncation)
+            weight, capped = weight * ratio.clamp(max=s.truncation), ratio > s.truncation
         if "truncated_sequence" in s.corrections:
-            weight = weight * proximal_gap.sum().exp().clamp(max=s.sequence_truncation)
+            product = proximal_gap.sum().exp().expand(len(ratio))
+            weight, capped = weight * product.clamp(max=s.sequence_truncation), product > s.sequence_truncation
         if "icepop" in s.corrections:
             weight = weight * ratio * (s.icepop_low <= ratio) * (ratio <= s.icepop_high)
         if "geometric" in s.corrections:
             weight = weight * float(s.geometric_low <= whole_gap.mean().exp() <= s.geometric_high)
         if "on_policy_only" in s.corrections:
             weight = weight * (ages == 0)
-        return weight
+        return weight, capped
 
     def policy_loss(self, logprobs, proximal, advantage: float) -> tuple[torch.Tensor, torch.Tensor]:
         s = self.settings
@@ -262,6 +266,7 @@ def means(figures: list[dict]) -> dict[str, float]:
     if not figures:
         return {}
     columns = {name: torch.cat([seen[name] for seen in figures]).double() for name in figures[0]}
-    ratio = columns["ratio_mean"]
-    ess = ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum())
-    return {name: column.mean().item() for name, column in columns.items()} | {"ess": ess.item()}
+    result = {name: column.mean().item() for name, column in columns.items()}
+    for name, column in {"ess": columns["ratio_mean"], "weight_ess": columns["weight_mean"]}.items():
+        result[name] = (column.sum() ** 2 / (len(column) * (column**2).sum())).item()
+    return result

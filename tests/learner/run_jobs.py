@@ -6,7 +6,7 @@ from pathlib import Path
 import orjson
 import torch
 import torch.distributed as dist
-from learner_setup import Diary
+from learner_setup import Diary, full_moments
 
 from april.config import Config
 from april.learner import loop, process_group
@@ -31,16 +31,12 @@ def run(job: dict, device: torch.device) -> dict:
         )
         if trainer.step_count in job.get("save_after", []):
             trainer.save()
-    moments = [
-        {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in state.items()}
-        for state in trainer.optimizer.state.values()
-    ]
     return {
         "restored": restored,
         "metrics": metrics,
         "gradients": gradients,
         "weights": trainer.weights(),
-        "moments": moments,
+        "moments": full_moments(trainer),
         "optimizer_steps": trainer.optimizer_steps,
     }
 

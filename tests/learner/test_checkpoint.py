@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from learner_setup import job, make_config, run_ranks, uneven_batch
+from learner_setup import full_moments, job, make_config, run_ranks, uneven_batch
 from torch.distributed.checkpoint import state_dict_saver
 from transformers import AutoModelForCausalLM
 
@@ -23,7 +23,14 @@ def test_restored_ranks_continue_bitwise_and_their_number_may_change(policy_fold
     alone = Trainer(config, torch.device("cpu"))
     assert (alone.restore(), alone.optimizer_steps) == (4, 4)
     assert all(torch.equal(value, whole["weights"][name]) for name, value in alone.weights().items())
+    for one, other in zip(whole["moments"], full_moments(alone), strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
     shutil.rmtree(config.run_dir / "checkpoints" / "step_000004")
+    assert alone.restore() == 2
+    for batch, expected, tolerance in zip(batches[2:], whole["metrics"][2:], (1e-5, 1e-3), strict=True):
+        metrics = alone.step(batch)
+        assert metrics["loss"] == pytest.approx(expected["loss"], rel=tolerance)
+        assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=tolerance)
     (resumed,) = run_ranks(2, [job(config, batches[2:], restore=True)], tmp_path / "resumed")
     assert (resumed["restored"], resumed["optimizer_steps"]) == (2, 4)
     assert all(torch.equal(value, resumed["weights"][name]) for name, value in whole["weights"].items())

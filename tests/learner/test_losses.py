@@ -143,12 +143,19 @@ def test_a_far_off_behaviour_never_gives_an_infinite_loss_or_gradient(name, gap)
 
 
 def test_truncated_importance_weights():
-    assert corrections.truncated(logs(0.5, 1.5, 9.0), cap=2.0).tolist() == pytest.approx([0.5, 1.5, 2.0])
+    weights, truncated = corrections.truncated(logs(0.5, 1.5, 9.0), cap=2.0)
+    assert weights.tolist() == pytest.approx([0.5, 1.5, 2.0])
+    assert truncated.tolist() == [False, False, True]
+
+
+def test_a_ratio_that_equals_the_cap_is_not_truncated():
+    assert not corrections.truncated(torch.zeros(3), cap=1.0)[1].any()
 
 
 def test_truncated_sequence_weights_are_products():
-    found = corrections.truncated_sequence(logs(0.5, 1.5, 3.0, 4.0), spans(2, 2), cap=2.0)
-    assert found.tolist() == pytest.approx([0.75, 0.75, 2.0, 2.0])
+    weights, truncated = corrections.truncated_sequence(logs(0.5, 1.5, 3.0, 4.0), spans(2, 2), cap=2.0)
+    assert weights.tolist() == pytest.approx([0.75, 0.75, 2.0, 2.0])
+    assert truncated.tolist() == [False, False, True, True]
 
 
 def test_icepop_masks_both_sides_of_its_band():

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from learner_setup import flat_batch, make_config, make_sample, stale_batch
+from learner_setup import SHIPPED, flat_batch, make_config, make_sample, stale_batch
 
 from april.learner.batch import Batch, TrainSample
-from april.learner.diagnostics import TokenTotals
+from april.learner.diagnostics import BY_AGE, TokenTotals
 from april.learner.objective import MAX_VERSIONS, Objective, token_ages, version_shares
 from april.learner.trainer import Trainer
 from april.version import Version
@@ -61,18 +61,28 @@ def test_figures_by_age_add_up_to_the_whole(one_rank, policy_folder, tmp_path):
     assert ages == set(range(6)), "versions 1 to 6 train step 6"
     tokens = {age: metrics[f"trained_tokens_age_{age}"] for age in ages}
     assert sum(tokens.values()) == metrics["trained_tokens"]
-    for name in ("k1", "k3", "clip_fraction", "mask_fraction", "ratio_mean"):
+    for name in BY_AGE:
         mean = sum(metrics[f"{name}_age_{age}"] * count for age, count in tokens.items()) / metrics["trained_tokens"]
         assert mean == pytest.approx(metrics[name]), name
     assert metrics["off_policy_share"] == pytest.approx(1 - tokens[0] / metrics["trained_tokens"])
     assert sum(value for name, value in metrics.items() if name.startswith("version_share")) == pytest.approx(1)
 
 
-def test_the_effective_sample_share_by_hand_and_the_last_bucket(one_rank):
+def test_the_shipped_correction_says_what_it_has_weighed_and_capped(one_rank, policy_folder, tmp_path):
+    config = make_config(policy_folder, tmp_path, algorithm=SHIPPED)
+    metrics = Trainer(config, torch.device("cpu")).step(stale_batch(policy_folder))
+    assert metrics["clip_fraction"] == metrics["mask_fraction"] == 0
+    assert 0 < metrics["truncated_fraction"] < 1 and 0 < metrics["weight_mean"] < config.algorithm.sequence_truncation
+    assert 0 < metrics["weight_ess"] < 1 and metrics["weight_ess"] != metrics["ess"]
+    assert {"truncated_fraction_age_3", "weight_mean_age_3", "weight_ess_age_3"} <= metrics.keys()
+
+
+def test_the_effective_sample_shares_by_hand_and_the_last_bucket(one_rank):
     totals = TokenTotals(torch.device("cpu"))
-    ages, ratio = torch.tensor([0, 8, 30]), torch.tensor([1.0, 1.0, 3.0])
-    totals.add(torch.tensor(0.5), ages, ratio)
+    ages, ratio, weight = torch.tensor([0, 8, 30]), torch.tensor([1.0, 1.0, 3.0]), torch.tensor([1.0, 1.0, 2.0])
+    totals.add(torch.tensor(0.5), ages, ratio, weight)
     found = totals.reduced()
     assert found["ess"] == pytest.approx(25 / (3 * 11))
+    assert (found["weight_ess"], found["weight_ess_age_0"]) == (pytest.approx(16 / (3 * 6)), 1)
     assert (found["trained_tokens_age_8_up"], found["ess_age_8_up"]) == (2, pytest.approx(16 / (2 * 10)))
     assert (found["loss"], found["ratio_max"], found["off_policy_share"]) == (0.5, 3, pytest.approx(2 / 3))

@@ -4,21 +4,33 @@ Two steps each, so that the second one starts from weights that differ from the 
 """
 
 import pytest
-from learner_setup import job, make_config, run_ranks, settings, stale_batch
+from learner_setup import SHIPPED, job, make_config, run_ranks, settings, stale_batch
 from reference import ReferenceLearner
-from test_objective_reference import CORRECTIONS, LOSSES
+from test_objective_reference import CORRECTIONS, LOSSES, NORMALISATIONS
 
 SELECTION = {
     "plain": ("ppo", "clip", {"normalisation": "token_mean", "kl_coef": 0.1}),
     "dual": ("ppo dual", "none", {"normalisation": "sequence_mean", "advantage": "rloo"}),
     "importance": ("ppo", "truncated", {"normalisation": "constant", "advantage": "dr_grpo", "behaviour_coef": 0.2}),
-    "sequences": ("gspo", "clip", {"normalisation": "sequence_mean", "kl_coef": 0.1, "kl_estimator": "k2"}),
+    "sequences": ("gspo", "interpolated, not weighed", {"normalisation": "sequence_mean", "kl_coef": 0.1}),
     "tokens of sequences": ("gspo_token", "geometric", {"advantage": "reinforce_pp"}),
     "band": ("cispo", "icepop", {"normalisation": "constant", "advantage": "reinforce_pp_baseline"}),
-    "decoupled": ("ppo", "decoupled sequence", {"kl_coef": 0.1, "kl_estimator": "k1"}),
-    "masked": ("cispo", "on-policy only", {"normalisation": "sequence_mean"}),
+    "decoupled": ("ppo", "decoupled", {"normalisation": "token_mean", "entropy_coef": 0.05}),
+    "decoupled sequence": ("ppo", "decoupled sequence", {"kl_coef": 0.1, "kl_estimator": "k1"}),
+    "decoupled band": ("gspo", "decoupled icepop", {"normalisation": "constant"}),
+    "rejection": ("ppo", "truncated and geometric", {"normalisation": "sequence_mean"}),
+    "capped sequence": ("cispo", "truncated_sequence", {"normalisation": "sequence_mean"}),
+    "masked": ("cispo", "on-policy only", {"normalisation": "sequence_mean", "kl_coef": 0.1, "kl_estimator": "k2"}),
+    "shipped": ("ppo", "shipped", {}),
 }
 BUDGETS = (8, 64, 150)
+
+
+def test_every_loss_correction_normalisation_and_penalty_is_selected():
+    losses, corrections, keys = zip(*SELECTION.values(), strict=True)
+    assert set(losses) == {*LOSSES} and set(corrections) == {*CORRECTIONS, "shipped"}
+    assert {more.get("normalisation", "token_mean") for more in keys} == {*NORMALISATIONS}
+    assert {"kl_coef", "entropy_coef", "behaviour_coef"} <= {key for more in keys for key in more}
 
 
 @pytest.fixture(scope="module", params=[2, 4])
@@ -28,7 +40,7 @@ def outcome(request, policy_folder, tmp_path_factory):
     batch = stale_batch(policy_folder)
     configs = {}
     for i, (name, (loss, correction, more)) in enumerate(SELECTION.items()):
-        algorithm = LOSSES[loss] | CORRECTIONS[correction] | more
+        algorithm = LOSSES[loss] | (CORRECTIONS | {"shipped": SHIPPED})[correction] | more
         configs[name] = make_config(
             policy_folder,
             folder / f"case{i}",

@@ -28,7 +28,12 @@ CORRECTIONS = {
     "truncated": {"proximal": "recomputed", "corrections": ["truncated"], "truncation": 1.2},
     "icepop": {"proximal": "recomputed", "corrections": ["icepop"], "icepop_low": 0.8, "icepop_high": 1.3},
     "geometric": {"proximal": "behaviour", "corrections": ["geometric"], **BAND},
-    "truncated and geometric": {"proximal": "recomputed", "corrections": ["truncated", "geometric"], **BAND},
+    "truncated and geometric": {
+        "proximal": "recomputed",
+        "corrections": ["truncated", "geometric"],
+        "truncation": 1.2,
+        **BAND,
+    },
     "truncated_sequence": {"proximal": "recomputed", "corrections": ["truncated_sequence"], "sequence_truncation": 1.5},
     "decoupled sequence": {
         "proximal": "interpolated",
@@ -120,7 +125,9 @@ def test_every_algorithm_with_every_correction_and_normalisation(pair, loss, cor
     for i, (advantage, normalisation) in enumerate(product(ADVANTAGES, NORMALISATIONS)):
         keys = {"advantage": advantage, "normalisation": normalisation}
         metrics = pair.compare(BUDGETS[i % len(BUDGETS)], keys | LOSSES[loss] | CORRECTIONS[correction])
-        seen |= {name for name in ("clip_fraction", "mask_fraction") if 0 < metrics[name] < 1}
+        seen |= {name for name in ("clip_fraction", "mask_fraction", "truncated_fraction") if 0 < metrics[name] < 1}
+    caps = {"truncated", "truncated_sequence"} & set(CORRECTIONS[correction]["corrections"])
+    assert ("truncated_fraction" in seen) == bool(caps)
     masks = {"icepop", "geometric", "on_policy_only"} & set(CORRECTIONS[correction]["corrections"])
     assert ("mask_fraction" in seen) == bool(masks)
     if CORRECTIONS[correction]["proximal"] != "recomputed":

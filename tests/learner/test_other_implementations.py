@@ -102,8 +102,8 @@ def test_divergences_of_verl(name):
 def test_corrections_of_verl():
     ratios = log_ratio(column("logprobs"), column("behaviour"))
     ours = {
-        "truncated": corrections.truncated(ratios, 1.2),
-        "truncated_sequence": corrections.truncated_sequence(ratios, spans(), 1.2),
+        "truncated": corrections.truncated(ratios, 1.2)[0],
+        "truncated_sequence": corrections.truncated_sequence(ratios, spans(), 1.2)[0],
         "icepop": corrections.icepop(ratios, 0.8, 1.2),
         "geometric": corrections.geometric(ratios, spans(), 1 / 1.1, 1 / 0.9),
     }

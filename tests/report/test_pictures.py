@@ -76,5 +76,6 @@ def test_a_dot_for_every_version_that_has_sampled_a_part_of_a_batch():
     records = [{"step": 3, "learner": shares}, {"step": 4, "learner": {"loss": 0.1}}, {"step": 5}]
     run = Run(Path("demo"), "", {}, records, {})
     assert version_dots(run).tolist() == [[3, 3, 0.75], [3, 1, 0.25]]
-    assert "effective sample share" in corrections_picture(run)
+    picture = corrections_picture(run)
+    assert "effective sample share" in picture and "that of the weights applied" not in picture
     assert corrections_picture(Run(Path("demo"), "", {}, records[1:], {})) is None

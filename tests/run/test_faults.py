@@ -88,7 +88,7 @@ def test_a_dead_broker_or_learner_is_restarted_and_the_others_go_on(run, run_dir
     found = assert_closed(run_dir)
     assert found["steps"] == 9 and found["state"] == "finished"
     assert found["starts"] == {"broker": 1 + (part == "broker"), "learner": 1 + (part == "learner")}
-    assert found["tokens"]["refused"] == 0
+    assert found["replays"]["different"] == 0 and found["tokens"]["refused"] == 0
     assert job.descendants() == []
 
 

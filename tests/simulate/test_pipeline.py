@@ -1,10 +1,16 @@
 """The simulated pipeline: the ledger's rules hold in it, tiny cases come out as computed by hand."""
 
+import gc
+from array import array
+from types import FunctionType, ModuleType
+
+import numpy as np
 import pytest
 
 from april.broker.events import BatchDelivered, ChunkAccepted
 from april.simulate.costs import EngineCost
 from april.simulate.limit import no_barrier_limit
+from april.simulate.measures import LENGTHS_KEPT, representatives
 from april.simulate.pipeline import Pipeline, simulate
 from april.simulate.scenario import Scenario
 from april.simulate.variants import variants
@@ -178,21 +184,69 @@ def test_every_variant_of_a_scenario_runs():
         assert simulate(one).consumed_per_s > 0, name
 
 
+def entries(root) -> int:
+    """Everything that can be reached from an object but code, and the numbers in arrays."""
+    seen, waiting, numbers = {id(root)}, [root], 0
+    while waiting:
+        thing = waiting.pop()
+        numbers += len(thing) if isinstance(thing, array) else 0
+        for other in gc.get_referents(thing):
+            if id(other) not in seen and not isinstance(other, type | ModuleType | FunctionType | int | float):
+                seen.add(id(other))
+                waiting.append(other)
+    return len(seen) + numbers
+
+
 def test_many_engines_need_no_more_memory_after_more_steps():
-    """64 engines of 32 slots, all full: what the run holds is bounded by what is in flight."""
+    """64 engines of 32 slots, all full: what the run holds is bounded by what is in flight, and of a step it keeps less
+    than its samples."""
     pipeline = Pipeline(
         scenario(
             schedule__kind="continuous", schedule__rollout_batch_size=128, schedule__n_samples_per_prompt=8,
-            schedule__in_flight=2048, schedule__max_staleness=12, engines__count=64, engines__slots=32, steps=6,
+            schedule__in_flight=2048, schedule__max_staleness=12, engines__count=64, engines__slots=32, steps=18,
             warmup_steps=4,
         )
     )  # fmt: skip
+    held, note = {}, pipeline.measures.trained
+
+    def weigh(step, groups):
+        note(step, groups)
+        if step in (9, 21):
+            held[step] = entries(pipeline)
+
+    pipeline.measures.trained = weigh
     measures = pipeline.run()
     ledger = pipeline.ledger
     assert measures.occupancy > 0.9
+    assert held[21] - held[9] < 12 * 128 * 8 * 0.75
     assert len(ledger.groups) <= 6 * 128 and len(ledger.deliveries) <= 1
     assert len(pipeline._by_load) <= 5 * 64 + 64 and len(ledger._expiries) == 0
     assert len(ledger.cohorts.waiting) < 12
+
+
+def test_of_a_large_batch_lengths_are_kept_that_stand_for_all():
+    rng = np.random.default_rng(0)
+    lengths = rng.lognormal(6, 0.7, 10_000).astype(int).tolist()
+    kept = representatives(lengths)
+    assert len(kept) == LENGTHS_KEPT and set(kept) <= set(lengths)
+    assert np.mean(kept) == pytest.approx(np.mean(lengths), rel=0.01)
+    assert np.percentile(kept, 95) == pytest.approx(np.percentile(lengths, 95), rel=0.02)
+    assert representatives(lengths[:LENGTHS_KEPT]).tolist() == lengths[:LENGTHS_KEPT]
+
+
+@pytest.mark.parametrize("schedule", ["sync", "april", "overlap", "dropped", "continuous"])
+def test_the_largest_buffer_is_of_open_and_ready_groups_over_the_whole_run(schedule):
+    """Against the ledger's own count and what is in the engines, looked at after every event of the run."""
+    pipeline = Pipeline(scenario(**SCHEDULES[schedule], engines__latency_s=0.0, learner__token_s=1e-4))
+    ledger, engines, most = pipeline.ledger, pipeline.engines, 0
+
+    def look(event, arrays):
+        nonlocal most
+        unreported = sum(engine.generated for engine in engines) - ledger.tokens["generated"] - pipeline.lost_tokens
+        most = max(most, ledger.tokens["open"] + ledger.tokens["ready"] + unreported)
+
+    ledger.record = look
+    assert pipeline.run().buffer_peak_tokens == pytest.approx(most, rel=0.02)
 
 
 def test_a_sample_that_dies_with_its_engines_takes_its_group_along():

@@ -2,7 +2,7 @@
 
 A token was sampled by its behaviour policy mu, `age` versions ago; pi is the policy at hand. The loss takes its
 ratio against a proximal policy and is multiplied by weights that make up for what lies between the proximal
-policy and mu. No correction carries a gradient.
+policy and mu. No correction carries a gradient. Those with a cap also say which tokens it has touched.
 """
 
 import torch
@@ -22,22 +22,26 @@ def interpolated_proximal(logprobs: Tensor, behaviour_logprobs: Tensor, ages: Te
     return behaviour_logprobs + share * (logprobs.detach() - behaviour_logprobs)
 
 
-def truncated(log_ratios: Tensor, cap: float) -> Tensor:
-    """min(ratio, cap) for each token: truncated importance sampling.
+def truncated(log_ratios: Tensor, cap: float) -> tuple[Tensor, Tensor]:
+    """min(ratio, cap) for each token, and where the cap was less: truncated importance sampling.
 
     Ionides 2008; for the gap between sampler and trainer: Yao et al. 2025, "Your Efficient RL Framework Secretly
     Brings You Off-Policy RL Training".
     """
-    return log_ratios.exp().clamp(max=cap)
+    return capped(log_ratios.exp(), cap)
 
 
-def truncated_sequence(log_ratios: Tensor, spans: Spans, cap: float) -> Tensor:
-    """min(product of a sequence's ratios, cap) for all its tokens.
+def truncated_sequence(log_ratios: Tensor, spans: Spans, cap: float) -> tuple[Tensor, Tensor]:
+    """min(product of a sequence's ratios, cap) for all its tokens, and where the cap was less.
 
     The weight under which whole responses of mu stand for responses of pi, unbiased but for the cap: it also makes
     up for the prefixes, which token ratios leave out. Its variance grows with length.
     """
-    return spans.sum(log_ratios).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().clamp(max=cap)
+    return capped(spans.sum(log_ratios).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), cap)
+
+
+def capped(weights: Tensor, cap: float) -> tuple[Tensor, Tensor]:
+    return weights.clamp(max=cap), weights > cap
 
 
 def icepop(log_ratios: Tensor, low: float, high: float) -> Tensor:

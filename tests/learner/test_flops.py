@@ -1,0 +1,38 @@
+"""Operations as the cost model counts them, against those that PyTorch counts; what a step reports of its time."""
+
+import time
+
+import pytest
+import torch
+from learner_setup import make_config, uneven_batch
+from test_model import ARCHITECTURES
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM
+
+from april.learner import flops
+from april.learner.trainer import Trainer
+
+
+@ARCHITECTURES
+def test_a_forward_pass_costs_what_its_products_do(config):
+    """PyTorch counts the products alone, and attention as a full square; vectors are the rest of the weights."""
+    lm = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
+    cost = flops.cost(lm)
+    vectors = 2 * sum(weight.numel() for weight in lm.base_model.layers.parameters() if weight.dim() == 1)
+    for length in (5, 60):
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            lm(torch.zeros(1, length, dtype=torch.int64), use_cache=False)
+        full_square = cost.of(length, targets=length) + cost.per_square * length**2
+        assert counter.get_total_flops() == pytest.approx(full_square - vectors * length, rel=1e-3)
+
+
+def test_phases_are_parts_of_the_step_and_its_speed_is_that_of_its_operations(one_rank, policy_folder, tmp_path):
+    config = make_config(policy_folder, tmp_path, peak_tflops=2.0)
+    trainer, batch = Trainer(config, torch.device("cpu")), uneven_batch(0, policy_folder)
+    ready, began = trainer.prepare(batch), time.perf_counter()
+    metrics = trainer.step(batch, ready)
+    elapsed_s = time.perf_counter() - began
+    phases = [metrics[name] for name in ("forward_s", "backward_s", "metrics_s", "optimizer_s")]
+    assert all(seconds > 0 for seconds in phases) and sum(phases) <= elapsed_s
+    assert metrics["tflop_per_s"] * 1e12 * sum(phases) <= ready.operations <= metrics["tflop_per_s"] * 1e12 * elapsed_s
+    assert metrics["mfu"] == pytest.approx(metrics["tflop_per_s"] / 2.0)
