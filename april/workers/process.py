@@ -101,7 +101,7 @@ def make_intakes(
 
     intakes = []
     for lane, part in zip(config.lanes_of(name), engine.parts, strict=True):
-        server = ServerLane(part, config.engine.tensor_ranks) if config.broadcasts_to_servers else None
+        server = ServerLane(part) if config.broadcasts_to_servers else None
         up = partial(getattr, part, "ready")
         receiver = WeightReceiver(config.weights, f"{uid}-{lane}", lane, device, keys, server, up)
         intakes.append(ServerIntake(part, receiver))
