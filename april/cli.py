@@ -151,6 +151,7 @@ def run_command(options, overrides: list[str]) -> int:
         return dry_run_command(options, overrides)
     from april import preflight
     from april.broker.plan import advice, describe_plan
+    from april.devices import describe_placement, place, visible_devices
     from april.report.html import write_report
     from april.report.live import LiveView
     from april.simulate.automatic import resolve
@@ -159,6 +160,7 @@ def run_command(options, overrides: list[str]) -> int:
     config, why = resolve(configuration.load(options.config, overrides), resumed=options.resume)
     changes = preflight.check_resume(config) if options.resume else []
     preflight.check_inputs(config)
+    placed = place(config, visible_devices())
     if not options.resume:
         config = preflight.make_run_folder(config)
     failure = ""
@@ -168,10 +170,12 @@ def run_command(options, overrides: list[str]) -> int:
             view.note(f"      {why}")
         if advised := advice(config):
             view.note(f"      {advised}")
+        for line in describe_placement(placed):
+            view.note(f"accelerators of {line}")
         for change in changes:
             view.note(f"resumed with a changed key: {change}")
         try:
-            state = Supervisor(config, view).run()
+            state = Supervisor(config, view, placed).run()
         except RunFailed as error:
             state, failure = "failed", str(error)
     preflight.mark_ended(config.run_dir, state)

@@ -12,6 +12,7 @@ from april.config import Config, ConfigError, SourceSection
 from april.config.checks import check_model
 from april.data.dataset import verifier_of
 from april.data.formats import ARROW, PARQUET, data_files, kind_of
+from april.devices import describe_placement, lay_out, place, visible_devices, wanted
 from april.environments.base import check_environment
 from april.preflight import check_keys, check_weights
 from april.weights.layout import describe_groups
@@ -73,15 +74,19 @@ def describe(config: Config) -> str:
         "schedule": describe_plan(schedule).removeprefix("plan: ").replace("\n      ", "; "),
         "filters": describe_filters(config),
         "processes": describe_processes(config),
-        "devices": describe_devices(config),
+        "devices": indented([describe_devices(config), *describe_placement(planned(config))]),
         "learner": f"{samples} samples a step, {samples // config.learner.ranks} a rank; {training(config, shape)}",
         "engines": f"{config.worker.engine}, {config.worker.slots} slots each; {engine(config, shape)}",
         "lanes": describe_lanes(config, shape),
-        "groups": ("\n" + " " * LABEL_WIDTH).join(describe_groups(config)),
+        "groups": indented(describe_groups(config)),
         "journal": f"up to {size(samples * longest_bytes)} a step",
         "advice": advice(config),
     }
     return "\n".join(f"{label:{LABEL_WIDTH}}{text}" for label, text in lines.items() if text)
+
+
+def indented(lines: list[str]) -> str:
+    return ("\n" + " " * LABEL_WIDTH).join(lines)
 
 
 def describe_filters(config: Config) -> str:
@@ -116,15 +121,20 @@ def describe_evaluation(config: Config) -> str:
 
 
 def describe_devices(config: Config) -> str:
-    needed = accelerators(config)
-    parts = [f"{count} {name}" for name, count in (("for workers", needed[0]), ("for the learner", needed[1])) if count]
-    return f"{sum(needed)} accelerators: {', '.join(parts)}" if parts else "no accelerator"
+    ranks, each = wanted(config)
+    for_workers = config.worker.count * each
+    parts = [f"{count} {name}" for count, name in ((for_workers, "for workers"), (ranks, "for the learner")) if count]
+    return f"{ranks + for_workers} accelerators: {', '.join(parts)}" if parts else "no accelerator"
 
 
-def accelerators(config: Config) -> tuple[int, int]:
-    """How many workers and learner ranks take each; `auto` takes one where there is one, and so counts."""
-    workers = config.worker.count if config.worker.device != "cpu" else 0
-    return workers, config.learner.ranks if config.learner.device != "cpu" else 0
+def planned(config: Config) -> dict[str, list[str]]:
+    """By part, of those that are here, or of as many as are wanted where these cannot be placed."""
+    try:
+        placed = place(config, visible_devices())
+    except ConfigError:
+        placed = {}
+    ranks, each = wanted(config)
+    return placed or lay_out(config, list(map(str, range(ranks + config.worker.count * each))))
 
 
 def training(config: Config, shape: Shape | None) -> str:
@@ -147,11 +157,15 @@ def engine(config: Config, shape: Shape | None) -> str:
 
 
 def describe_lanes(config: Config, shape: Shape | None) -> str:
+    lanes = [lane for index in range(config.worker.count) for lane in config.lanes_of(f"worker-{index}")]
+    ends = "worker" if len(lanes) == config.worker.count else "server"
     backend = config.weights.backend
     if backend == "auto":
-        backend = "nccl" if all(accelerators(config)) else "gloo"
+        backend = "nccl" if all(wanted(config)) else "gloo"
+        if config.engine.url and config.broadcasts_to_servers:
+            backend = "what its device takes"
     sent = f", {size(shape.parameters * WEIGHT_BYTES)} each" if shape else ""
-    return f"{config.worker.count}: learner rank 0 to each worker over {backend}{sent} at every step"
+    return f"{len(lanes)}: learner rank 0 to each {ends} over {backend}{sent} at every step"
 
 
 def size(count: float) -> str:
@@ -211,10 +225,5 @@ def lacking_devices(config: Config) -> Iterator[str]:
     """`auto` is content with none."""
     if importlib.util.find_spec("torch") is None:
         yield "torch is not installed; `pip install 'april-rl[learner,worker]'`"
-        return
-    import torch
-
-    wanted = (config.worker.count, config.worker.device), (config.learner.ranks, config.learner.device)
-    needed, there = sum(count for count, device in wanted if device == "cuda"), torch.cuda.device_count()
-    if needed > there:
-        yield f"{needed} accelerators are wanted, {there} are here; set worker.device and learner.device, or add some"
+    else:
+        yield from refused(place, config, visible_devices())

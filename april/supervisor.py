@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import uuid
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, Protocol
@@ -16,6 +17,7 @@ import orjson
 from april import clock, wire
 from april.client import BrokerConnection, BrokerUnreachable
 from april.config import BrokerSection, Config, ScorerSection, WorkerSection
+from april.devices import environment_of
 from april.process import REFUSED, RUN_FAILED, SUPERVISED
 from april.security.keys import load_keys
 
@@ -61,6 +63,8 @@ class Part:
     threads: int
     max_restarts: int
     hung_s: float
+    devices: Sequence[str] = ()
+    """accelerators that it sees; none: what this process sees"""
     process: subprocess.Popen | None = None
     restarts: int = 0
     """since it was last of use"""
@@ -71,14 +75,14 @@ class Part:
 
     def start(self) -> None:
         self.heard_at, self.start_at = clock.now(), None
-        environment = os.environ | dict.fromkeys(THREAD_SETTINGS, str(self.threads)) | {SUPERVISED: str(os.getpid())}
+        own = dict.fromkeys(THREAD_SETTINGS, str(self.threads)) | {SUPERVISED: str(os.getpid())}
         with self.log.open("ab") as output:
             self.process = subprocess.Popen(
                 self.command,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env=environment,
+                env=os.environ | own | environment_of(self.devices),
                 start_new_session=True,
             )
 
@@ -102,12 +106,14 @@ class Part:
 class Supervisor:
     """Runs one configuration to its end.
 
-    status = Supervisor(config, view).run()      # "finished" or "stopped"; raises RunFailed
+    status = Supervisor(config, view, placed).run()      # "finished" or "stopped"; raises RunFailed
     """
 
-    def __init__(self, config: Config, view: View):
+    def __init__(self, config: Config, view: View, placed: Mapping[str, Sequence[str]] | None = None):
+        """`placed`: accelerators of the parts that get their own, by name."""
         self.config = config
         self.view = view
+        self.placed = placed or {}
         self.run_dir = config.run_dir
         self.logs = self.run_dir / "logs"
         self.workers: list[Part] = []
@@ -159,7 +165,8 @@ class Supervisor:
         self, name: str, arguments: list[str], limits: BrokerSection | WorkerSection | ScorerSection, threads: int = 1
     ) -> Part:
         command = [sys.executable, "-m", "april.cli", *arguments]
-        return Part(name, command, self.logs / f"{name}.log", threads, limits.max_restarts, limits.hung_s)
+        log, devices = self.logs / f"{name}.log", self.placed.get(name, ())
+        return Part(name, command, log, threads, limits.max_restarts, limits.hung_s, devices)
 
     def _worker_part(self, index: int, config_path: Path, address: str) -> Part:
         name = f"worker-{index}"
@@ -174,8 +181,8 @@ class Supervisor:
         section = self.config.learner
         torchrun = ["-m", "april.learner.launch", "--standalone", "--nproc-per-node", str(section.ranks)]
         command = [sys.executable, *torchrun, "-m", "april.learner", str(config_path), "--connect", address]
-        log = self.logs / "learner.log"
-        return Part("learner", command, log, section.threads, section.max_restarts, section.hung_s)
+        log, devices = self.logs / "learner.log", self.placed.get("learner", ())
+        return Part("learner", command, log, section.threads, section.max_restarts, section.hung_s, devices)
 
     def _wait_for_broker(self) -> str | None:
         """The broker's address; None if the user stops the run before there is one."""

@@ -18,6 +18,8 @@ from tests.published import RECORDS
 FOLDER = Path(__file__).parents[1] / "configs" / "published"
 PARTS = [sorted((FOLDER / part).glob("*.toml")) for part in ("models", "data", "algorithms", "schedules")]
 COMBINATIONS = list(itertools.product(*PARTS))
+SHIPPED = [path for path in sorted(FOLDER.parent.glob("*.toml")) if path.stem != "published"]
+"""without the simulator's scenario"""
 
 QWEN3 = {
     "model_type": "qwen3", "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -90,6 +92,16 @@ def test_a_preset_that_leaves_stale_tokens_uncorrected_is_remarked_upon():
         *_, algorithm, schedule = combination
         remarked = "advice     algorithm.preset = 'gspo' corrects no stale token" in describe(load(combination))
         assert remarked == (algorithm.stem == "gspo" and schedule.stem != "sync")
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_every_other_shipped_configuration_resolves_and_lacks_nothing(path, policy_folder, data_folder, capsys):
+    """Given a policy and prompts, which `launch/quickstart.sh` makes."""
+    prompts = ["--data.path", str(data_folder / "train.jsonl"), "--data.eval_path", str(data_folder / "heldout.jsonl")]
+    assert cli.main(["run", str(path), "--dry-run", "--model.path", str(policy_folder), *prompts]) == 0
+    said = capsys.readouterr().out
+    assert said.splitlines()[-1] == "nothing is missing" and f"{path.stem}, seed" in said
+    assert f"engines    {'sglang' if 'sglang' in path.stem else 'torch'}, " in said
 
 
 def test_scorers_are_counted_where_they_score():

@@ -238,7 +238,7 @@ class EngineSection(Section):
 
     @property
     def tensor_ranks(self) -> int:
-        """Tensor-parallel ranks of a server, as its options say; a server of others has one."""
+        """Tensor-parallel ranks of a server that is started here, as its options say."""
         return self.server.get("tp_size", self.server.get("tensor_parallel_size", 1))
 
 

@@ -10,6 +10,8 @@ def describe_groups(config: Config) -> list[str]:
 
 def members(config: Config) -> str:
     engine = config.engine
+    if config.broadcasts_to_servers and engine.url:
+        return "1 + tp_size ranks: 0 the learner, from 1 on the tensor-parallel ranks that its server says it has"
     if config.broadcasts_to_servers:
         size = engine.tensor_ranks
         server = f"its server's tensor-parallel ranks 0-{size - 1}" if size > 1 else "its server"

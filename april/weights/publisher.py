@@ -76,6 +76,7 @@ class WeightPublisher:
         own = load_keys(keys, "learner")
         allow_list = AllowList(keys / ALLOW_LIST) if own else None
         self.config = config
+        self.bucket_bytes = config.bucket_mb << 20
         self.run = run
         self.device = device
         self._snapshot: Snapshot | None = None
@@ -274,7 +275,7 @@ class WeightPublisher:
 
     def _transfer(self, lane: PeerLane, group: "dist.Backend", snapshot: Snapshot) -> None:
         timeout_s = self.config.transfer_deadline_s
-        bucket_bytes = self.config.bucket_mb << 20
+        bucket_bytes = self.bucket_bytes
         heads, size = snapshot.heads, snapshot.data.numel()
         expected = self._server_checksums(lane, snapshot)
         manifest = wire.LaneManifest(

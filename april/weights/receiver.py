@@ -53,6 +53,9 @@ class InferenceServer(Protocol):
     """What takes a worker's place in its lanes. Both methods are called from the weights thread."""
 
     ranks: int
+    """of its own in the lane, behind the learner's"""
+    device: str
+    """cpu, cuda"""
 
     def join(self, invite: wire.LaneInvite) -> None:
         """Build the group. Raises RuntimeError."""
@@ -252,9 +255,9 @@ class LearnerConnection:
             self._send(wire.LaneAlive(self.lane.lane))
         elif clock.now() >= self._ask_again_at and self.receiver.up():
             self._ask_again_at = clock.now() + INVITATION_S
-            receiver = self.receiver
-            ranks = receiver.server.ranks if receiver.server else 0
-            self._send(wire.LaneJoin(receiver.uid, receiver.name, receiver.device, receiver.held, ranks))
+            receiver, server = self.receiver, self.receiver.server
+            device, ranks = (server.device, server.ranks) if server else (receiver.device, 0)
+            self._send(wire.LaneJoin(receiver.uid, receiver.name, device, receiver.held, ranks))
 
     def _send(self, message: wire.Message) -> None:
         self.socket.send_multipart(wire.encode(message))

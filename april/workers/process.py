@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from april import clock
 from april.config import Config, ConfigError
+from april.devices import wanted
 from april.process import REFUSED, end, log_to_stderr
 from april.security.keys import load_keys
 
@@ -32,7 +33,7 @@ def run_worker(config: Config, address: str, name: str) -> NoReturn:
 
     log_to_stderr(name, config.operations.log_format, run=config.run.name, worker=name)
     torch.set_num_threads(config.worker.threads)
-    device = config.worker.device
+    device = config.worker.device if wanted(config)[1] else "cpu"
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
@@ -100,7 +101,7 @@ def make_intakes(
 
     intakes = []
     for lane, part in zip(config.lanes_of(name), engine.parts, strict=True):
-        server = ServerLane(part, config.engine.tensor_ranks) if config.broadcasts_to_servers else None
+        server = ServerLane(part) if config.broadcasts_to_servers else None
         up = partial(getattr, part, "ready")
         receiver = WeightReceiver(config.weights, f"{uid}-{lane}", lane, device, keys, server, up)
         intakes.append(ServerIntake(part, receiver))

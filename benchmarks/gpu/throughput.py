@@ -9,7 +9,8 @@ import os
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # april, which need not be installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import tempfile
 import time
@@ -27,6 +28,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from transformers.utils import logging
 
 from april.config import Config, WeightsSection
+from april.devices import environment_of, visible_devices
 from april.learner.batch import Batch, TrainSample
 from april.learner.trainer import Trainer
 from april.version import Version
@@ -231,16 +233,14 @@ def process(place: Place, target: Callable, *arguments) -> Iterator[Callable[[],
 
 
 def seeing(gpu: str, target: Callable, *arguments) -> None:
-    if gpu:
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+    os.environ |= environment_of([gpu] if gpu else [])
     target(*arguments)
 
 
 def place_of(device: str) -> Place:
     if device == "cpu" or torch.cuda.device_count() == 1:
         return Place(torch.device(device), "", "gloo")
-    seen = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
-    return Place(torch.device("cuda"), seen[1], "nccl")
+    return Place(torch.device("cuda"), visible_devices()[1], "nccl")
 
 
 def main() -> None:

@@ -1,7 +1,9 @@
 """What every generation engine keeps to, whichever it is. A new engine joins by an entry in ENGINES.
 
 SGLang's server is the real one, and so is vLLM's where it is installed; where two runs are compared, they are greedy,
-since engines differ in how they draw.
+since engines differ in how they draw. SGLang pauses by `abort` here, its default; with `retract` and stream_tokens = 1
+it passes all of this as well, in as much time again, so that of `retract` only changes of weights are tested, in
+test_sglang_weights.py.
 """
 
 from dataclasses import replace

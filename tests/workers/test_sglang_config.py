@@ -1,12 +1,15 @@
 """What is refused before a server is started, and what is told of its capacity."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from april.cli import main
 from april.config import ConfigError, load
 from april.workers.engines.capacity import CapacityRule
-from april.workers.engines.sglang_checks import check_server, check_speculation
+from april.workers.engines.sglang_checks import check_ranks, check_server, check_speculation
 from april.workers.engines.sglang_engine import make_sglang_engine, server_settings
+from april.workers.engines.sglang_lane import ServerLane
 from april.workers.engines.sglang_server import ServerFailed, ServerSettings
 
 SGLANG = ["--worker.engine", "sglang"]
@@ -90,6 +93,28 @@ def test_a_dry_run_says_who_is_in_which_group(config_file, capsys):
     said = capsys.readouterr().out
     assert "worker-1: 3 ranks: 0 the learner, 1-2 its server's tensor-parallel ranks 0-1" in said
     assert not (config_file.parent / "runs").exists()
+
+
+def test_the_ranks_and_the_device_of_a_lane_are_those_that_the_server_says_it_has():
+    """However its options are spelled, and also where others have started it."""
+    lane = ServerLane(SimpleNamespace(info={"tp_size": 4, "device": "cuda"}))
+    assert (lane.ranks, lane.device) == (4, "cuda")
+    lane = ServerLane(SimpleNamespace(info={}))
+    assert (lane.ranks, lane.device) == (1, "cpu")
+
+
+def test_a_server_with_other_ranks_than_were_counted_is_refused():
+    check_ranks({"tp_size": 2}, 2)
+    with pytest.raises(ServerFailed, match=r"runs with 2 .* read as 1, .* spell it engine\.server\.tp_size"):
+        check_ranks({"tp_size": 2}, 1)
+
+
+def test_a_dry_run_leaves_the_ranks_of_servers_of_others_to_them(config_file, capsys):
+    words = ["--engine.url", "http://a:1,http://b:1", "--engine.weights", "broadcast", "--worker.count", "1"]
+    assert main(["run", str(config_file), "--dry-run", *SGLANG, *words]) == 0
+    said = capsys.readouterr().out
+    assert "worker-0-server-1: 1 + tp_size ranks: 0 the learner, from 1 on" in said
+    assert "2: learner rank 0 to each server over what its device takes" in said
 
 
 def test_several_servers_of_a_worker_have_lanes_logs_ports_and_devices_of_their_own(config_file, capsys):

@@ -193,7 +193,7 @@ def test_a_server_killed_between_ready_and_the_first_bucket_costs_its_lane_alone
     models = {V0: tiny_model(), V1: tiny_model(seed=1)}
     deadlines = WeightsSection(publish_deadline_s=PATIENCE_S, transfer_deadline_s=5.0)
     publisher = WeightPublisher(deadlines, "test", "cpu")
-    receiver = WeightReceiver(deadlines, "uid", "w0", "cpu", server=ServerLane(held, 1), up=lambda: held.ready)
+    receiver = WeightReceiver(deadlines, "uid", "w0", "cpu", server=ServerLane(held), up=lambda: held.ready)
     receiver.connect(publisher.address)
     intake, staged = ServerIntake(held, receiver), []
     run_until(lambda: [lane.state for lane in publisher._lanes.values()] == ["ready"], held)

@@ -1,5 +1,6 @@
 """Weights into a running SGLang server: every way, every pause, and a server that holds others than it was sent."""
 
+import json
 import shutil
 import threading
 import time
@@ -13,12 +14,16 @@ from april.version import Version
 from april.weights.publisher import WeightPublisher
 from april.weights.receiver import WeightReceiver
 from april.weights.server_checksums import checksums_in_server
+from april.weights.snapshot import joined
 from april.workers.engines.base import EngineError, Request
 from april.workers.engines.sglang import SGLangEngine
 from april.workers.engines.sglang_client import ServerSilent
 from april.workers.engines.sglang_lane import ServerLane
+from april.workers.engines.sglang_server import ServerFailed
 from april.workers.engines.sglang_weights import DiskSnapshot, LocalTensors
-from tests.workers.engine_driving import V0, V1, V2, VOCABULARY, drive, join, prompt
+from april.workers.intake import ServerIntake
+from tests.workers.engine_driving import V0, V1, V2, VOCABULARY, Stream, drive, join, prompt
+from tests.workers.server_faults import rest_of, run_until, streams_of
 
 pytestmark = pytest.mark.timeout(900)
 PATIENCE_S = 120.0
@@ -41,19 +46,19 @@ def make_engine(sglang_server, tiny_model):
 
 @pytest.fixture
 def learner(make_engine):
-    """(publish, engine): a publisher whose lane the server itself has joined, and the engine that watches over it."""
+    """(publish, engine, receiver): of a publisher whose lane the server itself has joined, over which the model goes in
+    several buckets; the engine that watches over the server; and its worker's side of the lane."""
     engine = make_engine()
     publisher = WeightPublisher(WeightsSection(publish_deadline_s=PATIENCE_S), "test", "cpu")
-    receiver = WeightReceiver(
-        WeightsSection(), "uid", "w0", "cpu", server=ServerLane(engine, 1), up=lambda: engine.ready
-    )
+    publisher.bucket_bytes = 20_000
+    receiver = WeightReceiver(WeightsSection(), "uid", "w0", "cpu", server=ServerLane(engine), up=lambda: engine.ready)
     receiver.connect(publisher.address)
 
-    def publish(version, tensors):
-        """Whatever the engine hands over until its worker has loaded the version or refused it."""
+    def publish(version, tensors, chunks=None):
+        """Whatever the engine hands over until its worker has loaded the version or refused it, behind `chunks`."""
         thread = threading.Thread(target=publisher.publish, args=(version, tensors))
         thread.start()
-        chunks, deadline = [], time.monotonic() + PATIENCE_S
+        chunks, deadline = [] if chunks is None else chunks, time.monotonic() + PATIENCE_S
         while (staged := receiver.take()) is None and time.monotonic() < deadline:
             chunks += engine.step()
         try:
@@ -66,7 +71,7 @@ def learner(make_engine):
             thread.join()
         return chunks
 
-    yield publish, engine
+    yield publish, engine, receiver
     receiver.close()
     publisher.close()
 
@@ -103,22 +108,24 @@ def test_running_requests_survive_an_update(make_engine, tiny_model, way, pause,
     models = {V0: tiny_model(seed=0), V1: tiny_model(seed=1)}
     engine = make_engine(push=way(tiny_model().folder), pause=pause, stream_tokens=stream_tokens)
     engine.load_weights(V0, models[V0].weights())
-    requests = [Request(i, prompt(3 + i, seed=i), 200, seed=i) for i in range(6)]
+    requests = [Request(i, prompt(3 + i, seed=i), 600, seed=i) for i in range(6)]
     before = drive(engine, requests, tokens=150)
     engine.load_weights(V1, models[V1].weights())
-    after = drive(engine)
+    after = drive(engine, tokens=300)
+    rest = streams_of(engine.cancel_all(range(6)))
     for request in requests:
-        stream = join(before[request.id], after[request.id])
-        assert len(stream.tokens) == 200 and set(stream.versions) == {V0, V1}
+        stream = join(before[request.id], after[request.id], rest.get(request.id, Stream([])))
+        assert set(stream.versions) == {V0, V1}
         assert stream.versions == sorted(stream.versions)
         assert_true(models, request, stream)
     with checked_weights(engine) as held:
         assert held == {k: v for k, v in checksums_in_server(models[V1].weights()).items() if k in held} and held
 
 
-def test_the_learner_broadcasts_to_the_server_itself(learner, tiny_model):
-    publish, engine = learner
+def test_the_learner_broadcasts_to_the_server_itself(learner, tiny_model, monkeypatch):
+    publish, engine, _ = learner
     models = {V0: tiny_model(seed=0), V1: tiny_model(seed=1), V2: tiny_model(seed=2)}
+    calls = calls_of(engine, monkeypatch)
     publish(V0, models[V0].weights())
     request = Request(1, prompt(), 600, seed=1)
     parts = [drive(engine, [request], tokens=50)]
@@ -130,6 +137,53 @@ def test_the_learner_broadcasts_to_the_server_itself(learner, tiny_model):
     stream = join(parts[0], parts[1], parts[2][1], drive(engine)[1])
     assert len(stream.tokens) == 600 and set(stream.versions) == {V0, V1, V2}
     assert_true(models, request, stream)
+    assert calls.count("/update_weights_from_distributed") >= 3 * 4
+
+
+def refuse_the_second_bucket(engine, monkeypatch):
+    call, sent = engine._client.call, []
+
+    async def changed(path, body=None, *arguments, **options):
+        if path == "/update_weights_from_distributed":
+            sent.append(path)
+            body = body | {"group_name": "another"} if len(sent) == 2 else body
+        return await call(path, body, *arguments, **options)
+
+    monkeypatch.setattr(engine._client, "call", changed)
+
+
+def tear_the_second_bucket(engine, monkeypatch):
+    sent = []
+
+    def torn(snapshot, heads):
+        sent.append(heads)
+        if len(sent) == 2:
+            raise RuntimeError("the learner's side is gone")
+        return joined(snapshot, heads)
+
+    monkeypatch.setattr("april.weights.publisher.joined", torn)
+
+
+@pytest.mark.parametrize("harm", [refuse_the_second_bucket, tear_the_second_bucket])
+def test_a_broadcast_that_breaks_off_between_two_buckets_is_repeated(learner, tiny_model, monkeypatch, harm):
+    """Nothing is generated with weights of two versions. This server is kept by others, so that nobody starts it anew:
+    it is still within the change that broke off."""
+    publish, engine, receiver = learner
+    publish(V0, tiny_model().weights())
+    request = Request(1, prompt(), 600, temperature=0.0)
+    before, handed = drive(engine, [request], tokens=50)[1], []
+    harm(engine, monkeypatch)
+    with pytest.raises(EngineError, match="refuses /update_weights_from_distributed"):
+        publish(V1, tiny_model(seed=1).weights(), handed)
+    before = join_with(before, handed + engine.step())
+    assert engine.version is None and engine.capacity == 0
+    assert [key for key, _ in engine.failures()] == [1] and engine.live == 0
+    intake = ServerIntake(engine, receiver)
+    run_until(lambda: engine.version == V1, engine, intake.load)
+    rest = rest_of(request, before)
+    after = drive(engine, [rest])[1]
+    assert set(before.versions) == {V0} and set(after.versions) == {V1}
+    assert_true({V1: tiny_model(seed=1)}, rest, after)
 
 
 def join_with(stream, chunks):
@@ -137,7 +191,7 @@ def join_with(stream, chunks):
 
 
 def test_a_broadcast_of_another_model_is_refused_before_it_begins(learner, tiny_model):
-    publish, engine = learner
+    publish, engine, _ = learner
     publish(V0, tiny_model().weights())
     other = tiny_model().weights() | {"model.norm.weight": torch.zeros(47)}
     with pytest.raises(EngineError, match=r"\(47,\).*\(48,\)"):
@@ -145,6 +199,17 @@ def test_a_broadcast_of_another_model_is_refused_before_it_begins(learner, tiny_
     assert engine.version == V0 and len(drive(engine, [Request(1, prompt(), 5)])[1].tokens) == 5
     publish(V2, tiny_model(seed=2).weights())
     assert engine.version == V2
+
+
+def test_a_server_of_another_model_is_refused_at_once(sglang_server, tiny_model, tmp_path):
+    """By the architecture that it names, and by what it was started with, whatever has been loaded since."""
+    with pytest.raises(ServerFailed, match=r"model_type = 'qwen3' where key 'model\.path' has 'llama'"):
+        SGLangEngine(tiny_model("llama").folder, VOCABULARY, 640, url=sglang_server.url)
+    shutil.copytree(tiny_model().folder, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_bytes())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 64}))
+    with pytest.raises(ServerFailed, match=r"vocab_size = 61 where key 'model\.path' has 64"):
+        SGLangEngine(tmp_path, 64, 640, url=sglang_server.url)
 
 
 def test_weights_other_than_those_sent_are_noticed(make_engine, tiny_model, monkeypatch):

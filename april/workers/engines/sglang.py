@@ -22,7 +22,7 @@ from april.weights.server_checksums import can_be_foretold, checksums_in_server
 from april.workers.engines.base import Chunk, EngineError, Request
 from april.workers.engines.capacity import CapacityRule
 from april.workers.engines.checks import check_heads, check_request
-from april.workers.engines.sglang_checks import check_server
+from april.workers.engines.sglang_checks import check_model, check_pause, check_server
 from april.workers.engines.sglang_client import ServerGone, ServerRefuses, SGLangClient
 from april.workers.engines.sglang_lane import receive
 from april.workers.engines.sglang_run import Run
@@ -90,17 +90,15 @@ class SGLangEngine:
         nothing for so long, though it has requests, is hung; `update_s`: longest change of weights; `start_s`: a server
         that others keep may be away for so long; `loop`: one that several engines share, which outlives them.
         """
-        if pause != "abort" and stream_tokens != 1:
-            raise EngineError(
-                f"pause = {pause!r} leaves tokens unsent whose version is known only at the end; "
-                "set stream_tokens = 1, or use pause = 'abort'"
-            )
+        check_pause(pause, stream_tokens)
         self.model_path, self.vocabulary, self.max_context = Path(model_path), vocabulary, max_context
         self.slots, self.version, self.generated_tokens = slots, None, 0
         self.chunk_tokens, self.chunk_s = chunk_tokens, chunk_s
         self.stream_tokens = min(stream_tokens, chunk_tokens)
         self.pause, self.stall_s, self.update_s, self.max_restarts = pause, stall_s, update_s, max_restarts
         self.ready = False
+        self.info: dict = {}
+        """what the server says of itself, its /server_info"""
         self.restarts = 0
         """of the server, since it last finished a request"""
         self._push = push or DiskSnapshot(self.model_path)
@@ -191,7 +189,8 @@ class SGLangEngine:
     async def take_weights(self, version: Version, tensors: "Mapping[str, torch.Tensor]") -> None:
         """`load_weights` beside everything else: what is submitted meanwhile waits, steps and cancels go on."""
         self._check_ready()
-        load = self._push.load(self._client, self._push.check(tensors), self._change(version))
+        checked, ranks = self._push.check(tensors), self.info.get("tp_size", 1)
+        load = self._push.load(self._client, checked, self._change(version), ranks)
         await self._update(version, load, self._foretell(tensors))
 
     async def take_broadcast(self, version: Version, manifest: "LaneManifest", post: Callable[[], None]) -> None:
@@ -433,9 +432,10 @@ class SGLangEngine:
 
     def _check(self, info: dict) -> None:
         """Refuse a server that cannot do what this engine needs of it; keep what it says of its sizes."""
+        own = json.loads((self.model_path / "config.json").read_bytes())
         check_server(info)
-        model_type = json.loads((self.model_path / "config.json").read_bytes()).get("model_type")
-        self._comparable = can_be_foretold(info, model_type)
+        check_model(info, own)
+        self.info, self._comparable = info, can_be_foretold(info, own.get("model_type"))
         if context := info.get("context_length"):
             self.max_context = min(self.max_context, context)
         self._capacity = CapacityRule(min(self.slots, info.get("max_running_requests") or self.slots))

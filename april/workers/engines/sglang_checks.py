@@ -1,10 +1,21 @@
-"""What a server must not be: one that takes no weights while it runs, or whose samples are not the policy's."""
+"""What a server must not be: one of another model, one that takes no weights while it runs, one whose samples are not
+the policy's."""
 
+import contextlib
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from april.workers.engines.base import EngineError
 from april.workers.engines.sglang_server import ServerFailed
 
+ARCHITECTURE = ("model_type", "architectures")
+SHAPE = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim",
+)  # fmt: skip
+"""keys of config.json that two folders of one model agree in"""
 THRESHOLDS = ("speculative_accept_threshold_single", "speculative_accept_threshold_acc")
 
 
@@ -17,6 +28,39 @@ def check_server(info: Mapping[str, Any]) -> None:
                 "use one worker for each replica, and tensor parallelism inside it"
             )
     check_speculation(info, info.get("device", "cuda"))
+
+
+def check_model(info: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Refuse a server of another model than that of config.json, `own`, as far as it says which one it has: its
+    architecture, and all sizes where its folder can be read here. Raises ServerFailed."""
+    folder, said = str(info.get("model_path")), {}
+    with contextlib.suppress(OSError, ValueError):
+        said = json.loads((Path(folder) / "config.json").read_bytes())
+    said |= {key: info[key] for key in ARCHITECTURE if key in info}
+    for key in (*ARCHITECTURE, *SHAPE):
+        if None not in (said.get(key), own.get(key)) and said[key] != own[key]:
+            raise ServerFailed(
+                f"the server's model {folder} has {key} = {said[key]!r} where key 'model.path' has {own[key]!r}; "
+                "start it with that folder, or give its folder as model.path"
+            )
+
+
+def check_ranks(info: Mapping[str, Any], expected: int) -> None:
+    """Refuse a server that was started here with other tensor-parallel ranks than were counted. Raises ServerFailed."""
+    if info.get("tp_size", expected) != expected:
+        raise ServerFailed(
+            f"the server runs with {info['tp_size']} tensor-parallel ranks where key 'engine.server' was read as "
+            f"{expected}, by which devices are counted; spell it engine.server.tp_size"
+        )
+
+
+def check_pause(pause: str, stream_tokens: int) -> None:
+    """Refuse one that leaves versions unknown. Raises EngineError."""
+    if pause != "abort" and stream_tokens != 1:
+        raise EngineError(
+            f"pause = {pause!r} leaves tokens unsent whose version is known only at the end; "
+            "set stream_tokens = 1, or use pause = 'abort'"
+        )
 
 
 def check_speculation(options: Mapping[str, Any], device: str, rocm: bool = False) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from april.config import Config, ConfigError
 from april.workers.engines.base import EngineError
 from april.workers.engines.sglang import SGLangEngine
-from april.workers.engines.sglang_checks import check_speculation
+from april.workers.engines.sglang_checks import check_ranks, check_speculation
 from april.workers.engines.sglang_client import ServerGone
 from april.workers.engines.sglang_fleet import SGLangFleet
 from april.workers.engines.sglang_server import AttachedServer, ServerSettings, SGLangServer
@@ -66,6 +66,8 @@ def make_sglang_engine(
                 )
                 parts.append(part)
                 undo.callback(part.close)
+                if not engine.url:
+                    check_ranks(part.info, engine.tensor_ranks)
         except (EngineError, ServerGone) as error:
             raise ConfigError(str(error)) from None
         undo.pop_all()
@@ -108,5 +110,5 @@ def server_settings(
 
 def make_push(config: Config) -> WeightPush:
     if config.engine.weights == "tensor":
-        return LocalTensors(config.model.path, config.engine.tensor_ranks)
+        return LocalTensors(config.model.path)
     return DiskSnapshot(config.model.path, config.engine.snapshot_dir)

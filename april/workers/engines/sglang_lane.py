@@ -28,9 +28,16 @@ class ServerLane:
     A server that stays in a group which the learner has given up is stuck: its engine is told to bring it back.
     """
 
-    def __init__(self, engine: "SGLangEngine", ranks: int):
-        self.ranks = ranks
+    def __init__(self, engine: "SGLangEngine"):
         self._engine = engine
+
+    @property
+    def ranks(self) -> int:
+        return self._engine.info.get("tp_size", 1)
+
+    @property
+    def device(self) -> str:
+        return self._engine.info.get("device", "cpu")
 
     def join(self, invite: wire.LaneInvite) -> None:
         body = {

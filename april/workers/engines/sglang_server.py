@@ -173,7 +173,8 @@ class AttachedServer:
     def spawn(self) -> None: ...
 
     async def wait(self, client: SGLangClient) -> dict:
-        """Its /server_info. It has to be there the first time; later it may take `start_s` to come back.
+        """Its /server_info, and the architecture that /model_info names. It has to be there the first time; later it
+        may take `start_s` to come back.
 
         Raises ServerGone, ServerRefuses.
         """
@@ -181,7 +182,7 @@ class AttachedServer:
         self._patience_s = self._start_s
         while True:
             try:
-                return await client.call("/server_info")
+                return await client.call("/model_info") | await client.call("/server_info")
             except (ServerGone, ServerRefuses):
                 if clock.now() >= deadline:
                     raise

@@ -39,9 +39,9 @@ class WeightPush(Protocol):
     def check(self, tensors: "Mapping[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
         """The tensors to load, before anything is interrupted for them. Raises EngineError."""
 
-    async def load(self, client: SGLangClient, tensors: "Mapping[str, torch.Tensor]", change: dict) -> None:
+    async def load(self, client: SGLangClient, tensors: "Mapping[str, torch.Tensor]", change: dict, ranks: int) -> None:
         """Called while the server is paused, with what `check` has returned. `change`: `weight_version` and
-        `flush_cache` as SGLang takes them.
+        `flush_cache` as SGLang takes them; `ranks`: the server's tensor-parallel ones.
 
         Raises EngineError if it keeps the old weights, otherwise HalfLoaded.
         """
@@ -71,7 +71,7 @@ class DiskSnapshot(Checked):
         with contextlib.suppress(FileNotFoundError):
             shutil.copy(model / "config.json", self._folder)
 
-    async def load(self, client: SGLangClient, tensors: "Mapping[str, torch.Tensor]", change: dict) -> None:
+    async def load(self, client: SGLangClient, tensors: "Mapping[str, torch.Tensor]", change: dict, ranks: int) -> None:
         from safetensors.torch import save_file
 
         file = self._folder / "model.safetensors"
@@ -92,12 +92,8 @@ class DiskSnapshot(Checked):
 class LocalTensors(Checked):
     """Handles of shared memory, pickled as SGLang expects them, one copy for each of its tensor-parallel ranks."""
 
-    def __init__(self, model: Path, ranks: int = 1):
-        super().__init__(model)
-        self._ranks = ranks
-
-    async def load(self, client: SGLangClient, tensors: "Mapping[str, torch.Tensor]", change: dict) -> None:
-        payloads = [share(tensors) for _ in range(self._ranks)]
+    async def load(self, client: SGLangClient, tensors: "Mapping[str, torch.Tensor]", change: dict, ranks: int) -> None:
+        payloads = [share(tensors) for _ in range(ranks)]
         await within_session(client, self._send(client, payloads, change))
 
     async def _send(self, client: SGLangClient, payloads: list[str], change: dict) -> None:
@@ -113,7 +109,7 @@ async def within_session(client: SGLangClient, load) -> None:
     Raises EngineError if it does not begin, HalfLoaded if anything fails after that.
     """
     try:
-        await client.call("/begin_weight_update", {}, UPDATE_S)
+        await begin(client)
     except ServerRefuses:
         load.close()
         raise
@@ -122,6 +118,15 @@ async def within_session(client: SGLangClient, load) -> None:
         await client.call("/end_weight_update", {}, UPDATE_S)
     except EngineError as error:
         raise HalfLoaded(str(error)) from None
+
+
+async def begin(client: SGLangClient) -> None:
+    """A server that others keep may be within a change still that broke off, and takes no other before its end."""
+    try:
+        await client.call("/begin_weight_update", {}, UPDATE_S)
+    except ServerRefuses:
+        await client.call("/end_weight_update", {}, UPDATE_S)
+        await client.call("/begin_weight_update", {}, UPDATE_S)
 
 
 def share(tensors: "Mapping[str, torch.Tensor]") -> str:

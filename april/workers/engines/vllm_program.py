@@ -99,6 +99,7 @@ class Program:
             {
                 "context_length": config.model_config.max_model_len,
                 "max_running_requests": config.scheduler_config.max_num_seqs,
+                "tp_size": config.parallel_config.tensor_parallel_size,
                 "pp_size": config.parallel_config.pipeline_parallel_size,
                 "dp_size": config.parallel_config.data_parallel_size,
             }

@@ -1,0 +1,128 @@
+"""Which accelerators each part of `april run` gets, as a plan; where there are too few, and where there are none."""
+
+import sys
+
+import pytest
+
+from april import devices, supervisor
+from april.cli import main
+from april.config import ConfigError, load
+from april.devices import place, visible_devices, wanted
+
+SGLANG, VLLM = ["--worker.engine", "sglang"], ["--worker.engine", "vllm"]
+TP2 = ["--engine.server.tp_size", "2"]
+SHARED = ["--weights.backend", "gloo"]
+CUDA = ["--worker.device", "cuda", "--learner.device", "cuda"]
+URL = ["--engine.url", "http://a:1,http://b:1"]
+
+
+@pytest.fixture
+def configured(config_file):
+    """Two workers and two learner ranks, on `auto`."""
+    return lambda *words: load(config_file, ["--learner.ranks", "2", "--worker.count", "2", *words])
+
+
+def numbers(count):
+    return [str(number) for number in range(count)]
+
+
+def spans(placed):
+    return {part: "".join(devices) for part, devices in placed.items()}
+
+
+PLANS = {
+    "one each": ([], 4, {"learner": "01", "worker-0": "2", "worker-1": "3"}),
+    "more than wanted": ([], 8, {"learner": "01", "worker-0": "2", "worker-1": "3"}),
+    "ranks of a server": ([*SGLANG, *TP2], 6, {"learner": "01", "worker-0": "23", "worker-1": "45"}),
+    "ranks of vLLM's": (
+        [*VLLM, "--engine.server.tensor_parallel_size", "2"], 6, {"learner": "01", "worker-0": "23", "worker-1": "45"},
+    ),
+    "several servers": (
+        [*SGLANG, *TP2, "--engine.servers", "2"], 10, {"learner": "01", "worker-0": "2345", "worker-1": "6789"},
+    ),
+    "servers of others": ([*SGLANG, *URL], 2, {"learner": "01"}),
+    "the learner's alone": (["--worker.device", "cpu"], 2, {"learner": "01"}),
+    "the workers' alone": (["--learner.device", "cpu"], 2, {"worker-0": "0", "worker-1": "1"}),
+    "workers share": (SHARED, 3, {"learner": "01", "worker-0": "2", "worker-1": "2"}),
+    "all share": (SHARED, 2, {"learner": "01", "worker-0": "0", "worker-1": "1"}),
+    "one for everybody": (
+        [*SHARED, "--learner.ranks", "1"], 1, {"learner": "0", "worker-0": "0", "worker-1": "0"},
+    ),
+    "wide workers share all": ([*SHARED, *SGLANG, *TP2], 3, {"learner": "01", "worker-0": "01", "worker-1": "01"}),
+    "none for auto": ([], 0, {}),
+    "none wanted": (["--worker.device", "cpu", "--learner.device", "cpu"], 4, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PLANS)
+def test_learner_ranks_come_first_then_worker_after_worker(configured, case):
+    words, here, plan = PLANS[case]
+    assert spans(place(configured(*words), numbers(here))) == plan
+
+
+REFUSED = {
+    "none, though insisted on": (CUDA, 0, "4 accelerators are wanted and 0 are here"),
+    "one insists": (["--learner.device", "cuda"], 0, "too few for learner.ranks = 2"),
+    "ranks cannot share": ([*SHARED], 1, "too few for learner.ranks = 2"),
+    "neither can those of a server": ([*SHARED, *SGLANG, "--engine.servers", "3"], 2, "or a worker that takes 3"),
+    "sharing over NCCL": (
+        ["--weights.backend", "nccl"],
+        3,
+        "'nccl' does not let .* takes one rank",
+    ),
+    "sharing by default": ([], 3, "'auto' does not let .* set it to 'gloo'"),
+    "placed by an option": ([*SGLANG, "--engine.server.base_gpu_id", "4"], 8, "base_gpu_id' = 4 .* leave it out"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_placed_is_refused_with_a_sentence(configured, case):
+    words, here, why = REFUSED[case]
+    with pytest.raises(ConfigError, match=why):
+        place(configured(*words), numbers(here))
+
+
+def test_devices_keep_the_names_under_which_this_process_sees_them(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    for variable in devices.VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+    assert visible_devices() == ["0", "1"]
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "4,5")
+    assert visible_devices() == ["4", "5"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b,beyond")
+    assert visible_devices() == ["GPU-a", "GPU-b"]
+
+
+def test_each_process_sees_its_own_devices_alone_and_others_what_was_there(configured, tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,6,7")
+    monkeypatch.delenv("HIP_VISIBLE_DEVICES", raising=False)
+    config = configured("--run.dir", str(tmp_path))
+    run = supervisor.Supervisor(config, None, place(config, ["5", "6", "7", "8"]))
+    run.logs.mkdir(parents=True)
+    broker = run._part("broker", [], config.broker)
+    learner, workers = run._learner_part("config", "address"), [run._worker_part(i, "config", "") for i in range(2)]
+    for part in (broker, learner, *workers):
+        say = "import os; print(*(os.environ.get(name) for name in ('CUDA_VISIBLE_DEVICES', 'HIP_VISIBLE_DEVICES')))"
+        part.command = [sys.executable, "-c", say]
+        part.start()
+        part.process.wait(60)
+    said = [part.log.read_text().split() for part in (broker, learner, *workers)]
+    assert said == [["5,6,7", "None"], ["5,6", "5,6"], ["7", "7"], ["8", "8"]]
+
+
+def test_a_dry_run_counts_and_places_what_servers_take(config_file, capsys, monkeypatch):
+    words = [*SGLANG, *TP2, "--engine.servers", "2", "--worker.count", "2", "--learner.ranks", "2"]
+    assert main(["run", str(config_file), "--dry-run", *words]) == 0
+    said = capsys.readouterr().out
+    assert "10 accelerators: 8 for workers, 2 for the learner" in said
+    assert "learner: 0,1\n" in said and "worker-0: 2,3,4,5\n" in said and "worker-1: 6,7,8,9\n" in said
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    assert main(["run", str(config_file), "--dry-run", *words]) == 2
+    assert "missing: 10 accelerators are wanted and 8 are here" in capsys.readouterr().out
+    assert main(["run", str(config_file), "--dry-run", *words, *SHARED]) == 0
+    assert "worker-1: 2,3,4,5\n" in capsys.readouterr().out, "both workers have those behind the learner's"
+
+
+def test_a_worker_whose_servers_are_kept_by_others_takes_none(configured):
+    assert wanted(configured(*SGLANG, *URL)) == (2, 0)
+    assert wanted(configured(*URL)) == (2, 1), "the embedded engine has no servers"
