@@ -61,11 +61,14 @@ def calibrate(model: Path, slots: int, out: Path, overrides: list[str]) -> None:
 
     try:
         from april.simulate.probe import make_probe
+        from april.workers.engines.base import EngineError
     except ImportError:
         raise ConfigError("calibrating needs torch; run `pip install 'april-rl[worker]'`") from None
     probe, name = make_probe(model, slots, overrides)
     try:
         fitted = fit(measure(probe), f"measured on the {name} engine with {slots} slots")
+    except EngineError as error:
+        raise ConfigError(str(error)) from None
     finally:
         probe.engine.close()
     out.parent.mkdir(parents=True, exist_ok=True)

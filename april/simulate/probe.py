@@ -13,7 +13,7 @@ from april.config.loading import validate
 from april.config.overrides import parse_overrides, set_key
 from april.simulate.calibrate import Timing
 from april.version import Version
-from april.workers.engines.base import Engine, Request
+from april.workers.engines.base import Chunk, Engine, EngineError, Request
 from april.workers.engines.torch_engine import load_folder_weights
 from april.workers.process import make_engine
 
@@ -86,7 +86,7 @@ class EngineProbe:
         began, wanted = self.clock(), engine.generated_tokens + tokens
         while engine.generated_tokens < wanted:
             before = engine.generated_tokens
-            ended = [chunk.id for chunk in engine.step() if chunk.finish_reason]
+            ended = [chunk.id for chunk in self._step() if chunk.finish_reason]
             steps = (engine.generated_tokens - before) / running
             kv_steps += steps * crowd.context
             crowd.steps += steps
@@ -99,6 +99,15 @@ class EngineProbe:
             "decode_s": self.clock() - began, "steps": steps, "kv": kv_steps / steps, "admissions": admissions,
             "admitted": admitted, "admitted_tokens": admitted * PROMPT_TOKENS,
         }  # fmt: skip
+
+    def _step(self) -> list[Chunk]:
+        """Raises EngineError where waiting for more tokens would have no end."""
+        chunks = self.engine.step()
+        if failures := self.engine.failures():
+            raise EngineError(f"a request of the calibration has failed: {failures[0][1]}")
+        if self.engine.version is None:
+            raise EngineError("the server was lost while it was timed; see why in its log, and calibrate again")
+        return chunks
 
 
 def unhindered_s() -> float:

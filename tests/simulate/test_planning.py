@@ -12,11 +12,13 @@ from april.config import ConfigError
 from april.simulate.calibrate import Timing, fit, measure
 from april.simulate.costs import EngineCost
 from april.simulate.lengths import Lengths, LengthsSection
+from april.simulate.probe import EngineProbe
 from april.simulate.recording import record_trace
 from april.simulate.scenario import Scenario, load_scenario
 from april.simulate.trace import TracedGroup, read_trace, write_trace
 from april.simulate.tune import tune
 from april.version import Version
+from april.workers.engines.base import EngineError
 
 PUBLISHED = Path(__file__).parents[2] / "configs" / "published.toml"
 COST = EngineCost(
@@ -223,6 +225,31 @@ def test_calibrating_times_the_engine_of_a_run(policy_folder, tmp_path, capsys):
     assert "prefill = " in capsys.readouterr().out
     assert main(["calibrate", "--model", str(policy_folder), "--out", str(path), "--worker.engine", "none"]) == 2
     assert "worker.engine" in capsys.readouterr().err
+
+
+class Stalled:
+    """An engine that generates nothing any more: its server is gone, or refuses what it is asked."""
+
+    max_context, generated_tokens = 64, 0
+
+    def __init__(self, version, failures):
+        self.version, self._failures = version, failures
+
+    def load_weights(self, version, tensors): ...
+    def submit(self, request): ...
+    def step(self):
+        return []
+
+    def failures(self):
+        return self._failures
+
+
+@pytest.mark.parametrize(
+    ("version", "failures", "said"), [(None, [], "server was lost"), (Version(0, 0), [(1, "no room")], "no room")]
+)
+def test_calibrating_does_not_wait_for_an_engine_that_is_lost(version, failures, said):
+    with pytest.raises(EngineError, match=said):
+        EngineProbe(Stalled(version, failures), 32, 2, {}).time(2, 16)
 
 
 # --- commands -----------------------------------------------------------------------------------------------
