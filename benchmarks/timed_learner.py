@@ -4,6 +4,7 @@ import itertools
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -121,13 +122,13 @@ class RealTrainer(Counted, Trainer):
                 if ended.wait(max(0.0, began + period_s - time.monotonic())):
                     break
 
-        thread = threading.Thread(target=work, daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            ended.set()
-            thread.join()
+        with ThreadPoolExecutor(1) as thread:
+            working = thread.submit(work)
+            try:
+                yield
+            finally:
+                ended.set()
+            working.result()
 
 
 def consume(config: Config, trainer: Counted, source: loop.Source, publisher: loop.Publisher) -> None:

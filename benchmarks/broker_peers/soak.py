@@ -253,7 +253,8 @@ def take_in(worker: Worker, received: wire.Received, streams: deque[Stream], cha
     match received.message:
         case wire.Grant(token=token):
             sent = sum(map(len, received.arrays[1:]))
-            stream = worker.live[token] = Stream(worker, token, sent, chance.randint(1, MOST_CHUNKS))
+            chunks = chance.randint(1, MOST_CHUNKS - sent // CHUNK_TOKENS)
+            stream = worker.live[token] = Stream(worker, token, sent, chunks)
             streams.append(stream)
         case wire.Acknowledged(lengths=lengths, done=done):
             worker.unacknowledged.difference_update(token for token, _ in lengths)
