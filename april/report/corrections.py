@@ -7,9 +7,9 @@ from april.report.pictures import draw_series, legend, step_numbers, whole_steps
 from april.report.run_folder import Run, dig
 
 SHARES = (
-    ("ess", "effective sample share", BLUE),
-    ("weight_ess", "that of the weights applied", GREEN),
-    ("off_policy_share", "off-policy tokens", VIOLET),
+    ("ess", "effective: ratios", BLUE),
+    ("weight_ess", "effective: weights", GREEN),
+    ("off_policy_share", "off-policy", VIOLET),
     ("clip_fraction", "clipped", ORANGE),
     ("truncated_fraction", "truncated", AGES[2]),
     ("mask_fraction", "masked", RED),

@@ -42,8 +42,9 @@ SECTIONS: list[tuple[str, str, Callable[[Run], str | None]]] = [
     ),
     (
         "Stale tokens in training",
-        "Above, what the corrections of stale tokens leave of a batch: an effective sample share that falls announces "
-        "trouble before the reward does. Below, a dot for each policy version, as large as its share of the step.",
+        "Above, what the corrections of stale tokens leave of a batch: an effective sample share (of the tokens' "
+        "ratios, and of the weights that were applied) that falls announces trouble before "
+        "the reward does. Below, a dot for each policy version, as large as its share of the step.",
         corrections.corrections_picture,
     ),
     (

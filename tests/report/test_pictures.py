@@ -77,5 +77,5 @@ def test_a_dot_for_every_version_that_has_sampled_a_part_of_a_batch():
     run = Run(Path("demo"), "", {}, records, {})
     assert version_dots(run).tolist() == [[3, 3, 0.75], [3, 1, 0.25]]
     picture = corrections_picture(run)
-    assert "effective sample share" in picture and "that of the weights applied" not in picture
+    assert "effective: ratios" in picture and "effective: weights" not in picture
     assert corrections_picture(Run(Path("demo"), "", {}, records[1:], {})) is None
