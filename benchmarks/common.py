@@ -5,6 +5,7 @@ import os
 import platform
 import statistics
 import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -14,17 +15,17 @@ import orjson
 
 @dataclass(frozen=True)
 class Row:
-    """One figure, measured n times in one call; its value is the median, or the mean where its goal says so."""
+    """One figure, measured n times in one call; `of` makes its value of them: the median, unless its goal says else."""
 
     name: str
     measured: list[float]
     unit: str
-    mean: bool = False
+    of: Callable[[list[float]], float] = statistics.median
 
     def to_json(self) -> dict:
         return {
             "name": self.name,
-            "value": (statistics.fmean if self.mean else statistics.median)(self.measured),
+            "value": self.of(self.measured),
             "unit": self.unit,
             "n": len(self.measured),
             "min": min(self.measured),
@@ -39,11 +40,13 @@ def parser(description: str) -> argparse.ArgumentParser:
     return arguments
 
 
-def report(rows: list[Row], json_path: Path | None, **machine_facts) -> None:
-    """Print the table; write the file when one was asked for, with further facts of the machine."""
+def report(rows: list[Row], json_path: Path | None, tables: dict | None = None, **machine_facts) -> None:
+    """Print the rows; write the file when one was asked for, with what else was printed and further facts of the
+    machine."""
     print(table(rows))
     if json_path is not None:
         result = {"machine": machine() | machine_facts, "commit": commit(), "rows": [row.to_json() for row in rows]}
+        result |= {"tables": tables} if tables else {}
         json_path.write_bytes(
             orjson.dumps(result, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY)
         )

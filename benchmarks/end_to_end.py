@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
+from math import inf
 from pathlib import Path
 
 import orjson
@@ -49,6 +50,13 @@ class Course:
             if sum(self.rewards[end - WINDOW_STEPS : end]) / WINDOW_STEPS >= reward:
                 return self.seconds[end - 1]
         return None
+
+
+def ratio_of_times(ours: Course, theirs: Course, reward: float) -> float:
+    """Seconds to that reward: infinite where ours does not reach it; their last second stands for one that they do
+    not reach, so that the ratio is then too large."""
+    reached = ours.seconds_to(reward)
+    return inf if reached is None else reached / (theirs.seconds_to(reward) or theirs.seconds[-1])
 
 
 def run_april(folder: Path, policy: Path, prompts: Path, seed: int, overrides: list[str]) -> Course:
@@ -115,7 +123,12 @@ def main() -> None:
     arguments.add_argument("--backend", choices=("generate", "continuous"), default="generate", help="TRL's generation")
     arguments.add_argument("--steps", type=int, default=STEPS)
     arguments.add_argument("--seeds", type=int, default=SEEDS)
-    arguments.add_argument("--runs", type=Path, metavar="FILE", help="where each run is written as a line of JSON")
+    arguments.add_argument(
+        "--runs",
+        type=Path,
+        metavar="FILE",
+        help="each run is a line of JSON there; pairs that it has are not run again",
+    )
     options = arguments.parse_args()
     steps, seeds, wanted, overrides = options.steps, options.seeds, REWARD, []
     if options.quick:
@@ -129,14 +142,19 @@ def main() -> None:
         recipe = Recipe(easy_steps=2, clean_steps=2, noisy_steps=2) if options.quick else Recipe()
         policy = make_policy(folder / "policy", recipe=recipe)
         prompts, _ = make_data(folder / "data")
+        before = read_runs(options.runs, options.backend, steps)
         for seed in range(seeds):
+            if before.keys() >= {("april", seed), ("trl", seed)}:
+                for name in courses:
+                    courses[name].append(before[name, seed])
+                continue
             runs = {
                 "april": lambda seed=seed: run_april(folder, policy, prompts, seed, overrides),
                 "trl": lambda seed=seed: run_trl(folder, policy, prompts, seed, overrides, options.backend),
             }
             for name in sorted(runs, reverse=bool(seed % 2)):
                 courses[name].append(runs[name]())
-                log(name, seed, courses[name][-1], wanted, options.runs)
+                log(name, seed, courses[name][-1], wanted, options.runs, options.backend)
     pairs = list(zip(courses["april"], courses["trl"], strict=True))
     times = [(ours.seconds_to(wanted), theirs.seconds_to(wanted)) for ours, theirs in pairs]
     whole = [
@@ -145,7 +163,7 @@ def main() -> None:
     ]
     rows = [
         Row("e2e_vs_trl", [ours.tokens_per_s / theirs.tokens_per_s for ours, theirs in pairs], "ratio"),
-        Row("time_to_reward_vs_trl", [ours / theirs for ours, theirs in whole], "ratio"),
+        Row("time_to_reward_vs_trl", [ratio_of_times(ours, theirs, wanted) for ours, theirs in pairs], "ratio"),
         Row("april_tokens_per_s", [ours.tokens_per_s for ours, _ in pairs], "tokens/s"),
         Row("trl_tokens_per_s", [theirs.tokens_per_s for _, theirs in pairs], "tokens/s"),
         Row("april_time_to_reward", [ours for ours, _ in whole], "s"),
@@ -156,14 +174,25 @@ def main() -> None:
     report(rows, options.json)
 
 
-def log(name: str, seed: int, course: Course, wanted: float, path: Path | None) -> None:
+def read_runs(path: Path | None, backend: str, steps: int) -> dict[tuple[str, int], Course]:
+    """What `log` has written of runs of so many steps beside that backend, by side and seed."""
+    lines = [orjson.loads(line) for line in path.read_bytes().splitlines()] if path and path.exists() else []
+    return {
+        (line["side"], line["seed"]): Course(line["seconds"], line["rewards"], line["tokens"])
+        for line in lines
+        if line["backend"] == backend and len(line["seconds"]) == steps
+    }
+
+
+def log(name: str, seed: int, course: Course, wanted: float, path: Path | None, backend: str) -> None:
     reached, end = course.seconds_to(wanted), course.rewards[-1]
     when = "never" if reached is None else f"after {reached:.1f} s"
     said = f"{course.tokens_per_s:,.0f} tokens/s, reward {wanted:g} {when}, {end:.3f} after {course.seconds[-1]:.1f} s"
     print(f"{name}, seed {seed}: {said}", file=sys.stderr, flush=True)
     if path:
+        line = {"side": name, "seed": seed, "backend": backend} | asdict(course)
         with path.open("ab") as file:
-            file.write(orjson.dumps({"side": name, "seed": seed} | asdict(course), option=orjson.OPT_APPEND_NEWLINE))
+            file.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
 
 
 if __name__ == "__main__":

@@ -50,6 +50,8 @@ class ForcedWorker(Worker):
         self.gauge = gauge.open("wb", buffering=0)
         self.reading = Reading(time.monotonic())
         self._next_note = 0.0
+        self._in_engine = 0
+        """samples, in the decode step under way"""
         self._updating: tuple[float, int] | None = None
         """(since when, tokens generated before)"""
         if core is not None:
@@ -69,10 +71,13 @@ class ForcedWorker(Worker):
         if before is not None and self.engine.version != before and self.engine.live:
             self._updating = began, self.engine.generated_tokens
 
+    def _generate(self) -> None:
+        self._in_engine = min(self.engine.live, self.slots)
+        super()._generate()
+
     def turn(self) -> None:
         super().turn()
-        now, reading = time.monotonic(), self.reading
-        live = min(self.engine.live, self.slots)
+        now, reading, live = time.monotonic(), self.reading, self._in_engine
         reading.busy_slot_s += live * (now - reading.at)
         reading.at, reading.generated = now, self.engine.generated_tokens
         if self._updating and reading.generated > self._updating[1]:

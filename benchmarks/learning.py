@@ -20,7 +20,7 @@ import numpy as np
 import orjson
 import torch
 from common import Row, parser, report
-from end_to_end import REWARD, ROOT, SEEDS, STEPS, WINDOW_STEPS, Course, configuration_file, execute
+from end_to_end import REWARD, ROOT, SEEDS, STEPS, WINDOW_STEPS, Course, configuration_file, execute, ratio_of_times
 from staleness import HELD_OUT, Sampler
 
 from april.data.make_data import make_data
@@ -110,21 +110,22 @@ def rows_of(outcomes: list[Outcome], wanted: float) -> list[Row]:
                 f"reward_at_same_time_{name}",
                 [float(one.reward_at(at)) for one, at in zip(runs, over, strict=True)],
                 "reward",
-                mean=True,
+                of=fmean,
             ),
-            Row(f"reward_at_end_{name}", [end_reward(one) for one in runs], "reward", mean=True),
-            Row(f"heldout_{name}", [one.held_out for one in runs], "accuracy", mean=True),
+            Row(f"reward_at_end_{name}", [end_reward(one) for one in runs], "reward", of=fmean),
+            Row(f"heldout_{name}", [one.held_out for one in runs], "accuracy", of=fmean),
             Row(f"tokens_per_s_{name}", [one.course.tokens_per_s for one in runs], "tokens/s"),
             Row(f"staleness_{name}", [one.staleness for one in runs], "steps"),
         ]
     for name in [name for name in SCHEDULES if name != "sync"]:
-        ratios = [ours / theirs for ours, theirs in zip(times[name], times["sync"], strict=True)]
+        pairs = list(zip(by_name[name], by_name["sync"], strict=True))
+        ratios = [ratio_of_times(ours.course, theirs.course, wanted) for ours, theirs in pairs]
         rows.append(Row(f"time_to_reward_{name}_vs_sync", ratios, "ratio"))
         for measure, of in (("reward_at_end", end_reward), ("heldout", lambda one: one.held_out)):
-            gaps = [of(theirs) - of(ours) for ours, theirs in zip(by_name[name], by_name["sync"], strict=True)]
+            gaps = [of(theirs) - of(ours) for ours, theirs in pairs]
             unit = "accuracy" if measure == "heldout" else "reward"
             rows += [
-                Row(f"{measure}_gap_{name}", gaps, unit, mean=True),
+                Row(f"{measure}_gap_{name}", gaps, unit, of=fmean),
                 Row(f"{measure}_gap_{name}_95", [half_width(gaps)], unit),
                 Row(f"{measure}_gap_{name}_p", [sign_flip_p(gaps)], "p"),
             ]
@@ -149,13 +150,12 @@ def half_width(values: list[float]) -> float:
 
 
 def sign_flip_p(differences: list[float]) -> float:
-    """Two-sided p of the paired permutation test: how often random signs give a mean as far from 0."""
-    found = abs(sum(differences))
+    """One-sided p of the paired permutation test: how often random signs give a mean as large or larger."""
     sums = [
-        abs(sum(sign * one for sign, one in zip(signs, differences, strict=True)))
+        sum(sign * one for sign, one in zip(signs, differences, strict=True))
         for signs in product((1, -1), repeat=len(differences))
     ]
-    return sum(one >= found - 1e-12 for one in sums) / len(sums)
+    return sum(one >= sum(differences) - 1e-12 for one in sums) / len(sums)
 
 
 def curves(outcomes: list[Outcome], samples_per_step: int):

@@ -85,6 +85,10 @@ def window_ratios(ours: Outcome, sync: Outcome, statistic) -> float:
             for one in (ours, sync)
         )
         ratios.append(statistic(mine) / statistic(theirs))
+    return farthest_from_one(ratios)
+
+
+def farthest_from_one(ratios: list[float]) -> float:
     return max(ratios, key=lambda ratio: abs(ratio - 1))
 
 
@@ -105,28 +109,38 @@ def simulated_rows(results: Results, base: Scenario, suffix: str) -> list[Row]:
     overlaps = [with_schedule(base, "april", over_sampling_batch_size=groups, overlap=True) for groups in OVERLAPPED]
     overlap = overlaps[OVERLAPPED.index(64)]
     equal = {"lengths__family": "equal"}
-    april_equal, sync_equal_lengths = april.with_keys(**equal), sync.with_keys(**equal)
-    first = [one.with_keys(warmup_steps=0, steps=base.schedule.max_staleness + 1) for one in (sync, april, most)]
-    for scenario in (*first, sync, sync_equal, april, *continuous.values(), recomputed, *aprils, *overlaps, april_equal,
-                     sync_equal_lengths):  # fmt: skip
+    april_equal, sync_equal_lengths = april.with_keys(**equal), sync_equal.with_keys(**equal)
+    settling_steps = base.schedule.max_staleness + 1
+    first = [one.with_keys(warmup_steps=0, steps=settling_steps) for one in (sync, april, most)]
+    settled = [one.with_keys(warmup_steps=settling_steps) for one in (sync, april, most)]
+    for scenario in (*first, *settled, sync, sync_equal, april, *continuous.values(), recomputed, *aprils, *overlaps,
+                     april_equal, sync_equal_lengths):  # fmt: skip
         results.start(scenario)
 
     same_staleness = [best_at_same_staleness(results, one, [*continuous.values(), *overlaps]) for one in aprils]
     worst = [min(seed) for seed in zip(*same_staleness, strict=True)]
     in_flight_256, in_flight_512 = results.of(continuous[256]), results.of(most)
+    gains = {
+        "april_gain_simulated": (april, sync),
+        "april_gain_simulated_equal_concurrency": (april, sync_equal),
+        "continuous_gain_simulated_equal_concurrency": (most, sync_equal),
+        "continuous_gain_simulated_reprefill": (recomputed, sync_equal),
+    }
+    ratios = {
+        "continuous_vs_april_same_peak": (most, april),
+        "equal_lengths_april_vs_sync": (april_equal, sync_equal_lengths),
+    }
     rows = {
-        "april_gain_simulated": (results.gain(april, sync), "fraction"),
-        "april_gain_simulated_rollout_time": (results.gain_in_rollout(april, sync), "fraction"),
-        "april_gain_simulated_equal_concurrency": (results.gain(april, sync_equal), "fraction"),
-        "april_gain_simulated_equal_concurrency_rollout_time": (results.gain_in_rollout(april, sync_equal), "fraction"),
-        "continuous_gain_simulated_equal_concurrency": (results.gain(most, sync_equal), "fraction"),
-        "continuous_gain_simulated_equal_concurrency_rollout_time": (
-            results.gain_in_rollout(most, sync_equal), "fraction"),
-        "continuous_gain_simulated_reprefill": (results.gain(recomputed, sync_equal), "fraction"),
+        **{name: (results.gain(*pair), "fraction") for name, pair in gains.items()},
+        **{f"{name}_rollout_time": (results.gain_in_rollout(*pair), "fraction") for name, pair in gains.items()},
+        **{name: ([gain + 1 for gain in results.gain(*pair)], "ratio") for name, pair in ratios.items()},
+        **{
+            f"{name}_rollout_time": ([gain + 1 for gain in results.gain_in_rollout(*pair)], "ratio")
+            for name, pair in ratios.items()
+        },
         "no_barrier_gain_simulated_equal_concurrency": (
             [a.limit / b.consumed_per_s - 1 for a, b in zip(in_flight_512, results.of(sync_equal), strict=True)],
             "fraction"),
-        "continuous_vs_april_same_peak": ([gain + 1 for gain in results.gain(most, april)], "ratio"),
         "mean_staleness_512": ([one.measures.staleness_mean for one in in_flight_512], "steps"),
         "mean_staleness_512_limit": ([one.limit_share for one in in_flight_512], "fraction"),
         "best_vs_april_same_staleness": (worst, "ratio"),
@@ -134,7 +148,6 @@ def simulated_rows(results: Results, base: Scenario, suffix: str) -> list[Row]:
             f"best_vs_april_same_staleness_{factor:g}N": (ratios, "ratio")
             for factor, ratios in zip(OVER_SAMPLED, same_staleness, strict=True)
         },
-        "equal_lengths_april_vs_sync": ([gain + 1 for gain in results.gain(april_equal, sync_equal_lengths)], "ratio"),
         "continuous_limit_simulated": ([one.limit_share for one in in_flight_256], "fraction"),
         "continuous_limit_simulated_512": ([one.cap_share for one in in_flight_512], "fraction"),
         "prefix_reused_share": ([one.measures.reused_share for one in results.of(overlap)], "fraction"),
@@ -145,23 +158,27 @@ def simulated_rows(results: Results, base: Scenario, suffix: str) -> list[Row]:
         },
         "idle_slot_share": ([one.measures.idle_share["pipeline"] for one in in_flight_512], "fraction"),
         **{
-            f"length_window_{name}_{kind}": (
-                [window_ratios(a, b, statistic) for a, b in zip(results.of(one), results.of(sync), strict=True)],
-                "ratio")
-            for kind, one in (("april", april), ("continuous", most))
-            for name, statistic in (("mean", np.mean), ("p95", p95))
-        },
-        **{
             f"length_first_steps_{kind}": (
                 [a.measures.mean_length / b.measures.mean_length
                  for a, b in zip(results.of(one), results.of(first[0]), strict=True)], "ratio")
             for kind, one in (("april", first[1]), ("continuous", first[2]))
         },
-        "learner_share_max": (
-            [max(shares) for shares in zip(*([one.measures.learner_share for one in results.of(scenario)]
-             for scenario in (sync, sync_equal, april, most)), strict=True)], "fraction"),
     }  # fmt: skip
-    return [Row(name + suffix, values, unit) for name, (values, unit) in rows.items()]
+    windows = {
+        f"length_window_{name}_{kind}": [
+            window_ratios(a, b, statistic) for a, b in zip(results.of(one), results.of(settled[0]), strict=True)
+        ]
+        for kind, one in (("april", settled[1]), ("continuous", settled[2]))
+        for name, statistic in (("mean", np.mean), ("p95", p95))
+    }
+    learner_shares = [
+        one.measures.learner_share for kind in (sync, sync_equal, april, most) for one in results.of(kind)
+    ]
+    return [
+        *(Row(name + suffix, values, unit) for name, (values, unit) in rows.items()),
+        *(Row(name + suffix, values, "ratio", of=farthest_from_one) for name, values in windows.items()),
+        Row("learner_share_max" + suffix, learner_shares, "fraction", of=max),
+    ]
 
 
 def extreme_rows(results: Results, base: Scenario) -> list[Row]:
@@ -173,15 +190,20 @@ def extreme_rows(results: Results, base: Scenario) -> list[Row]:
         results.start(scenario)
     shares = {f"extreme_cap_share{name}": [one.cap_share for one in results.of(extremes[name])] for name in extremes}
     shares |= {f"extreme_limit_share{name}": [one.limit_share for one in results.of(loose[name])] for name in loose}
-    return [Row(name, values, "fraction") for name, values in shares.items()]
+    oldest = {f"extreme_staleness_max{name}": [one.measures.staleness_max for one in results.of(extremes[name])]
+              for name in extremes}  # fmt: skip
+    return [
+        *(Row(name, values, "fraction") for name, values in shares.items()),
+        *(Row(name, values, "steps", of=max) for name, values in oldest.items()),
+    ]
 
 
-def simulate_published(options) -> list[Row]:
-    """Print each cost model's table; the rows."""
+def simulate_published(options) -> tuple[list[Row], dict]:
+    """Print each cost model's table for the first seed; the rows, and the lines of the tables for all seeds."""
     costs = list(tomllib.loads(options.scenario.read_text()).get("costs", [None]))
     parts = [options.part] if options.part else [*costs, "extreme"]
     seeds, steps = (range(1), WINDOW_STEPS) if options.quick else (range(options.seeds), 60)
-    rows = []
+    rows, tables = [], {}
     with ProcessPoolExecutor(options.processes) as pool:
         results = Results(pool, seeds)
         for part in parts:
@@ -190,10 +212,17 @@ def simulate_published(options) -> list[Row]:
                 rows += extreme_rows(results, base)
                 continue
             outcomes = [(name, results.start(scenario)) for name, scenario in variants(base).items()]
-            lines = [[name, *columns(found[0].result())[1:]] for name, found in outcomes]
+            tables[part] = [
+                [
+                    dict(zip(COLUMNS, [name, *columns(found[seed].result())[1:]], strict=True))
+                    for name, found in outcomes
+                ]
+                for seed in seeds
+            ]
+            lines = [list(line.values()) for line in tables[part][0]]
             print(f"cost model {part}: {base.cost.source}\n{table(lines, COLUMNS)}\n", flush=True)
             rows += simulated_rows(results, base, "" if part == costs[0] else f"_{part}")
-    return rows
+    return rows, tables
 
 
 def main() -> int:
@@ -201,7 +230,7 @@ def main() -> int:
     arguments.add_argument("--simulated", action="store_true", help="the published setting on a virtual clock")
     arguments.add_argument("--engine", choices=("torch", "sglang"), help="the schedules on this engine")
     arguments.add_argument("--trains", action="store_true", help="on an engine: with a learner that trains")
-    arguments.add_argument("--steps", type=int, default=12, help="measured batches of a turn on an engine [default 12]")
+    arguments.add_argument("--steps", type=int, default=24, help="measured batches of a turn on an engine [default 24]")
     arguments.add_argument(
         "--scenario", type=Path, default=PUBLISHED, help="TOML file [default configs/published.toml]"
     )
@@ -214,13 +243,13 @@ def main() -> int:
     if options.simulated == bool(options.engine):
         arguments.error("say --simulated, or an --engine")
     if options.simulated:
-        rows = simulate_published(options)
+        rows, tables = simulate_published(options)
     else:
         import rollout_real
 
         seeds, steps = (range(1), 2) if options.quick else (range(options.seeds), options.steps)
-        rows = rollout_real.measure(options.engine, seeds, steps, options.trains)
-    report(rows, options.json)
+        rows, tables = rollout_real.measure(options.engine, seeds, steps, options.trains)
+    report(rows, options.json, tables)
     return 0
 
 

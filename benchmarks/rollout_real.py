@@ -69,6 +69,11 @@ class Outcome:
         return self.turn.consumed_per_s / self.limit
 
     @property
+    def generated_limit_share(self) -> float:
+        """Of what was generated and not dropped, whether or not the learner has had it yet."""
+        return (self.turn.generated - self.turn.discarded) / self.turn.time_s / self.limit
+
+    @property
     def cap(self) -> float:
         return self.turn.scenario.cap(self.turn.scenario.make_lengths())
 
@@ -143,9 +148,10 @@ def made(folder: Path) -> Path:
     return folder
 
 
-def measure(kind: str, seeds: range, steps: int, trains: bool = False) -> list[Row]:
+def measure(kind: str, seeds: range, steps: int, trains: bool = False) -> tuple[list[Row], dict]:
     """Every schedule and every limit once for each seed, in an order that turns round from seed to seed. If the
-    learner `trains`, each schedule has a limit of its own, under the load of its learner."""
+    learner `trains`, each schedule has a limit of its own, under the load of its learner. The rows, and the values of
+    the table's columns by schedule, a list over the seeds each."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with tempfile.TemporaryDirectory(prefix="april-rollout-") as place:
@@ -160,7 +166,11 @@ def measure(kind: str, seeds: range, steps: int, trains: bool = False) -> list[R
     by_name = {name: [one[name] for one in found] for name in found[0]}
     lines = [[name, *(cell(ones, *column) for column in COLUMNS.values())] for name, ones in by_name.items()]
     print(f"medians of {len(seeds)} seeds\n{table(lines, ('', *COLUMNS))}\n", flush=True)
-    return rows(f"{kind}_training" if trains else kind, by_name)
+    values = {
+        name: {column: [float(value(one)) for one in ones] for column, (value, _) in COLUMNS.items()}
+        for name, ones in by_name.items()
+    }
+    return rows(f"{kind}_training" if trains else kind, by_name), values
 
 
 def cell(outcomes: list[Outcome], value: Callable[[Outcome], float], form: str) -> str:
@@ -223,10 +233,13 @@ def rows(kind: str, outcomes: dict[str, list[Outcome]]) -> list[Row]:
     for suffix, same_limit in (("", fewer), ("_most", most)):
         for cache, ones in zip(("", "_kept"), same_limit, strict=False):
             found.append(Row(f"continuous_limit_{kind}{suffix}{cache}", [one.limit_share for one in ones], "fraction"))
+            shares = [one.generated_limit_share for one in ones]
+            found.append(Row(f"continuous_generated_limit_{kind}{suffix}{cache}", shares, "fraction"))
+    found.append(Row(f"idle_slot_share_total_{kind}", [1 - one.turn.occupancy for one in fewer[0]], "fraction"))
     for cause in fewer[0][0].turn.idle_share:
         shares = [one.turn.idle_share[cause] for one in fewer[0]]
         found.append(Row(f"idle_slot_share_{cause}_{kind}", shares, "fraction"))
-    return [*found, Row("prediction_error_max", worst_errors(outcomes), "fraction")]
+    return [*found, Row("prediction_error_max", worst_errors(outcomes), "fraction", of=max)]
 
 
 def worst_errors(outcomes: dict[str, list[Outcome]]) -> list[float]:

@@ -44,8 +44,10 @@ class Turn:
     """A schedule's figures behind the warm-up; names as in `april.simulate.measures.Measures`."""
 
     scenario: Scenario
+    time_s: float
+    """without that in which strangers had the engine's core, which is left out everywhere"""
     step_times_s: list[float]
-    """between two batches; the time that strangers took from the engine's core is left out, as everywhere"""
+    """between two batches"""
     taken: float
     """share of the wall time for which the engine's core was somebody else's"""
     consumed: int
@@ -63,10 +65,6 @@ class Turn:
     updating: float
     """of these the ones that stand still while weights are taken in"""
     buffer_peak_tokens: int
-
-    @property
-    def time_s(self) -> float:
-        return sum(self.step_times_s)
 
     @property
     def consumed_per_s(self) -> float:
@@ -146,6 +144,7 @@ def make_turn(
     step_times_s = [until - since - core.taken(since, until) for since, until in pairwise(instants)]
     return Turn(
         scenario=scenario,
+        time_s=ended - began - taken_s,
         step_times_s=step_times_s,
         taken=taken_s / (ended - began),
         consumed=tokens,

@@ -27,6 +27,7 @@ import orjson
 from common import Row, parser, report
 
 from april import wire
+from april.broker.prompts import sample_seed
 from april.config import WeightsSection
 from april.data.tokenizer import Tokenizer
 from april.learner.source import BrokerSource
@@ -51,6 +52,8 @@ STREAM_TOKENS = 32
 """tokens in an event, as the worker has it by default"""
 PATIENCE_S = 300.0
 POLL_S = 0.005
+SEED = 0
+"""of the run; the client gives each sample the seed that the broker gives it"""
 V0, V1 = Version(0, 0), Version(0, 1)
 
 
@@ -85,13 +88,15 @@ def direct(bench: Bench, rows: int) -> float:
     and does nothing but read their answers. A longer queue slows the server down, which looks through it; so does a
     full prefix cache, which the pipeline empties with its weights."""
     stops = frozenset(bench.tokenizer.eos_token_ids)
-    prompts = [ids for ids in map(bench.tokenizer.encode_prompt, bench.prompts(rows)) for _ in range(GROUP)]
+    prompts = [bench.tokenizer.encode_prompt(prompt).astype(np.int32) for prompt in bench.prompts(rows)]
+    samples = [(group, index) for group in range(rows) for index in range(GROUP)]
 
     async def run() -> float:
         client, gate = SGLangClient(bench.server.url), asyncio.Semaphore(CONCURRENT + WAITING)
 
-        async def one(seed: int, prompt: np.ndarray) -> int:
-            asked = Run(Request(seed, prompt.astype(np.int32), RESPONSE_TOKENS, stop_token_ids=stops, seed=seed))
+        async def one(group: int, index: int) -> int:
+            seed = sample_seed(SEED, group, index)
+            asked = Run(Request(seed, prompts[group], RESPONSE_TOKENS, stop_token_ids=stops, seed=seed))
             asked.begin()
             async with gate:
                 async for event in client.generate(asked.body(V0, STREAM_TOKENS)):
@@ -101,7 +106,7 @@ def direct(bench: Bench, rows: int) -> float:
         try:
             await client.call("/flush_cache", {}, PATIENCE_S)
             started = time.monotonic()
-            tokens = sum(await asyncio.gather(*(one(seed, prompt) for seed, prompt in enumerate(prompts))))
+            tokens = sum(await asyncio.gather(*(one(*sample) for sample in samples)))
             return tokens / (time.monotonic() - started)
         finally:
             await client.close()
@@ -173,9 +178,10 @@ def write_run(folder: Path, bench: Bench, rows: int) -> Path:
     (folder / "prompts.jsonl").write_bytes(b"".join(lines))
     path = folder / "run.toml"
     path.write_text(f"""
+seed = {SEED}
 run = {{ name = "sglang", dir = "{folder}/runs" }}
 model = {{ path = "{bench.policy.absolute()}" }}
-data = {{ path = "{folder}/prompts.jsonl", epochs = 1 }}
+data = {{ path = "{folder}/prompts.jsonl", epochs = 1, shuffle = false }}
 schedule = {{ kind = "sync", rollout_batch_size = {rows}, n_samples_per_prompt = {GROUP}, max_steps = 1 }}
 sampling = {{ max_response_tokens = {RESPONSE_TOKENS} }}
 worker = {{ engine = "sglang", slots = {CONCURRENT} }}
@@ -266,7 +272,7 @@ def main() -> None:
     arguments.add_argument("--policy", type=Path, default=ROOT / "cache/policy", help="made where there is none")
     options = arguments.parse_args()
     make_policy(options.policy, 0)
-    rows, turns, repeats = (16, 1, 2) if options.quick else (32, 5, 7)
+    rows, turns, repeats = (16, 1, 2) if options.quick else (64, 5, 7)
     with tempfile.TemporaryDirectory(prefix=f"april-sglang-{uuid.uuid4().hex[:6]}-") as folder:
         bench = Bench(Path(folder), options.policy)
         try:

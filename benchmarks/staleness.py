@@ -185,10 +185,10 @@ def rows_of(outcomes: list[Outcome], started: float) -> list[Row]:
         seeds = [seed for n, k, seed in found if (n, k) == (name, staleness)]
         label = f"staleness_{staleness}" if name == "default" else f"{name}_staleness_{staleness}"
         reached = [found[name, staleness, seed] for seed in seeds]
-        rows.append(Row(f"heldout_{label}", reached, "accuracy", mean=True))
+        rows.append(Row(f"heldout_{label}", reached, "accuracy", of=fmean))
         if staleness and on_policy:
             gaps = [on_policy[seed] - at for seed, at in zip(seeds, reached, strict=True)]
-            rows.append(Row(f"heldout_gap_{label}", gaps, "accuracy", mean=True))
+            rows.append(Row(f"heldout_gap_{label}", gaps, "accuracy", of=fmean))
         if staleness == max(LEVELS):
             rows.append(Row(f"seeds_below_start_{label}", [sum(at < started for at in reached)], "seeds"))
     return rows
@@ -204,7 +204,9 @@ def main() -> None:
     arguments.add_argument("--seeds", nargs="+", type=int, default=range(5), metavar="N", help="these seeds")
     arguments.add_argument("--set", default="{}", metavar="JSON", help="further keys of [algorithm]")
     arguments.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="runs side by side")
-    arguments.add_argument("--runs", type=Path, metavar="FILE", help="where each run is written as a line of JSON")
+    arguments.add_argument(
+        "--runs", type=Path, metavar="FILE", help="each run is a line of JSON there, and none that it has is run again"
+    )
     options = arguments.parse_args()
     steps, held_out = (3, 64) if options.quick else (STEPS, HELD_OUT)
     levels, seeds = ((0, 2), range(1)) if options.quick else (options.levels, options.seeds)
@@ -219,21 +221,39 @@ def main() -> None:
     ]
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
         started = pool.submit(start, policy, held_out)
-        outcomes = []
-        for outcome in pool.map(train, jobs):
+        outcomes = read_runs(options.runs, jobs)
+        over = [outcome.job for outcome in outcomes]
+        for outcome in pool.map(train, [job for job in jobs if job not in over]):
             outcomes.append(outcome)
             log(outcome, options.runs)
+        outcomes.sort(key=lambda outcome: jobs.index(outcome.job))
         report(rows_of(outcomes, started.result()), options.json)
+
+
+def facts(job: Job) -> dict:
+    """What tells a run from others of the same policy."""
+    told = {"name": job.name, "staleness": job.staleness, "seed": job.seed, "algorithm": job.algorithm}
+    return told | {"steps": job.steps, "prompts": job.held_out}
+
+
+def read_runs(path: Path | None, jobs: list[Job]) -> list[Outcome]:
+    """Those of the jobs whose outcome `log` has written before."""
+    lines = [orjson.loads(line) for line in path.read_bytes().splitlines()] if path and path.exists() else []
+    return [
+        Outcome(job, line["held_out"], line["rewards"], line["metrics"])
+        for job in jobs
+        for line in lines
+        if facts(job).items() <= line.items()
+    ]
 
 
 def log(outcome: Outcome, path: Path | None) -> None:
     job = outcome.job
     print(f"{job.name}, staleness {job.staleness}, seed {job.seed}: held out {outcome.held_out:.4f}", file=sys.stderr)
     if path:
-        facts = {"name": job.name, "staleness": job.staleness, "seed": job.seed, "algorithm": job.algorithm}
-        facts |= {"held_out": outcome.held_out, "rewards": outcome.rewards, "metrics": outcome.metrics}
+        line = facts(job) | {"held_out": outcome.held_out, "rewards": outcome.rewards, "metrics": outcome.metrics}
         with open(path, "ab") as file:
-            file.write(orjson.dumps(facts) + b"\n")
+            file.write(orjson.dumps(line) + b"\n")
 
 
 if __name__ == "__main__":

@@ -5,9 +5,10 @@ import multiprocessing
 import os
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.sharedctypes import RawArray
 from pathlib import Path
 from typing import Any
@@ -95,51 +96,72 @@ class Crew:
         self.window = Window()
         self.server_s = 0.0
         """processor time that the server has taken in the window"""
-        self._members: list[tuple[multiprocessing.Process, Connection]] = []
+        self._members: dict[Connection, multiprocessing.Process] = {}
+        self._heard: dict[Connection, deque[tuple[str, Any]]] = {}
+        """what members have said before they were asked"""
 
     def add(self, work: Callable, *arguments) -> None:
         mine, theirs = PROCESSES.Pipe()
         process = PROCESSES.Process(target=_member, args=(theirs, work, self.window, arguments), daemon=True)
         process.start()
         theirs.close()
-        self._members.append((process, mine))
+        self._members[mine], self._heard[mine] = process, deque()
 
     def all_ready(self, within_s: float = START_S) -> None:
         """Wait for those that were added so far."""
-        for member in self._members:
-            self._hear(member, "ready", within_s)
+        for pipe in self._members:
+            self._hear(pipe, "ready", within_s)
 
     def work(self, load: Load, server: int | None = None) -> list[Any]:
         """`server`: the process that they all load."""
-        time.sleep(load.warmup_s)
+        self.watch(load.warmup_s)
         before_s = cpu_s(server) if server else 0.0
         self.window.open(load.window_s)
-        time.sleep(load.window_s)
+        self.watch(load.window_s)
         self.server_s = cpu_s(server) - before_s if server else 0.0
-        return [self._hear(member, "result", START_S) for member in self._members]
+        return [self._hear(pipe, "result", START_S) for pipe in self._members]
 
-    def _hear(self, member: tuple, wanted: str, timeout_s: float) -> Any:
-        process, pipe = member
+    def watch(self, seconds: float) -> None:
+        """Wait while they work. Raises BenchmarkError as soon as one of them fails."""
+        deadline = time.monotonic() + seconds
+        while (left_s := deadline - time.monotonic()) > 0:
+            for pipe in wait([pipe for pipe, heard in self._heard.items() if not ended(heard)], left_s):
+                self._receive(pipe)
+
+    def _hear(self, pipe: Connection, wanted: str, timeout_s: float) -> Any:
         kind, content = None, None
         while kind != wanted:
-            if not pipe.poll(timeout_s):
-                raise BenchmarkError(f"process {process.name} of the benchmark has hung for {timeout_s:g} s")
-            try:
-                kind, content = pipe.recv()
-            except EOFError:
-                raise BenchmarkError(f"process {process.name} of the benchmark has died") from None
-            if kind == "error":
-                raise BenchmarkError(f"a process of the benchmark has failed:\n{content}")
+            if not self._heard[pipe]:
+                if not pipe.poll(timeout_s):
+                    raise BenchmarkError(
+                        f"process {self._members[pipe].name} of the benchmark has hung for {timeout_s:g} s"
+                    )
+                self._receive(pipe)
+            kind, content = self._heard[pipe].popleft()
         return content
+
+    def _receive(self, pipe: Connection) -> None:
+        try:
+            kind, content = pipe.recv()
+        except EOFError:
+            raise BenchmarkError(f"process {self._members[pipe].name} of the benchmark has died") from None
+        if kind == "error":
+            raise BenchmarkError(f"a process of the benchmark has failed:\n{content}")
+        self._heard[pipe].append((kind, content))
 
     def __enter__(self) -> "Crew":
         return self
 
     def __exit__(self, *_) -> None:
-        for process, pipe in self._members:
+        for pipe, process in self._members.items():
             pipe.close()
             process.terminate()
             process.join(10)
+
+
+def ended(heard: deque[tuple[str, Any]]) -> bool:
+    """Whether a member that has said this has handed its result in."""
+    return bool(heard) and heard[-1][0] == "result"
 
 
 def _member(pipe: Connection, work: Callable, window: Window, arguments: tuple) -> None:

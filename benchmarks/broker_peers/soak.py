@@ -99,13 +99,13 @@ def endure(crowd: Crowd, folder: Path) -> Endured:
         crew.all_ready(within_s=600.0)
         before = rss_bytes(broker.pid)
         granting.value = 1
-        wait_until_all(in_flight, crowd.samples)
-        time.sleep(crowd.warmup_s)
+        wait_until_all(in_flight, crowd.samples, crew)
+        crew.watch(crowd.warmup_s)
         started_s, rss = cpu_s(broker.pid), []
         crew.window.open(crowd.window_s)
         while not crew.window.over():
             rss.append(rss_bytes(broker.pid))
-            time.sleep(RSS_EVERY_S)
+            crew.watch(RSS_EVERY_S)
         used_s = cpu_s(broker.pid) - started_s
         _, *chunks = crew.work(Load(crowd.sessions, 1, 0.0, warmup_s=0.0))
     tenth = max(1, len(rss) // 10)
@@ -120,12 +120,12 @@ def endure(crowd: Crowd, folder: Path) -> Endured:
     )
 
 
-def wait_until_all(in_flight, wanted: int) -> None:
+def wait_until_all(in_flight, wanted: int, crew: Crew) -> None:
     deadline = time.monotonic() + 300
     while sum(in_flight) < wanted:
         if time.monotonic() > deadline:
             raise BenchmarkError(f"only {sum(in_flight)} of {wanted} samples are in flight after 300 s")
-        time.sleep(0.1)
+        crew.watch(0.1)
 
 
 def rss_bytes(pid: int) -> int:
@@ -251,6 +251,9 @@ def connect(context: zmq.Context, address: str) -> zmq.Socket:
 
 def take_in(worker: Worker, received: wire.Received, streams: deque[Stream], chance: random.Random) -> None:
     match received.message:
+        case wire.Grant(token=token, scoring=True):
+            worker.live[token] = Stream(worker, token, sum(map(len, received.arrays[1:])), 0)
+            worker.send(wire.Scored(token, 1.0))
         case wire.Grant(token=token):
             sent = sum(map(len, received.arrays[1:]))
             chunks = chance.randint(1, MOST_CHUNKS - sent // CHUNK_TOKENS)
