@@ -1,6 +1,7 @@
 """A worker on SGLang against the same server driven directly: the same requests, one server, alternating.
 
-`pipeline_ratio`: tokens/s through broker and worker, 128 requests at a time, over those of a saturating client.
+`pipeline_ratio`: tokens/s through broker and worker, 128 requests at a time, over those of a saturating client. Nearly
+greedy, so that both sides get the same responses: SGLang does not heed seeds, and a few long ones more make a tail.
 `abort_to_journal_s`: from the broker's broadcast to the last partial in its journal with 128 requests running.
 `update_stall_s`: from the call that changes the weights to the next token, with 128 requests running.
 `restart_lost_tokens_max`: tokens of one sample that a server which died at that instant would have taken with it; an
@@ -27,7 +28,6 @@ import orjson
 from common import Row, parser, report
 
 from april import wire
-from april.broker.prompts import sample_seed
 from april.config import WeightsSection
 from april.data.tokenizer import Tokenizer
 from april.learner.source import BrokerSource
@@ -52,8 +52,8 @@ STREAM_TOKENS = 32
 """tokens in an event, as the worker has it by default"""
 PATIENCE_S = 300.0
 POLL_S = 0.005
-SEED = 0
-"""of the run; the client gives each sample the seed that the broker gives it"""
+TEMPERATURE = 0.01
+"""the smallest that a run may have"""
 V0, V1 = Version(0, 0), Version(0, 1)
 
 
@@ -95,8 +95,10 @@ def direct(bench: Bench, rows: int) -> float:
         client, gate = SGLangClient(bench.server.url), asyncio.Semaphore(CONCURRENT + WAITING)
 
         async def one(group: int, index: int) -> int:
-            seed = sample_seed(SEED, group, index)
-            asked = Run(Request(seed, prompts[group], RESPONSE_TOKENS, stop_token_ids=stops, seed=seed))
+            request = Request(
+                group * GROUP + index, prompts[group], RESPONSE_TOKENS, stop_token_ids=stops, temperature=TEMPERATURE
+            )
+            asked = Run(request)
             asked.begin()
             async with gate:
                 async for event in client.generate(asked.body(V0, STREAM_TOKENS)):
@@ -115,25 +117,18 @@ def direct(bench: Bench, rows: int) -> float:
 
 
 def pipeline(bench: Bench, rows: int) -> float:
-    """Tokens/s from the first to the last acknowledged token of one round of all the requests."""
-    with run_parts(bench, rows) as target:
-        tokens, first_at, last_at = 0, 0.0, 0.0
-        deadline = time.monotonic() + PATIENCE_S
-        while time.monotonic() < deadline:
-            status = target.status()
-            if status["tokens"]["generated"] > tokens:
-                tokens, last_at = status["tokens"]["generated"], time.monotonic()
-            if not first_at and status["leased"]:
-                first_at = time.monotonic()
-            if first_at and status["groups_open"] == 0:
-                return tokens / (last_at - first_at)
-            time.sleep(0.1)
-    raise Failed("the round did not end")
+    """Tokens/s of one round of all the requests, from the first lease to the batch in the learner's hands."""
+    with run_parts(bench, rows) as (target, source):
+        wait_for(lambda: target.status()["leased"], "the first lease")
+        started = time.monotonic()
+        batch = source.fetch(0)
+        seconds = time.monotonic() - started
+        return sum(len(sample.logprobs) for group in batch.groups for sample in group) / seconds
 
 
 @contextlib.contextmanager
-def run_parts(bench: Bench, rows: int) -> Iterator[Target]:
-    """Broker and worker in processes of their own, the weights from here."""
+def run_parts(bench: Bench, rows: int) -> Iterator[tuple[Target, BrokerSource]]:
+    """Broker and worker in processes of their own, the weights from here; the operator's and the learner's side."""
     with tempfile.TemporaryDirectory(prefix="run-", dir=bench.folder) as folder, contextlib.ExitStack() as parts:
         config = write_run(Path(folder), bench, rows)
         processes = []
@@ -153,7 +148,7 @@ def run_parts(bench: Bench, rows: int) -> Iterator[Target]:
         beat = Beat(source)
         parts.callback(beat.stop)
         publisher.publish(Version(branch, 0), bench.tensors)
-        yield Target(None, address, None)
+        yield Target(None, address, None), source
 
 
 class Beat:
@@ -178,12 +173,11 @@ def write_run(folder: Path, bench: Bench, rows: int) -> Path:
     (folder / "prompts.jsonl").write_bytes(b"".join(lines))
     path = folder / "run.toml"
     path.write_text(f"""
-seed = {SEED}
 run = {{ name = "sglang", dir = "{folder}/runs" }}
 model = {{ path = "{bench.policy.absolute()}" }}
 data = {{ path = "{folder}/prompts.jsonl", epochs = 1, shuffle = false }}
 schedule = {{ kind = "sync", rollout_batch_size = {rows}, n_samples_per_prompt = {GROUP}, max_steps = 1 }}
-sampling = {{ max_response_tokens = {RESPONSE_TOKENS} }}
+sampling = {{ max_response_tokens = {RESPONSE_TOKENS}, temperature = {TEMPERATURE} }}
 worker = {{ engine = "sglang", slots = {CONCURRENT} }}
 engine = {{ url = "{bench.server.url}" }}
 learner = {{ ranks = 1 }}
@@ -218,7 +212,7 @@ def wait_for(condition, what: str) -> None:
 def abort_to_journal(bench: Bench, turns: int) -> list[float]:
     """A drain broadcasts an abort; over when no lease is out, each partial acknowledged and so on disk."""
     found = []
-    with run_parts(bench, 1024) as target:
+    with run_parts(bench, 1024) as (target, _):
         for _ in range(turns):
             wait_for(lambda: target.status()["leased"] >= CONCURRENT, "128 running")
             time.sleep(1.0)
