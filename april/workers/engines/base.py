@@ -76,6 +76,8 @@ class Engine(Protocol):
     has lost what it had"""
     ready: bool
     """whether weights can be loaded: an engine behind a server that is down is not"""
+    max_context: int
+    """tokens of the longest prompt with its response"""
     generated_tokens: int
     """tokens sampled since the engine was made, whether handed over or not"""
 

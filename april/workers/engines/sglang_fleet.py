@@ -51,6 +51,10 @@ class SGLangFleet:
         return any(part.ready for part in self._going)
 
     @property
+    def max_context(self) -> int:
+        return min(part.max_context for part in self.parts)
+
+    @property
     def generated_tokens(self) -> int:
         return sum(part.generated_tokens for part in self.parts)
 
