@@ -194,6 +194,11 @@ def thaw(frozen: bytes | bytearray | memoryview, ledger: LedgerState) -> None:
                     ledger.queue.push(sample)
 
 
+def header_of(frozen: bytes | bytearray | memoryview) -> RunStarted | None:
+    """The run that a frozen ledger is of."""
+    return _decoder.decode(next(_pieces(memoryview(frozen)))).header
+
+
 def _thaw_group(image: GroupImage) -> Group:
     group = Group(
         image.id, image.ordinal, image.evaluation, image.epoch, image.row, image.opened_at, image.prompt,

@@ -45,10 +45,13 @@ def trace(run_dir: Path, out: Path) -> None:
     from april.simulate.recording import record_trace
     from april.simulate.trace import write_trace
 
-    groups = record_trace(run_dir)
+    recording = record_trace(run_dir)
+    groups = recording.groups
     write_trace(out, groups)
     samples = sum(len(group.response_tokens) for group in groups)
     print(f"{out}: {len(groups)} groups, {samples} responses, {sum(map(total, groups)):,} tokens")
+    if recording.censored:
+        print(recording.censored)
 
 
 def total(group) -> int:

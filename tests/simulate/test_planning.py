@@ -5,15 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from april.broker import events
-from april.broker.journal import Journal
 from april.cli import main
 from april.config import ConfigError
 from april.simulate.calibrate import Timing, fit, measure
 from april.simulate.costs import EngineCost
 from april.simulate.lengths import Lengths, LengthsSection
 from april.simulate.probe import EngineProbe
-from april.simulate.recording import record_trace
 from april.simulate.scenario import Scenario, load_scenario
 from april.simulate.trace import TracedGroup, read_trace, write_trace
 from april.simulate.tune import tune
@@ -106,31 +103,6 @@ def test_a_bad_trace_is_refused(tmp_path, text, said):
     path.write_text(text)
     with pytest.raises(ConfigError, match=said):
         read_trace(path)
-
-
-def test_a_journal_becomes_a_trace_of_its_complete_groups(tmp_path):
-    """Group 0 is complete, with a sample that was resumed; 1 lacks a response; 2 is evaluation; the tail is torn."""
-    journal = Journal(tmp_path / "journal")
-    token = 0
-    for group, evaluation, lengths in [(0, False, [40, 5]), (1, False, [3, None]), (2, True, [9, 9])]:
-        journal.append(events.GroupOpened(group, evaluation, 0, group, 2, 0, 11 + group))
-        for index, length in enumerate(lengths):
-            for start in (0, 2):
-                token += 1
-                journal.append(events.Leased(token, group, index, "w", 0, False))
-                end = start == 2 and length is not None
-                count = length - 2 if end else 2
-                journal.append(events.ChunkAccepted(token, start, count, Version(0, 0), "stop" if end else ""))
-                if not end:
-                    journal.append(events.LeaseEnded(token, "abort"))
-    journal.sync()
-    journal.close()
-    (segment,) = (tmp_path / "journal").glob("*.msgpack")
-    segment.write_bytes(segment.read_bytes() + b"\x93\xcf")
-    assert record_trace(tmp_path) == [TracedGroup(11, [40, 5])]
-    assert segment.read_bytes().endswith(b"\x93\xcf"), "nothing was touched"
-    with pytest.raises(ConfigError, match="no journal"):
-        record_trace(tmp_path / "journal")
 
 
 # --- scenarios ----------------------------------------------------------------------------------------------
