@@ -69,7 +69,7 @@ def calibrate(model: Path, slots: int, out: Path, overrides: list[str]) -> None:
         raise ConfigError("calibrating needs torch; run `pip install 'april-rl[worker]'`") from None
     probe, name = make_probe(model, slots, overrides)
     try:
-        fitted = fit(measure(probe), f"measured on the {name} engine with {slots} slots")
+        fitted = fit(measure(probe), f"measured on the {name} engine with {slots} slots", probe.engine.kv_tokens)
     except EngineError as error:
         raise ConfigError(str(error)) from None
     finally:

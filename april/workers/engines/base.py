@@ -121,4 +121,8 @@ class Engine(Protocol):
     def capacity(self) -> int:
         """Requests that it makes sense to have live, as far as the engine knows now."""
 
+    @property
+    def kv_tokens(self) -> int | None:
+        """Tokens that its KV cache has room for; None if it does not say."""
+
     def close(self) -> None: ...

@@ -136,6 +136,10 @@ class SGLangEngine:
     def capacity(self) -> int:
         return self._capacity.requests if self.ready else 0
 
+    @property
+    def kv_tokens(self) -> int | None:
+        return self.info.get("max_total_num_tokens")
+
     def __contains__(self, request_id: int) -> bool:
         """Whether a request of that id is live."""
         return request_id in self._queue or request_id in self._streaming

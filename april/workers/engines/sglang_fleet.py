@@ -68,6 +68,11 @@ class SGLangFleet:
         serving = self._serving()
         return sum(part.capacity if part in serving else part.live for part in self._going)
 
+    @property
+    def kv_tokens(self) -> int | None:
+        each = [part.kv_tokens for part in self.parts]
+        return None if None in each else sum(each)
+
     def __contains__(self, request_id: int) -> bool:
         return request_id in self._waiting or any(request_id in part for part in self.parts)
 
