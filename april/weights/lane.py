@@ -39,12 +39,6 @@ def join(
     return dist.ProcessGroupGloo(scoped, rank, size, timeout)
 
 
-def connect_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
-    """A client of the learner's store; every lane has its own, because a waiting client blocks its other calls."""
-    timeout = timedelta(seconds=timeout_s)
-    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
-
-
 def transfer(group: "dist.Backend", buckets: Iterable[Tensor], backend: str, timeout_s: float) -> None:
     """Broadcast the buckets from the learner to the worker; each has `timeout_s`. In place on the worker's side."""
     options = dist.BroadcastOptions()

@@ -18,8 +18,8 @@ import torch.distributed as dist
 import zmq
 from torch import Tensor
 
-from april import clock, limits, wire
-from april.config import WeightsSection
+from april import clock, limits, store, wire
+from april.config import ConfigError, WeightsSection
 from april.security.allow_list import AllowList, Peer
 from april.security.audit import Audit
 from april.security.door import Door
@@ -84,7 +84,7 @@ class WeightPublisher:
         self._lanes: dict[str, PeerLane] = {}
         self._count = 0
         self._closed = False
-        self._store = dist.TCPStore(config.host, 0, is_master=True, wait_for_workers=False)
+        self._store = self._serve_store()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -101,6 +101,16 @@ class WeightPublisher:
         self._wake_reader, self._wake_writer = os.pipe()
         self._threads: list[threading.Thread] = []
         self._start_thread("weights-control", self._serve)
+
+    def _serve_store(self) -> dist.TCPStore:
+        """Where the two sides of a lane meet."""
+        try:
+            return store.serve(self.config.host)
+        except OSError as error:
+            raise ConfigError(
+                f"key 'weights.host' = {self.config.host!r} is no address of this machine ({error.strerror}); "
+                "give the one under which workers reach learner rank 0"
+            ) from None
 
     def _start_thread(self, name: str, target: Callable, *arguments: Any) -> None:
         self._threads = [thread for thread in self._threads if thread.is_alive()]
@@ -259,8 +269,8 @@ class WeightPublisher:
         timeout_s = self.config.join_deadline_s
         port = self._store.port
         self._send(lane, wire.LaneInvite(lane.name, lane.backend, self.config.host, port, timeout_s))
-        store = lanes.connect_store(self.config.host, port, timeout_s)
-        group = lanes.join(lane.name, store, lanes.LEARNER, lane.backend, timeout_s, lane.server_ranks)
+        client = store.connect(self.config.host, port, timeout_s)
+        group = lanes.join(lane.name, client, lanes.LEARNER, lane.backend, timeout_s, lane.server_ranks)
         self._await(lane, wire.LaneReady, None, timeout_s)
         return group
 

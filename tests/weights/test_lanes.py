@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from april.config import WeightsSection
+from april.config import ConfigError, WeightsSection
 from april.version import Version
 from april.weights.publisher import SILENCE_S, WeightPublisher
 from april.weights.receiver import WeightReceiver
+from tests.listeners import listeners
 
 PATIENCE_S = 60.0
 
@@ -79,6 +80,15 @@ def weights(step, size=200_000):
 
 def total(step):
     return pytest.approx(sum(float(t.double().sum()) for t in weights(step).values()), abs=1e-4)
+
+
+def test_the_learner_does_not_listen_on_every_interface(publisher):
+    assert publisher.config.host in listeners() and {"::", "0.0.0.0"}.isdisjoint(listeners())
+
+
+def test_a_host_of_another_machine_is_refused_in_one_sentence():
+    with pytest.raises(ConfigError, match=r"key 'weights\.host' = '192\.0\.2\.1' is no address of this machine"):
+        WeightPublisher(WeightsSection(host="192.0.2.1"), "test", "cpu")
 
 
 def test_every_worker_gets_every_version(publisher, worker):
