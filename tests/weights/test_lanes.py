@@ -82,7 +82,12 @@ def total(step):
     return pytest.approx(sum(float(t.double().sum()) for t in weights(step).values()), abs=1e-4)
 
 
-def test_the_learner_does_not_listen_on_every_interface(publisher):
+def test_a_lane_is_reached_at_the_learner_s_host_alone_whatever_interface_its_ranks_use(publisher, worker, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
+    first = worker("w0")
+    publisher.publish(Version(0, 0), weights(0))
+    assert first.await_version(Version(0, 0)) == total(0)
+    assert listeners(first.process.pid) == {publisher.config.host}
     assert publisher.config.host in listeners() and {"::", "0.0.0.0"}.isdisjoint(listeners())
 
 
