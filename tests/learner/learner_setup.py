@@ -215,7 +215,7 @@ def run_ranks(ranks: int, jobs: list[dict], folder: Path) -> list[dict]:
     """Run the jobs one after the other under torchrun; what rank 0 saw of each."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "jobs.json").write_bytes(orjson.dumps(jobs))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command = [sys.executable, "-m", "april.learner.launch", f"--nproc-per-node={ranks}"]
     script = Path(__file__).with_name("run_jobs.py")
     finished = subprocess.run(
         [*command, str(script), str(folder)],
