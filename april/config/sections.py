@@ -385,7 +385,7 @@ class WeightsSection(Section):
     )
     publish_deadline_s: float = Field(10.0, gt=0, description="longest wait for workers at a publish (seconds)")
     join_deadline_s: float = Field(5.0, gt=0, description="longest wait for a lane to be built (seconds)")
-    transfer_deadline_s: float = Field(30.0, gt=0, description="longest transfer to one worker (seconds)")
+    transfer_deadline_s: float = Field(30.0, gt=0, description="longest transfer to one worker in all (seconds)")
     bucket_mb: int = Field(16, ge=1, description="size of a broadcast (MiB)")
 
 

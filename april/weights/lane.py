@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from april import clock
+
 LEARNER, WORKER = 0, 1
 """ranks in a lane; those of an inference server begin at the worker's"""
 
@@ -50,14 +52,17 @@ def own_address(host: str, port: int) -> str:
         return probe.getsockname()[0]
 
 
-def transfer(group: "dist.Backend", buckets: Iterable[Tensor], backend: str, timeout_s: float) -> None:
-    """Broadcast the buckets from the learner to the worker; each has `timeout_s`. In place on the worker's side."""
+def transfer(group: "dist.Backend", buckets: Iterable[Tensor], backend: str, deadline: float) -> None:
+    """Broadcast the buckets from the learner to the worker, all of them by `deadline`, Unix time. In place on the
+    worker's side. Raises RuntimeError or TimeoutError."""
     options = dist.BroadcastOptions()
     options.rootRank = LEARNER
-    options.timeout = timedelta(seconds=timeout_s)
     for bucket in buckets:
+        options.timeout = timedelta(milliseconds=int(1000 * (deadline - clock.now())))
+        if options.timeout <= timedelta(0):
+            raise TimeoutError("the weights were not all through within weights.transfer_deadline_s")
         on_device = bucket.cuda() if backend == "nccl" else bucket
-        group.broadcast([on_device], options).wait(timedelta(seconds=timeout_s))
+        group.broadcast([on_device], options).wait(options.timeout)
         if on_device is not bucket:
             torch.cuda.synchronize()
             bucket.copy_(on_device)

@@ -302,7 +302,7 @@ class LearnerConnection:
             return
         data = torch.empty(manifest.total_bytes, dtype=torch.uint8)
         self._send(wire.LanePosted(manifest.lane, manifest.version))
-        timeout_s = self.receiver.config.transfer_deadline_s
-        lanes.transfer(self.group, buckets(data, manifest.bucket_bytes), self.lane.backend, timeout_s)
+        deadline = started_at + self.receiver.config.transfer_deadline_s
+        lanes.transfer(self.group, buckets(data, manifest.bucket_bytes), self.lane.backend, deadline)
         tensors = unpack(manifest.tensors, data, manifest.checksum)
         self.receiver.stage(Staged(manifest.version, tensors, started_at))
