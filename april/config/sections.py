@@ -113,7 +113,7 @@ class ScheduleSection(Section):
         None, ge=1, description="a group may lose dead samples down to this size; none: n"
     )
 
-    dynamic_sampling: bool = Field(False, description="discard and replace groups whose rewards are all the same")
+    dynamic_sampling: bool = Field(False, description="discard and replace groups all right or all wrong")
     group_filter: str = Field(
         "", description="package.module:function that gives the reason to discard a complete group; empty: none"
     )
