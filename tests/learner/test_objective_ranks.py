@@ -32,16 +32,8 @@ def covering(*choices) -> list[tuple]:
 CASES = covering(*CHOICES)
 STEPS = {
     "plain": ("ppo", "clip", {"normalisation": "token_mean", "kl_coef": 0.1}),
-    "dual": ("ppo dual", "none", {"normalisation": "sequence_mean", "advantage": "rloo"}),
-    "importance": ("ppo", "truncated", {"normalisation": "constant", "advantage": "dr_grpo", "behaviour_coef": 0.2}),
     "sequences": ("gspo", "interpolated, not weighed", {"normalisation": "sequence_mean", "kl_coef": 0.1}),
-    "tokens of sequences": ("gspo_token", "geometric", {"advantage": "reinforce_pp"}),
-    "band": ("cispo", "icepop", {"normalisation": "constant", "advantage": "reinforce_pp_baseline"}),
-    "decoupled": ("ppo", "decoupled", {"normalisation": "token_mean", "entropy_coef": 0.05}),
-    "decoupled sequence": ("ppo", "decoupled sequence", {"kl_coef": 0.1, "kl_estimator": "k1"}),
-    "decoupled band": ("gspo", "decoupled icepop", {"normalisation": "constant"}),
-    "rejection": ("ppo", "truncated and geometric", {"normalisation": "sequence_mean"}),
-    "capped sequence": ("cispo", "truncated_sequence", {"normalisation": "sequence_mean"}),
+    "rejection": ("ppo dual", "truncated and geometric", {"normalisation": "constant", "entropy_coef": 0.05}),
     "masked": ("cispo", "on-policy only", {"normalisation": "sequence_mean", "kl_coef": 0.1, "kl_estimator": "k2"}),
     "shipped": ("ppo", "shipped", {}),
 }
