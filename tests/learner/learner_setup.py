@@ -223,7 +223,7 @@ def run_ranks(ranks: int, jobs: list[dict], folder: Path) -> list[dict]:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=280,
         check=False,
     )
     assert finished.returncode == 0, finished.stderr[-4000:]
