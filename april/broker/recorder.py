@@ -192,7 +192,7 @@ class Recorder:
         of_prompts = [[sample for sample in group.samples if sample.state is SampleState.DONE] for group in groups]
         of_prompts = [of_prompt for of_prompt in of_prompts if of_prompt]
         done = [sample for of_prompt in of_prompts for sample in of_prompt]
-        scores = summarise([[accuracy(sample) for sample in of_prompt] for of_prompt in of_prompts], samples)
+        scores = summarise([[sample.accuracy for sample in of_prompt] for of_prompt in of_prompts], samples)
         versions = sorted({version for sample in done for _, _, version in sample.segments})
         self.evaluations[step] = {
             "step": step,
@@ -259,12 +259,6 @@ def same_loss(logged: float | None, replayed: float) -> bool:
     """None is what JSON has for a loss that is not finite."""
     finite = [loss is not None and math.isfinite(loss) for loss in (logged, replayed)]
     return math.isclose(logged, replayed, rel_tol=REPLAY_TOLERANCE) if all(finite) else not any(finite)
-
-
-def accuracy(sample: Sample) -> float:
-    """What a verifier calls `correct`, or else its reward before penalties."""
-    details = sample.details or {}
-    return details.get("correct", details.get("base", sample.reward))
 
 
 def discarded_groups(ledger: Ledger) -> dict[str, int]:

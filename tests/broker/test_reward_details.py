@@ -3,7 +3,6 @@
 import orjson
 
 from april import wire
-from april.broker.recorder import accuracy
 from april.broker.samples import Sample
 from tests.broker.conversation import finish_evaluation, training
 
@@ -40,7 +39,7 @@ def test_accuracy_is_what_was_correct_and_not_what_penalties_leave(talk, worker)
 
 
 def accuracy_of(reward, **details):
-    return accuracy(Sample(None, 0, reward=reward, details=details or None))
+    return Sample(None, 0, reward=reward, details=details or None).accuracy
 
 
 def test_details_that_are_too_many_or_no_numbers_are_refused(talk, worker):
