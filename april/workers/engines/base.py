@@ -39,7 +39,8 @@ class Request:
     max_new_tokens: int
     """what is left of the response budget (tokens)"""
     seed: int = 0
-    """of the sample; with the same weights it gives the same tokens, whatever else is running"""
+    """of the sample; where the engine draws by it, the same weights give the same tokens, whatever else is running: the
+    embedded one always, a server as far as docs/sglang.md and docs/vllm.md say"""
     temperature: float = 1.0
     """0 is greedy"""
     top_p: float = 1.0
