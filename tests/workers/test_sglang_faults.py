@@ -19,6 +19,7 @@ from april.workers.engines.sglang import SGLangEngine
 from april.workers.engines.sglang_client import ServerGone
 from april.workers.engines.sglang_fleet import SGLangFleet
 from april.workers.engines.sglang_lane import ServerLane
+from april.workers.engines.sglang_news import News
 from april.workers.engines.sglang_server import ServerFailed, ServerSettings, SGLangServer
 from april.workers.intake import ServerIntake
 from tests.workers.conftest import SGLANG_PYTHON
@@ -50,12 +51,17 @@ def loop():
 
 
 @pytest.fixture(scope="module")
-def engine(tiny_model, tmp_path_factory, loop):
+def news():
+    return News()
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model, tmp_path_factory, loop, news):
     """On a server of its own, which the tests do harm to."""
     log = tmp_path_factory.mktemp("sglang") / "server.log"
     settings = ServerSettings(SGLANG_PYTHON, tiny_model().folder, log, slots=16, options=LITTLE_MEMORY)
     server = SGLangServer(settings)
-    engine = SGLangEngine(tiny_model().folder, VOCABULARY, 640, server=server, loop=loop, **OPTIONS)
+    engine = SGLangEngine(tiny_model().folder, VOCABULARY, 640, server=server, loop=loop, news=news, **OPTIONS)
     yield engine
     engine.close()
 
@@ -69,12 +75,12 @@ def held(engine, tiny_model):
 
 
 @pytest.fixture
-def fleet(held, tiny_model, sglang_server, loop):
+def fleet(held, tiny_model, sglang_server, loop, news):
     """The engine and another server, which nobody harms."""
     options = OPTIONS | {"url": sglang_server.url, "stall_s": 120.0}
-    other = SGLangEngine(tiny_model().folder, VOCABULARY, 640, loop=loop, **options)
+    other = SGLangEngine(tiny_model().folder, VOCABULARY, 640, loop=loop, news=news, **options)
     other.load_weights(V0, tiny_model().weights())
-    yield SGLangFleet([held, other], loop)
+    yield SGLangFleet([held, other], loop, news)
     other.cancel_all(range(100))
     other.close()
 
@@ -216,7 +222,7 @@ def test_a_server_killed_between_ready_and_the_first_bucket_costs_its_lane_alone
     publisher.close()
 
 
-def test_a_server_that_keeps_dying_is_given_up_with_a_sentence(fleet, loop):
+def test_a_server_that_keeps_dying_is_given_up_with_a_sentence(fleet, loop, news):
     """Others go on; where there is none, the worker ends."""
     first, _ = fleet.parts
     before = drive(fleet, LONG[:2], tokens=20)
@@ -227,7 +233,7 @@ def test_a_server_that_keeps_dying_is_given_up_with_a_sentence(fleet, loop):
     assert [key for key, _ in failures] == [0] and none == []
     assert len(join(before[1], streams_of(chunks + rest)[1]).tokens) == 600
     with pytest.raises(EngineError, match="finished nothing in"):
-        SGLangFleet([first], loop).step()
+        SGLangFleet([first], loop, news).step()
 
 
 # --- a server that never comes up ---

@@ -25,6 +25,7 @@ from april.workers.engines.checks import check_heads, check_request
 from april.workers.engines.sglang_checks import check_model, check_pause, check_server
 from april.workers.engines.sglang_client import ServerGone, ServerRefuses, SGLangClient
 from april.workers.engines.sglang_lane import receive
+from april.workers.engines.sglang_news import News
 from april.workers.engines.sglang_run import Run
 from april.workers.engines.sglang_server import AttachedServer, ServerFailed, SGLangServer
 from april.workers.engines.sglang_weights import DiskSnapshot, HalfLoaded, WeightPush
@@ -38,8 +39,6 @@ log = logging.getLogger(__name__)
 
 Pause = Literal["abort", "retract", "in_place"]
 
-STEP_S = 0.01
-"""a step waits this long for news from the server"""
 TEND_S = 0.5
 """between two looks at the server"""
 AWAY_S = 5.0
@@ -83,12 +82,13 @@ class SGLangEngine:
         api_key: str = "",
         push: WeightPush | None = None,
         loop: asyncio.AbstractEventLoop | None = None,
+        news: News | None = None,
     ):
         """Blocks until the server serves. Raises ServerFailed.
 
         `stream_tokens`: the server sends a request's tokens in events of so many; `stall_s`: a server that streams
         nothing for so long, though it has requests, is hung; `update_s`: longest change of weights; `start_s`: a server
-        that others keep may be away for so long; `loop`: one that several engines share, which outlives them.
+        that others keep may be away for so long; `loop` and `news`: what several engines share; the loop outlives them.
         """
         check_pause(pause, stream_tokens)
         self.model_path, self.vocabulary, self.max_context = Path(model_path), vocabulary, max_context
@@ -117,7 +117,7 @@ class SGLangEngine:
         self._look_for_due_at = 0.0
         self._loop, self._owns_loop = loop or asyncio.new_event_loop(), loop is None
         self._tasks: set[asyncio.Task] = set()
-        self._news, self._alarm = asyncio.Event(), asyncio.Event()
+        self._news, self._alarm = news or News(), asyncio.Event()
         self._client: SGLangClient | None = None
         try:
             self._loop.run_until_complete(self._start())
@@ -149,10 +149,20 @@ class SGLangEngine:
         self._queue[request.id] = Run(request, due_at=clock.now() + self.chunk_s)
         self._admit()
 
+    @property
+    def busy(self) -> bool:
+        """Whether there may be something to hand over soon, or something to see to."""
+        return bool(self._streaming) or self._updating or not self.ready
+
     def step(self) -> list[Chunk]:
-        self._loop.run_until_complete(self._wait_for_news())
+        self._loop.run_until_complete(self._news.come(expected=self.busy))
+        return self.collect()
+
+    def collect(self) -> list[Chunk]:
+        """What a step returns, without waiting for it."""
         self._hand_over_due()
         chunks, self._chunks = self._chunks, []
+        self._news.clear()
         if self._fatal and not chunks:
             raise self._fatal
         return chunks
@@ -283,7 +293,6 @@ class SGLangEngine:
         if len(run.pending) >= self.chunk_tokens and not finish:
             self._hand_over(run)
         self._heard_at = clock.now()
-        self._news.set()
         return finish
 
     def _finish(self, run: Run, finish: dict) -> None:
@@ -309,7 +318,6 @@ class SGLangEngine:
         run.ended = True
         self._streaming.pop(run.request.id, None)
         self._queue.pop(run.request.id, None)
-        self._news.set()
 
     def _fail(self, run: Run, why: str) -> None:
         if not run.ended:
@@ -319,6 +327,7 @@ class SGLangEngine:
     def _hand_over(self, run: Run) -> None:
         run.due_at = clock.now() + self.chunk_s
         self._chunks += run.hand_over(self.chunk_tokens)
+        self._news.set()
 
     def _hand_over_due(self) -> None:
         now = clock.now()
@@ -328,15 +337,6 @@ class SGLangEngine:
         for run in self._streaming.values():
             if run.pending and now >= run.due_at:
                 self._hand_over(run)
-
-    async def _wait_for_news(self) -> None:
-        if self._streaming or self._updating or not self.ready:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(STEP_S):
-                    await self._news.wait()
-            self._news.clear()
-        else:
-            await asyncio.sleep(0)
 
     # --- interruption -------------------------------------------------------------------------------------------
 
@@ -384,6 +384,7 @@ class SGLangEngine:
             load.close()
             self._updating = False
             self._admit()
+            self._news.set()
 
     async def _change_weights(self, load: Coroutine, expected: dict[str, str]) -> None:
         if self.pause == "abort" and self._streaming:

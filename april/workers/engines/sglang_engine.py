@@ -12,6 +12,7 @@ from april.workers.engines.sglang import SGLangEngine
 from april.workers.engines.sglang_checks import check_ranks, check_speculation
 from april.workers.engines.sglang_client import ServerGone
 from april.workers.engines.sglang_fleet import SGLangFleet
+from april.workers.engines.sglang_news import News
 from april.workers.engines.sglang_server import AttachedServer, ServerSettings, SGLangServer
 from april.workers.engines.sglang_weights import DiskSnapshot, LocalTensors, WeightPush
 
@@ -33,7 +34,7 @@ def make_sglang_engine(
             f"key 'model.path' = {str(config.model.path)!r} has a config.json without vocab_size or "
             "max_position_embeddings; give a whole Hugging Face folder"
         )
-    loop = asyncio.new_event_loop()
+    loop, news = asyncio.new_event_loop(), News()
     if engine.url:
         servers = [AttachedServer(url, engine.start_s) for url in engine.url]
     else:
@@ -63,6 +64,7 @@ def make_sglang_engine(
                     api_key=os.environ.get(API_KEY, ""),
                     push=make_push(config),
                     loop=loop,
+                    news=news,
                 )
                 parts.append(part)
                 undo.callback(part.close)
@@ -71,7 +73,7 @@ def make_sglang_engine(
         except (EngineError, ServerGone) as error:
             raise ConfigError(str(error)) from None
         undo.pop_all()
-    return SGLangFleet(parts, loop)
+    return SGLangFleet(parts, loop, news)
 
 
 def on_rocm() -> bool:
