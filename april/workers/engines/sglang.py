@@ -50,7 +50,7 @@ CANCEL_S = 3.0
 ABORT_AGAIN_S = 0.3
 """an abort does not reach a request that the scheduler has not seen yet; it is said again after this long"""
 VERIFY_EVERY = 20
-"""changes of weights after the first, until what the server holds is compared again with what it was sent"""
+"""changes of weights that a server takes after its first, until what it holds is compared again with what was sent"""
 LONGEST_DELAY_S = 60.0
 """between two starts of a server that keeps dying; the first restart is at once"""
 
@@ -225,9 +225,8 @@ class SGLangEngine:
         return {"weight_version": str(version), "flush_cache": self.pause != "in_place"}
 
     def _foretell(self, tensors: "Mapping[str, torch.Tensor]") -> dict[str, str]:
-        """What the server must say of these weights, where that can be foretold: of the first and every k-th."""
-        self._updates += 1
-        return checksums_in_server(tensors) if self._comparable and self._updates % VERIFY_EVERY == 1 else {}
+        """What the server must say of these weights, where that can be foretold: of its first and every k-th."""
+        return checksums_in_server(tensors) if self._comparable and self._updates % VERIFY_EVERY == 0 else {}
 
     def make_client(self) -> SGLangClient:
         """For another thread with a loop of its own."""
@@ -374,7 +373,7 @@ class SGLangEngine:
         try:
             async with asyncio.timeout(self.update_s):
                 await self._change_weights(load, expected)
-            self.version = version
+            self.version, self._updates = version, self._updates + 1
         except (ServerGone, HalfLoaded, TimeoutError) as error:
             why = str(error) or f"an update of the weights took longer than {self.update_s:g} s"
             if self.ready:
@@ -427,7 +426,7 @@ class SGLangEngine:
             self._server.spawn()
         self._client = SGLangClient(self._server.url, self._api_key, self.server_name)
         self._check(await self._server.wait(self._client))
-        self._heard_at = clock.now()
+        self._heard_at, self._updates = clock.now(), 0
         self._alarm.clear()
         self._suspicion, self.ready = "", True
 
