@@ -5,8 +5,10 @@ import asyncio
 import shutil
 import signal
 import socket
+import sys
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +18,8 @@ from april.weights.publisher import WeightPublisher
 from april.weights.receiver import WeightReceiver
 from april.workers.engines.base import EngineError, Request
 from april.workers.engines.sglang import SGLangEngine
-from april.workers.engines.sglang_client import ServerGone
+from april.workers.engines.sglang_client import KeyRefused, ServerGone
+from april.workers.engines.sglang_engine import api_key
 from april.workers.engines.sglang_fleet import SGLangFleet
 from april.workers.engines.sglang_lane import ServerLane
 from april.workers.engines.sglang_news import News
@@ -272,6 +275,34 @@ def test_a_start_that_takes_too_long_ends_at_its_deadline_and_leaves_nobody_behi
     with pytest.raises(ServerFailed, match=r"does not serve after 2 s; raise engine\.start_s"):
         SGLangEngine(settings.model, VOCABULARY, 640, server=server)
     assert not server.alive
+
+
+LOCKED = """
+import http.server, sys
+given = dict(zip(sys.argv[1:], sys.argv[2:]))
+class Locked(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.headers["Authorization"] == "Bearer " + given["--api-key"] else 401)
+        self.end_headers()
+        self.wfile.write(b"{}")
+http.server.HTTPServer(("127.0.0.1", int(given["--port"])), Locked).serve_forever()
+"""
+
+
+class LockedSettings(ServerSettings):
+    def program(self):
+        return ["-c", LOCKED]
+
+
+def test_a_wrong_key_ends_the_start_at_once_and_the_server_s_own_is_the_right_one(settings):
+    options = {"api_key": "K"}
+    settings = LockedSettings(Path(sys.executable), settings.model, settings.log, options=options)
+    for key, said in (("", "an"), ("L", "another")):
+        with pytest.raises(KeyRefused, match=f"wants {said} API key for /server_info; set APRIL_SGLANG_API_KEY"):
+            SGLangEngine(settings.model, VOCABULARY, 640, server=SGLangServer(settings), api_key=key)
+    engine = SGLangEngine(settings.model, VOCABULARY, 640, server=SGLangServer(settings), api_key=api_key(options))
+    assert engine.ready
+    engine.close()
 
 
 def test_an_unknown_option_is_refused_with_the_server_s_own_words(settings):
