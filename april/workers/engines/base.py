@@ -78,7 +78,7 @@ class Engine(Protocol):
     ready: bool
     """whether weights can be loaded: an engine behind a server that is down is not"""
     generated_tokens: int
-    """tokens sampled since the engine was made, whether handed over or not"""
+    """tokens since the engine was made, handed over or not: sampled, or, where a server samples, arrived from it"""
 
     def submit(self, request: Request) -> None:
         """Queue a request. Raises EngineError for one that can never run."""
