@@ -13,7 +13,7 @@ from april.workers.engines.sglang_fleet import SGLangFleet
 from april.workers.engines.sglang_news import News
 from tests.workers.engine_driving import V0, V1, VOCABULARY, prompt
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture
