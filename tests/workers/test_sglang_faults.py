@@ -8,17 +8,19 @@ import socket
 import sys
 import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from april import clock
 from april.config import WeightsSection
 from april.weights.publisher import WeightPublisher
 from april.weights.receiver import WeightReceiver
 from april.workers.engines.base import EngineError, Request
-from april.workers.engines.sglang import SGLangEngine
-from april.workers.engines.sglang_client import KeyRefused, ServerGone
+from april.workers.engines.sglang import PROBE_S, SGLangEngine
+from april.workers.engines.sglang_client import KeyRefused, ServerGone, ServerSilent
 from april.workers.engines.sglang_engine import api_key
 from april.workers.engines.sglang_fleet import SGLangFleet
 from april.workers.engines.sglang_lane import ServerLane
@@ -99,6 +101,20 @@ def stop_scheduler(engine):
 @pytest.mark.parametrize("harm", [kill_scheduler, stop_scheduler])
 def test_a_server_that_dies_or_hangs_is_started_again_and_samples_go_on(held, tiny_model, harm):
     assert_samples_survive(held, tiny_model(), lambda: harm(held), "SGLang server")
+
+
+def test_a_worker_that_was_away_does_not_take_the_answer_it_missed_for_silence(held, monkeypatch):
+    now = clock.now()
+
+    async def silence(path, deadline_s, until):
+        changed.setattr(clock, "now", lambda: until)
+        raise ServerSilent("no answer")
+
+    for away_s, complaint in ((0.0, "no answer"), (60.0, None)):
+        with monkeypatch.context() as changed:
+            changed.setattr(clock, "now", lambda: now)
+            changed.setattr(held._client, "call", partial(silence, until=now + PROBE_S + away_s))
+            assert asyncio.run(held._complaint()) == complaint
 
 
 def test_of_two_servers_a_killed_one_costs_its_own_requests_alone(fleet, tiny_model):

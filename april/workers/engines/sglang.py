@@ -462,10 +462,12 @@ class SGLangEngine:
             return self._suspicion
         if self._streaming and not self._updating and clock.now() - self._heard_at > self.stall_s:
             return f"the {self.server_name} server has streamed nothing for {self.stall_s:g} s"
+        asked_at = clock.now()
         try:
             loads = await self._client.call("/v1/loads", deadline_s=PROBE_S)
         except (ServerGone, ServerRefuses) as error:
-            return str(error) if self._alarm.is_set() or not self._streaming else None
+            was_away = clock.now() - asked_at > PROBE_S + TEND_S
+            return None if was_away or (self._streaming and not self._alarm.is_set()) else str(error)
         self._capacity.observe(**{key: loads["loads"][0][key] for key in CapacityRule.OBSERVED})
         if self._alarm.is_set():
             self._alarm.clear()
@@ -483,7 +485,6 @@ class SGLangEngine:
                 run.task.cancel()
             self._fail(run, reason)
         self._server.kill()
-        self._news.set()
 
     async def _bring_back(self) -> None:
         if self.restarts >= self.max_restarts:

@@ -8,7 +8,7 @@ STEP_S = 0.02
 
 
 class News(asyncio.Event):
-    """Set with a chunk to hand over, a failed request, the end of a change of weights, the loss of a server."""
+    """Set with a chunk to hand over, the end of a request however it comes, and that of a change of weights."""
 
     async def come(self, expected: bool) -> None:
         """Wait until there are some, for STEP_S; where none are `expected`, the loop goes round once."""
