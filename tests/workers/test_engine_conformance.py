@@ -2,7 +2,7 @@
 
 SGLang's server is the real one, and so is vLLM's where it is installed; where two runs are compared, they are greedy,
 since engines differ in how they draw. SGLang pauses by `abort` here, its default; by `retract`, with stream_tokens = 1,
-where requests are interrupted: by changes of weights, by cancels, to be resumed.
+where requests are interrupted: by changes of weights, by the cancel of many, to be resumed.
 """
 
 from dataclasses import replace
@@ -127,7 +127,6 @@ def test_behaviour_logprobs_are_those_of_a_plain_forward_pass(make_engine, tiny_
         assert_true_logprobs(tiny_model(), request, streams[request.id])
 
 
-@pytest.mark.parametrize("make_engine", INTERRUPTED, indirect=True)
 @pytest.mark.parametrize("tokens", [0, 1, 7, 100])
 def test_cancel_hands_over_what_is_left(make_engine, tokens):
     request = Request(1, prompt(), 500, temperature=0.0)
