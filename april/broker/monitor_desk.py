@@ -35,7 +35,7 @@ class MonitorDesk:
 
     def on_StopRun(self, session: Session, received: wire.Received, now: float) -> None:
         self.service.stop(limits.clip(received.message.reason), received.message.state, now)
-        self.sessions.send(session, wire.Accepted(), sequence=received.sequence)
+        self.sessions.send_at_once(session, wire.Accepted(), [], received.sequence)
 
     def on_Drain(self, session: Session, received: wire.Received, now: float) -> None:
         if self._refuses(session, received):

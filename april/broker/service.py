@@ -7,6 +7,7 @@ except what `Sessions.at_once` holds: that rests on nothing that is not on disk.
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -53,6 +54,9 @@ MAY_SEND = {
     "learner": {"Heartbeat", "LearnerStart", "Fetch", "Consumed", "Durable"},
     "monitor": {"Heartbeat", "StatusRequest", "StopRun", "Drain", "DeadLettersRequest", "Requeue"},
 }
+
+QUESTIONS_ANSWERED = (wire.Welcome, wire.Status, wire.DeadLetters, wire.Refused)
+"""what a monitor may be told though nothing that it rests on is on disk"""
 
 
 class AccessDenied(wire.WireError):
@@ -196,10 +200,15 @@ class Service:
             self._dispatch(route, received, now, peer)
 
     def fall_silent(self, reason: str) -> None:
-        """Nothing can be written any more: forget what peers were to be told, and change nothing from here on."""
+        """Nothing can be written any more: forget what peers were to be told, and change nothing from here on.
+        Monitors still get answers to what they asked; what they had ordered is refused."""
         log.critical("READ ONLY: %s", reason)
         monitors = {session.id for session in self.sessions.by_id.values() if session.role == "monitor"}
-        self.sessions.outgoing = [m for m in self.sessions.take_outgoing() if m.session in monitors]
+        self.sessions.outgoing = [
+            answer if isinstance(answer.message, QUESTIONS_ANSWERED) else replace(answer, message=wire.Refused(reason))
+            for answer in self.sessions.take_outgoing()
+            if answer.session in monitors
+        ]
         self.read_only, self.state = reason, "read only"
 
     def _hello(self, route: bytes, received: wire.Received, now: float, peer: Peer | None) -> None:
