@@ -161,8 +161,8 @@ class Photographer:
             if drift := step["lengths"].get("drift"):
                 series["april_length_drift"] = by_name(distance=drift["distance"], band=drift["band"])
                 series["april_length_alarm"] = single(drift["alarm"])
-        if evaluations := service.recorder.evaluations:
-            newest = evaluations[max(evaluations)]
+        if ledger.evaluated:
+            newest = ledger.evaluated[max(ledger.evaluated)]
             series["april_evaluation_step"] = single(newest["step"])
             if newest["accuracy"] is not None:
                 series["april_evaluation_accuracy"] = single(newest["accuracy"])

@@ -55,7 +55,6 @@ class Recorder:
         self.refused_before = before.get("tokens", {}).get("refused", 0)
         self.replays = Counter({"same": 0, "different": 0} | before.get("replays", {}))
         """steps that were trained again, by whether their loss was the one that had been logged"""
-        self.evaluations: dict[int, dict[str, Any]] = {}
         self.generating_s = sum(step["rollout_s"] for step in self.steps.values())
         self.rollout_tokens = sum(step["rollout_tokens"] for step in self.steps.values())
         self.chunks = 0
@@ -194,7 +193,7 @@ class Recorder:
         done = [sample for of_prompt in of_prompts for sample in of_prompt]
         scores = summarise([[accuracy(sample) for sample in of_prompt] for of_prompt in of_prompts], samples)
         versions = sorted({version for sample in done for _, _, version in sample.segments})
-        self.evaluations[step] = {
+        result = {
             "step": step,
             "version": list(versions[-1]) if versions else None,
             "versions": [list(version) for version in versions],
@@ -205,8 +204,8 @@ class Recorder:
             **scores,
         }
         if self.tensorboard:
-            self.tensorboard.evaluation(self.evaluations[step], clock.now())
-        return self.evaluations[step]
+            self.tensorboard.evaluation(result, clock.now())
+        return result
 
     def account(self, ledger: Ledger) -> dict[str, Any]:
         return ledger.account() | {
@@ -229,7 +228,7 @@ class Recorder:
                 "first": self.steps[0]["reward"] if last and 0 in self.steps else None,
                 "last3": round(sum(last) / len(last), 6) if last else None,
             },
-            "evaluation": [self.evaluations[step] for step in sorted(self.evaluations)],
+            "evaluation": [ledger.evaluated[step] for step in sorted(ledger.evaluated)],
             "tokens": self.account(ledger),
             "ledger_closed": ledger.closed,
             "rollout_tokens_per_s": per_second(self.rollout_tokens, self.generating_s),

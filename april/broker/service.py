@@ -96,8 +96,6 @@ class Service:
         self.learner = LearnerDesk(self)
         self.monitors = MonitorDesk(self)
         self.census = Census(self.ledger, config.broker.max_run_s)
-        for step in self.ledger.evaluations:
-            self._record_evaluation(step)
         self._last_tick = now
         self._next_sweep = self._next_hand_out = self._next_summary = now
         self._summary_is_old = False
@@ -329,19 +327,19 @@ class Service:
             return self.stop(f"{count} groups in a row were filtered out, the last for {reason}", "failed", now)
         while self.schedule.advance(self.ledger):
             self.workers.abort(now)
-        for opened in self.ledger.evaluations:
-            if opened not in self.recorder.evaluations:
-                self._record_evaluation(opened)
+        for opened in list(self.ledger.evaluations):
+            self._record_evaluation(opened)
         if self.ledger.dead_in_a_row >= DEAD_ROUNDS * self.config.schedule.groups_per_round:
             count, error = self.ledger.dead_in_a_row, self.ledger.last_error
             return self.stop(f"{count} groups in a row lost samples for good, the last to: {error}", "failed", now)
         all_trained = self.schedule.finished(self.ledger) and step == self.ledger.next_step
-        if all_trained and all(opened in self.recorder.evaluations for opened in self.ledger.evaluations):
+        if all_trained and not self.ledger.evaluations:
             why = "all steps are done" if step >= self.config.schedule.max_steps else "the prompts are exhausted"
             self.stop(why, "finished", now)
 
     def _evaluation_due(self, step: int) -> bool:
-        if not self.prompts.evaluation_tokens or step in self.ledger.evaluations or step < self.ledger.frontier:
+        opened = step in self.ledger.evaluations or step in self.ledger.evaluated
+        if not self.prompts.evaluation_tokens or opened or step < self.ledger.frontier:
             return False
         every = self.config.evaluation.every
         at_the_end = self.schedule.finished(self.ledger) and step == self.ledger.next_step
@@ -353,9 +351,11 @@ class Service:
             self.ledger.open_group(step, position, floor=step, evaluation=True, size=samples, prompt=tokens)
 
     def _record_evaluation(self, step: int) -> None:
+        """If none of its groups is open any more."""
         groups = self.ledger.evaluations[step]
         if all(group.state is not GroupState.OPEN for group in groups):
             result = self.recorder.evaluated(step, groups, self.config.evaluation.samples)
+            self.ledger.record_evaluation(step, result)
             accuracy, prompts = result["accuracy"], result["prompts"]
             log.info("evaluation at step %d: accuracy %s on %d prompts", step, accuracy, prompts, extra={"step": step})
 
