@@ -192,10 +192,10 @@ class Service:
         message, session = received.message, self.sessions.by_id.get(received.session)
         if isinstance(message, wire.Hello) and message.role == "monitor":
             self._hello(route, received, now, peer)
-        elif session and isinstance(message, wire.Heartbeat):
-            self.sessions.answer_heartbeat(session, [])
         elif session and session.role == "monitor":
             self._dispatch(route, received, now, peer)
+        elif session and isinstance(message, wire.Heartbeat):
+            self.sessions.answer_heartbeat(session, [])
 
     def fall_silent(self, reason: str) -> None:
         """Nothing can be written any more: forget what peers were to be told, and change nothing from here on.
