@@ -48,6 +48,7 @@ METRICS = {
     "april_ledger_closed": Metric("gauge", "1 while generated = trained + delivered + ready + open + discarded"),
     "april_journal_bytes": Metric("gauge", "Size of the journal on disk"),
     "april_journal_failed": Metric("gauge", "1 when the journal can be written no more and the broker only answers"),
+    "april_snapshots_failed_total": Metric("counter", "Snapshots that could not be written; restarts read more"),
     "april_staleness_steps": Metric("gauge", "Age of the tokens of the newest trained batch, and its bound", ("kind",)),
     "april_length_drift": Metric(
         "gauge",
@@ -144,6 +145,7 @@ class Photographer:
             "april_ledger_closed": single(ledger.closed),
             "april_journal_bytes": single(service.journal.bytes_on_disk),
             "april_journal_failed": single(bool(service.read_only)),
+            "april_snapshots_failed_total": single(service.snapshots.failures),
             "april_staleness_steps": by_name(bound=ledger.rules.max_staleness),
             "april_replayed_steps_total": by_name(**service.recorder.replays),
             "april_sessions": by_name(**Counter(session.role for session in service.sessions.by_id.values())),

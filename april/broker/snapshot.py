@@ -224,6 +224,8 @@ class SnapshotStore:
 
     def __init__(self, folder: Path):
         self.folder = folder
+        self.failures = 0
+        """snapshots that could not be written since the broker started"""
         self._writer: threading.Thread | None = None
 
     @property
@@ -269,6 +271,7 @@ class SnapshotStore:
             for old in self.positions()[:-2]:
                 self._path(old).unlink()
         except OSError as error:
+            self.failures += 1
             log.warning("snapshot at %d cannot be written (%s); the one before it still serves", position, error)
             with contextlib.suppress(OSError):
                 temporary.unlink()
