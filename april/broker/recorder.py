@@ -57,8 +57,10 @@ class Recorder:
         """steps that were trained again, by whether their loss was the one that had been logged"""
         self.generating_s = sum(step["rollout_s"] for step in self.steps.values())
         self.rollout_tokens = sum(step["rollout_tokens"] for step in self.steps.values())
-        self.chunks = 0
-        """of training samples, acknowledged since the broker started"""
+        self.accepted: Counter[tuple[str, str]] = Counter()
+        """`chunks` and `tokens` since the broker started, by use: `training` or `evaluation`"""
+        self.acknowledged: Counter[tuple[str, str]] = Counter()
+        """those of them that are on disk"""
         self.environment: Counter[str] = Counter()
         """since the broker started: observations, their tokens, and answers that failed"""
         self._environment_before: Counter[str] = Counter()
@@ -89,11 +91,14 @@ class Recorder:
         self._step_generating_s += seconds
         self.generating_s += seconds
 
-    def tokens(self, count: int) -> None:
-        """The training tokens of one chunk, acknowledged."""
-        self.chunks += 1
-        self._step_tokens += count
-        self.rollout_tokens += count
+    def tokens(self, count: int, evaluation: bool) -> None:
+        """Those of one chunk, accepted."""
+        use = "evaluation" if evaluation else "training"
+        self.accepted["chunks", use] += 1
+        self.accepted["tokens", use] += count
+        if not evaluation:
+            self._step_tokens += count
+            self.rollout_tokens += count
 
     def observed(self, tokens: int, failed: bool) -> None:
         """An environment has answered a turn with so many tokens, or failed to."""
