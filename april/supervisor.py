@@ -302,6 +302,7 @@ class Supervisor:
         if clock.now() >= self._next_status:
             self._next_status = clock.now() + STATUS_S
             self.connection.send(wire.StatusRequest())
+        self.connection.beat_if_due()
         for received in self.connection.receive(POLL_MS):
             if self.connection.is_disowned(received):
                 self.connection.session = 0

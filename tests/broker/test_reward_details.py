@@ -34,7 +34,7 @@ def test_means_of_details_are_in_the_line_of_their_step(talk, worker, learner):
 def test_accuracy_is_what_was_correct_and_not_what_penalties_leave(talk, worker):
     [grant] = [grant for grant in worker.grants() if grant.evaluation]
     score(worker, grant, -0.5, base=1.0, overlong=-1.5)
-    assert talk.service.recorder.evaluations[0]["accuracy"] == 1.0
+    assert talk.ledger.evaluated[0]["accuracy"] == 1.0
     assert [accuracy_of(-1.0, correct=0.0), accuracy_of(0.25)] == [0.0, 0.25]
 
 
