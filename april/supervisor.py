@@ -179,8 +179,8 @@ class Supervisor:
 
     def _learner_part(self, config_path: Path, address: str) -> Part:
         section = self.config.learner
-        torchrun = ["-m", "april.learner.launch", "--standalone", "--nproc-per-node", str(section.ranks)]
-        command = [sys.executable, *torchrun, "-m", "april.learner", str(config_path), "--connect", address]
+        launch = ["-m", "april.learner.launch", "--nproc-per-node", str(section.ranks)]
+        command = [sys.executable, *launch, "-m", "april.learner", str(config_path), "--connect", address]
         log, devices = self.logs / "learner.log", self.placed.get("learner", ())
         return Part("learner", command, log, section.threads, section.max_restarts, section.hung_s, devices)
 
@@ -302,6 +302,7 @@ class Supervisor:
         if clock.now() >= self._next_status:
             self._next_status = clock.now() + STATUS_S
             self.connection.send(wire.StatusRequest())
+        self.connection.beat_if_due()
         for received in self.connection.receive(POLL_MS):
             if self.connection.is_disowned(received):
                 self.connection.session = 0

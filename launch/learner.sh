@@ -26,4 +26,4 @@ except ConfigError as error:
     sys.exit(str(error))
 PY
 )
-exec torchrun --standalone --nproc-per-node "$ranks" -m april.learner "$@"
+exec python -m april.learner.launch --nproc-per-node "$ranks" -m april.learner "$@"

@@ -124,6 +124,12 @@ def test_the_published_flags_have_their_own_names(file):
     assert configuration.load(file, ["--partial-rollout"]).schedule.partial_rollout is True
 
 
+def test_the_engine_has_a_flag_of_its_own_beside_the_section_of_its_keys(file):
+    config = configuration.load(file, ["--engine", "sglang", "--engine.url", "http://a:1", "--engine.pause=abort"])
+    assert (config.worker.engine, config.engine.url, config.engine.pause) == ("sglang", ["http://a:1"], "abort")
+    assert configuration.load(file, ["--engine=torch"]) == configuration.load(file)
+
+
 def test_every_key_can_be_overridden_on_the_command_line(file):
     config = configuration.load(file)
     for key in configuration.known_keys():

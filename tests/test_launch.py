@@ -194,14 +194,14 @@ def config(tmp_path):
 
 
 def run_part(tmp_path: Path, part: str, *arguments: str) -> subprocess.CompletedProcess:
-    """A launcher of a checkout without .venv, where `april` and `torchrun` only say how they were called."""
+    """A launcher of a checkout without .venv, where `april` and modules of Python only say how they were called."""
     shutil.copytree(ROOT / "launch", tmp_path / "checkout" / "launch")
     tools = tmp_path / "tools"
     tools.mkdir()
     for name in ("april", "torchrun"):
         (tools / name).write_text(f'#!/bin/sh\necho {name} "$@"\n')
         (tools / name).chmod(0o755)
-    (tools / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    (tools / "python").write_text(f'#!/bin/sh\n[ "$1" = - ] && exec {sys.executable} "$@"\necho python "$@"\n')
     (tools / "python").chmod(0o755)
     script = tmp_path / "checkout" / "launch" / f"{part}.sh"
     return run_script(script, *arguments, env=os.environ | {"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}"})
@@ -210,8 +210,8 @@ def run_part(tmp_path: Path, part: str, *arguments: str) -> subprocess.Completed
 def test_the_learner_has_the_ranks_of_its_configuration(tmp_path, config):
     arguments = (str(config), "--connect", "tcp://10.0.0.5:5555", "--learner.ranks", "4")
     result = run_part(tmp_path, "learner", *arguments)
-    torchrun = ["torchrun", "--standalone", "--nproc-per-node", "4", "-m", "april.learner"]
-    assert result.stdout.split() == [*torchrun, *arguments]
+    ranks = ["python", "-m", "april.learner.launch", "--nproc-per-node", "4", "-m", "april.learner"]
+    assert result.stdout.split() == [*ranks, *arguments]
 
 
 def test_the_learner_refuses_a_bad_configuration_in_one_sentence(tmp_path, config):

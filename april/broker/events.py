@@ -3,6 +3,8 @@
 Token ids and logprobs are not part of an event; they lie beside it in its record.
 """
 
+from typing import Any
+
 import msgspec
 
 from april.version import Version
@@ -127,6 +129,14 @@ class GroupRequeued(Event):
     group: int
 
 
+class EvaluationRecorded(Event):
+    """The evaluation of policy step `step` is over, and this is what it showed; its groups are not needed any more."""
+
+    step: int
+    result: dict[str, Any]
+    """as in summary.json"""
+
+
 class DrainStarted(Event):
     """Nothing is handed out any more, and grants up to the watermark are to be handed back."""
 
@@ -187,6 +197,7 @@ AnyEvent = (
     | LeaseEnded
     | GroupDiscarded
     | GroupRequeued
+    | EvaluationRecorded
     | DrainStarted
     | DrainEnded
     | RoundStarted

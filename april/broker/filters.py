@@ -14,7 +14,7 @@ from april.limits import clip
 
 REASON_CHARACTERS = 40
 SPREAD = 1e-6
-"""rewards that differ by less are the same"""
+"""accuracies that differ by less are the same"""
 
 
 class CompleteGroup(NamedTuple):
@@ -26,6 +26,8 @@ class CompleteGroup(NamedTuple):
     finish_reasons: list[str]
     details: list[dict[str, float]]
     """what the rewards are made of"""
+    accuracies: list[float]
+    """what verifiers call `correct`, or else the rewards before penalties"""
 
 
 Filter = Callable[[CompleteGroup], str | None]
@@ -36,8 +38,8 @@ class FilterFailed(RuntimeError):
 
 
 def zero_spread(group: CompleteGroup) -> str | None:
-    """Equal rewards give no advantage to any sample (dynamic sampling, arXiv 2503.14476, section 3.2)."""
-    return "zero_spread" if max(group.rewards) - min(group.rewards) <= SPREAD else None
+    """All samples right, or all wrong, whatever penalties add (dynamic sampling, arXiv 2503.14476, section 3.2)."""
+    return "zero_spread" if max(group.accuracies) - min(group.accuracies) <= SPREAD else None
 
 
 def find_filter(name: str) -> Filter:
@@ -71,6 +73,7 @@ class GroupFilters:
             [sample.sampled for sample in done],
             [sample.finish_reason for sample in done],
             [sample.details or {} for sample in done],
+            [sample.accuracy for sample in done],
         )
         reason = next(filter(None, (ask(function, facts) for function in self.filters)), "")
         self.in_a_row = self.in_a_row + 1 if reason else 0

@@ -60,8 +60,8 @@ class LearnerDesk:
 
     def on_Fetch(self, session: Session, received: wire.Received, now: float) -> None:
         step = received.message.step
-        if not session.started:
-            return self._refuse(session, received, "say first which checkpoint you hold")
+        if self._refuses_unstarted(session, received):
+            return
         if step not in (self.ledger.consumed, min(self.ledger.consumed + 1, self.ledger.next_step)):
             return self._refuse(session, received, f"batch {step} does not follow {self.ledger.consumed} consumed ones")
         self.waiting, self.sent_groups, self.sendable_from = (session, received), 0, None
@@ -116,6 +116,8 @@ class LearnerDesk:
         step = received.message.step
         if len(received.message.metrics) > limits.METRICS:
             raise wire.WireError("more metrics than are kept of a step")
+        if self._refuses_unstarted(session, received):
+            return
         verdict = self.ledger.consume(step, received.message.discarded)
         if verdict is Verdict.INVALID:
             return self._refuse(session, received, f"batch {step} is not the next one, {self.ledger.consumed}")
@@ -125,9 +127,17 @@ class LearnerDesk:
 
     def on_Durable(self, session: Session, received: wire.Received, now: float) -> None:
         step = received.message.step
+        if self._refuses_unstarted(session, received):
+            return
         if self.ledger.checkpoint(step, received.message.oldest) is Verdict.INVALID:
             return self._refuse(session, received, f"checkpoint {step} is beyond the {self.ledger.consumed} batches")
         self.sessions.send(session, wire.Accepted(), sequence=received.sequence)
+
+    def _refuses_unstarted(self, session: Session, received: wire.Received) -> bool:
+        """Whether the learner has not said which checkpoint it holds: the batches may be another one's by now."""
+        if not session.started:
+            self._refuse(session, received, "say first which checkpoint you hold")
+        return not session.started
 
     def _refuse(self, session: Session, received: wire.Received, reason: str) -> None:
         log.warning("learner refused: %s", reason, extra={"role": "learner"})

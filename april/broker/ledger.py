@@ -259,6 +259,10 @@ class Ledger(LedgerState):
         self.commit(events.GroupRequeued(group))
         return Verdict.OK
 
+    def record_evaluation(self, step: int, result: dict[str, Any]) -> None:
+        """Keep of a complete evaluation what it showed, and forget its groups."""
+        self.commit(events.EvaluationRecorded(step, result))
+
     def start_drain(self) -> None:
         """Have all that is generated for training handed back. Saying so again changes nothing."""
         if not self.draining:

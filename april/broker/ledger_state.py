@@ -73,7 +73,9 @@ class LedgerState:
         self.unjudged: list[Group] = []
         """those that no filter has seen yet, where the rules have filters"""
         self.evaluations: dict[int, list[Group]] = {}
-        """evaluation groups by the policy step they were opened for"""
+        """groups of the evaluations under way, by the policy step they were opened for"""
+        self.evaluated: dict[int, dict[str, Any]] = {}
+        """results of the others, by that step"""
         self.next_step = 0
         """the next batch to deliver"""
         self.consumed = 0
@@ -310,6 +312,11 @@ class LedgerState:
 
     def _on_GroupRequeued(self, event: events.GroupRequeued, reference: Any) -> None:
         self.dead_letters.requeue(event.group)
+
+    def _on_EvaluationRecorded(self, event: events.EvaluationRecorded, reference: Any) -> None:
+        for group in self.evaluations.pop(event.step):
+            group.forget()
+        self.evaluated[event.step] = event.result
 
     def _on_DrainStarted(self, event: events.DrainStarted, reference: Any) -> None:
         self.draining, self.watermark = True, event.watermark

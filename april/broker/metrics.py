@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 Series = dict[tuple[str, ...], float]
 """values by those of the labels"""
 
+USES = ("training", "evaluation")
 SYNC_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 
 
@@ -34,8 +35,8 @@ METRICS = {
     "april_oldest_ready_steps": Metric("gauge", "Age of the oldest complete group in policy steps"),
     "april_leases": Metric("gauge", "Leases by what they are for: training, evaluation, or scoring only", ("use",)),
     "april_longest_lease_seconds": Metric("gauge", "Since the oldest lease was granted, or the broker started"),
-    "april_chunks_accepted_total": Metric("counter", "Chunks of training samples made durable and acknowledged"),
-    "april_tokens_accepted_total": Metric("counter", "Tokens acknowledged since the run began", ("use",)),
+    "april_chunks_accepted_total": Metric("counter", "Chunks made durable since the broker started", ("use",)),
+    "april_tokens_accepted_total": Metric("counter", "Their tokens", ("use",)),
     "april_tokens_resumed_total": Metric(
         "counter",
         "Prefixes leased again: to the worker that has them in cache, or moved to another",
@@ -48,6 +49,7 @@ METRICS = {
     "april_ledger_closed": Metric("gauge", "1 while generated = trained + delivered + ready + open + discarded"),
     "april_journal_bytes": Metric("gauge", "Size of the journal on disk"),
     "april_journal_failed": Metric("gauge", "1 when the journal can be written no more and the broker only answers"),
+    "april_snapshots_failed_total": Metric("counter", "Snapshots that could not be written; restarts read more"),
     "april_staleness_steps": Metric("gauge", "Age of the tokens of the newest trained batch, and its bound", ("kind",)),
     "april_length_drift": Metric(
         "gauge",
@@ -112,7 +114,7 @@ class Photographer:
         ledger, queues, letters = service.ledger, service.census.latest, service.ledger.dead_letters
         evaluating = sum(count for (_, evaluation), count in ledger.load.items() if evaluation)
         generating = ledger.generating
-        account = service.recorder.account(ledger)
+        account, acknowledged = service.recorder.account(ledger), service.recorder.acknowledged
         step = service.recorder.steps.get(ledger.consumed - 1, {})
         discarded = {reason: ledger.counts[reason] for reason in ledger.discarded}
         series: dict[str, Series] = {
@@ -134,8 +136,8 @@ class Photographer:
                 training=generating, evaluation=evaluating, scoring=len(ledger.leases) - generating - evaluating
             ),
             "april_longest_lease_seconds": single(queues.longest_lease_s),
-            "april_chunks_accepted_total": single(service.recorder.chunks),
-            "april_tokens_accepted_total": by_name(training=account["generated"], evaluation=account["evaluation"]),
+            "april_chunks_accepted_total": {(use,): acknowledged["chunks", use] for use in USES},
+            "april_tokens_accepted_total": {(use,): acknowledged["tokens", use] for use in USES},
             "april_tokens_resumed_total": by_name(cached=ledger.resumed["cached"], moved=ledger.resumed["moved"]),
             "april_tokens": by_name(**{name: account[name] for name in ("trained", "delivered", "ready", "open")}),
             "april_tokens_discarded_total": by_name(**account["discarded"]),
@@ -144,6 +146,7 @@ class Photographer:
             "april_ledger_closed": single(ledger.closed),
             "april_journal_bytes": single(service.journal.bytes_on_disk),
             "april_journal_failed": single(bool(service.read_only)),
+            "april_snapshots_failed_total": single(service.snapshots.failures),
             "april_staleness_steps": by_name(bound=ledger.rules.max_staleness),
             "april_replayed_steps_total": by_name(**service.recorder.replays),
             "april_sessions": by_name(**Counter(session.role for session in service.sessions.by_id.values())),
@@ -161,8 +164,8 @@ class Photographer:
             if drift := step["lengths"].get("drift"):
                 series["april_length_drift"] = by_name(distance=drift["distance"], band=drift["band"])
                 series["april_length_alarm"] = single(drift["alarm"])
-        if evaluations := service.recorder.evaluations:
-            newest = evaluations[max(evaluations)]
+        if ledger.evaluated:
+            newest = ledger.evaluated[max(ledger.evaluated)]
             series["april_evaluation_step"] = single(newest["step"])
             if newest["accuracy"] is not None:
                 series["april_evaluation_accuracy"] = single(newest["accuracy"])

@@ -35,7 +35,7 @@ class MonitorDesk:
 
     def on_StopRun(self, session: Session, received: wire.Received, now: float) -> None:
         self.service.stop(limits.clip(received.message.reason), received.message.state, now)
-        self.sessions.send(session, wire.Accepted(), sequence=received.sequence)
+        self.sessions.send_at_once(session, wire.Accepted(), [], received.sequence)
 
     def on_Drain(self, session: Session, received: wire.Received, now: float) -> None:
         if self._refuses(session, received):
@@ -107,6 +107,9 @@ class MonitorDesk:
     # --- answers --------------------------------------------------------------------------------------------
 
     def _answer_json(self, session: Session, received: wire.Received, answer: wire.Message, content: dict) -> None:
+        if not self.sessions.has_credit(session, self.service.credit_bytes):
+            reason = "answers beyond 'broker.credit_mb' are unread; read them, and say so in a heartbeat"
+            return self.sessions.refuse("unread", reason, session.data_route, 0, session.id, received.sequence)
         data = np.frombuffer(orjson.dumps(content), np.uint8)
         self.sessions.send(session, answer, [data], received.sequence)
 

@@ -55,11 +55,12 @@ class Recorder:
         self.refused_before = before.get("tokens", {}).get("refused", 0)
         self.replays = Counter({"same": 0, "different": 0} | before.get("replays", {}))
         """steps that were trained again, by whether their loss was the one that had been logged"""
-        self.evaluations: dict[int, dict[str, Any]] = {}
         self.generating_s = sum(step["rollout_s"] for step in self.steps.values())
         self.rollout_tokens = sum(step["rollout_tokens"] for step in self.steps.values())
-        self.chunks = 0
-        """of training samples, acknowledged since the broker started"""
+        self.accepted: Counter[tuple[str, str]] = Counter()
+        """`chunks` and `tokens` since the broker started, by use: `training` or `evaluation`"""
+        self.acknowledged: Counter[tuple[str, str]] = Counter()
+        """those of them that are on disk"""
         self.environment: Counter[str] = Counter()
         """since the broker started: observations, their tokens, and answers that failed"""
         self._environment_before: Counter[str] = Counter()
@@ -90,11 +91,14 @@ class Recorder:
         self._step_generating_s += seconds
         self.generating_s += seconds
 
-    def tokens(self, count: int) -> None:
-        """The training tokens of one chunk, acknowledged."""
-        self.chunks += 1
-        self._step_tokens += count
-        self.rollout_tokens += count
+    def tokens(self, count: int, evaluation: bool) -> None:
+        """Those of one chunk, accepted."""
+        use = "evaluation" if evaluation else "training"
+        self.accepted["chunks", use] += 1
+        self.accepted["tokens", use] += count
+        if not evaluation:
+            self._step_tokens += count
+            self.rollout_tokens += count
 
     def observed(self, tokens: int, failed: bool) -> None:
         """An environment has answered a turn with so many tokens, or failed to."""
@@ -192,9 +196,9 @@ class Recorder:
         of_prompts = [[sample for sample in group.samples if sample.state is SampleState.DONE] for group in groups]
         of_prompts = [of_prompt for of_prompt in of_prompts if of_prompt]
         done = [sample for of_prompt in of_prompts for sample in of_prompt]
-        scores = summarise([[accuracy(sample) for sample in of_prompt] for of_prompt in of_prompts], samples)
+        scores = summarise([[sample.accuracy for sample in of_prompt] for of_prompt in of_prompts], samples)
         versions = sorted({version for sample in done for _, _, version in sample.segments})
-        self.evaluations[step] = {
+        result = {
             "step": step,
             "version": list(versions[-1]) if versions else None,
             "versions": [list(version) for version in versions],
@@ -205,8 +209,8 @@ class Recorder:
             **scores,
         }
         if self.tensorboard:
-            self.tensorboard.evaluation(self.evaluations[step], clock.now())
-        return self.evaluations[step]
+            self.tensorboard.evaluation(result, clock.now())
+        return result
 
     def account(self, ledger: Ledger) -> dict[str, Any]:
         return ledger.account() | {
@@ -229,7 +233,7 @@ class Recorder:
                 "first": self.steps[0]["reward"] if last and 0 in self.steps else None,
                 "last3": round(sum(last) / len(last), 6) if last else None,
             },
-            "evaluation": [self.evaluations[step] for step in sorted(self.evaluations)],
+            "evaluation": [ledger.evaluated[step] for step in sorted(ledger.evaluated)],
             "tokens": self.account(ledger),
             "ledger_closed": ledger.closed,
             "rollout_tokens_per_s": per_second(self.rollout_tokens, self.generating_s),
@@ -259,12 +263,6 @@ def same_loss(logged: float | None, replayed: float) -> bool:
     """None is what JSON has for a loss that is not finite."""
     finite = [loss is not None and math.isfinite(loss) for loss in (logged, replayed)]
     return math.isclose(logged, replayed, rel_tol=REPLAY_TOLERANCE) if all(finite) else not any(finite)
-
-
-def accuracy(sample: Sample) -> float:
-    """What a verifier calls `correct`, or else its reward before penalties."""
-    details = sample.details or {}
-    return details.get("correct", details.get("base", sample.reward))
 
 
 def discarded_groups(ledger: Ledger) -> dict[str, int]:

@@ -76,6 +76,12 @@ class Sample:
         return [(start, end) for start, end in zip(starts, ends, strict=True) if start < end]
 
     @property
+    def accuracy(self) -> float:
+        """What its verifier calls `correct`, or else its reward before penalties."""
+        details = self.details or {}
+        return details.get("correct", details.get("base", self.reward))
+
+    @property
     def references(self) -> Iterator[tuple[int, int]]:
         """Where the journal has its chunks."""
         return zip(self.chunks[::2], self.chunks[1::2], strict=True)

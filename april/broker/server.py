@@ -8,7 +8,7 @@ import math
 import os
 import signal
 import time
-from collections import deque
+from collections import Counter, deque
 from functools import partial
 from pathlib import Path
 
@@ -111,6 +111,8 @@ class Server:
         self._retry_at = 0.0
         self._unsent: list[Outgoing] = []
         """answers that wait for the sync under way"""
+        self._in_sync: Counter[tuple[str, str]] = Counter()
+        """what has been accepted once that has ended, as the recorder counts"""
         self._late: dict[bytes, deque[Outgoing]] = {}
 
     def _open(self, prompts: PromptBook) -> None:
@@ -193,6 +195,7 @@ class Server:
             return
         self._finish_sync()
         self._unsent = self.service.sessions.take_outgoing()
+        self._in_sync = self.service.recorder.accepted.copy()
         in_a_thread = self.journal.unsynced_bytes > SMALL_SYNC_BYTES or sockets.has_message(self.socket)
         self.journal.begin_sync(aside=in_a_thread and not self.journal.segment_full)
         if not self.journal.sync_runs:
@@ -204,6 +207,7 @@ class Server:
         if self.journal.syncing:
             self.journal.finish_sync()
             self._sync_times.observe(self.journal.sync_s)
+            self.service.recorder.acknowledged = self._in_sync
         unsent, self._unsent = self._unsent, []
         self._send(unsent)
 

@@ -7,6 +7,7 @@ except what `Sessions.at_once` holds: that rests on nothing that is not on disk.
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -54,6 +55,9 @@ MAY_SEND = {
     "monitor": {"Heartbeat", "StatusRequest", "StopRun", "Drain", "DeadLettersRequest", "Requeue"},
 }
 
+QUESTIONS_ANSWERED = (wire.Welcome, wire.Status, wire.DeadLetters, wire.Refused)
+"""what a monitor may be told though nothing that it rests on is on disk"""
+
 
 class AccessDenied(wire.WireError):
     """The key of the connection is not one for this message; the text says why."""
@@ -92,8 +96,6 @@ class Service:
         self.learner = LearnerDesk(self)
         self.monitors = MonitorDesk(self)
         self.census = Census(self.ledger, config.broker.max_run_s)
-        for step in self.ledger.evaluations:
-            self._record_evaluation(step)
         self._last_tick = now
         self._next_sweep = self._next_hand_out = self._next_summary = now
         self._summary_is_old = False
@@ -190,16 +192,21 @@ class Service:
         message, session = received.message, self.sessions.by_id.get(received.session)
         if isinstance(message, wire.Hello) and message.role == "monitor":
             self._hello(route, received, now, peer)
-        elif session and isinstance(message, wire.Heartbeat):
-            self.sessions.answer_heartbeat(session, [])
         elif session and session.role == "monitor":
             self._dispatch(route, received, now, peer)
+        elif session and isinstance(message, wire.Heartbeat):
+            self.sessions.answer_heartbeat(session, [])
 
     def fall_silent(self, reason: str) -> None:
-        """Nothing can be written any more: forget what peers were to be told, and change nothing from here on."""
+        """Nothing can be written any more: forget what peers were to be told, and change nothing from here on.
+        Monitors still get answers to what they asked; what they had ordered is refused."""
         log.critical("READ ONLY: %s", reason)
         monitors = {session.id for session in self.sessions.by_id.values() if session.role == "monitor"}
-        self.sessions.outgoing = [m for m in self.sessions.take_outgoing() if m.session in monitors]
+        self.sessions.outgoing = [
+            answer if isinstance(answer.message, QUESTIONS_ANSWERED) else replace(answer, message=wire.Refused(reason))
+            for answer in self.sessions.take_outgoing()
+            if answer.session in monitors
+        ]
         self.read_only, self.state = reason, "read only"
 
     def _hello(self, route: bytes, received: wire.Received, now: float, peer: Peer | None) -> None:
@@ -320,19 +327,19 @@ class Service:
             return self.stop(f"{count} groups in a row were filtered out, the last for {reason}", "failed", now)
         while self.schedule.advance(self.ledger):
             self.workers.abort(now)
-        for opened in self.ledger.evaluations:
-            if opened not in self.recorder.evaluations:
-                self._record_evaluation(opened)
+        for opened in list(self.ledger.evaluations):
+            self._record_evaluation(opened)
         if self.ledger.dead_in_a_row >= DEAD_ROUNDS * self.config.schedule.groups_per_round:
             count, error = self.ledger.dead_in_a_row, self.ledger.last_error
             return self.stop(f"{count} groups in a row lost samples for good, the last to: {error}", "failed", now)
         all_trained = self.schedule.finished(self.ledger) and step == self.ledger.next_step
-        if all_trained and all(opened in self.recorder.evaluations for opened in self.ledger.evaluations):
+        if all_trained and not self.ledger.evaluations:
             why = "all steps are done" if step >= self.config.schedule.max_steps else "the prompts are exhausted"
             self.stop(why, "finished", now)
 
     def _evaluation_due(self, step: int) -> bool:
-        if not self.prompts.evaluation_tokens or step in self.ledger.evaluations or step < self.ledger.frontier:
+        opened = step in self.ledger.evaluations or step in self.ledger.evaluated
+        if not self.prompts.evaluation_tokens or opened or step < self.ledger.frontier:
             return False
         every = self.config.evaluation.every
         at_the_end = self.schedule.finished(self.ledger) and step == self.ledger.next_step
@@ -344,9 +351,11 @@ class Service:
             self.ledger.open_group(step, position, floor=step, evaluation=True, size=samples, prompt=tokens)
 
     def _record_evaluation(self, step: int) -> None:
+        """If none of its groups is open any more."""
         groups = self.ledger.evaluations[step]
         if all(group.state is not GroupState.OPEN for group in groups):
             result = self.recorder.evaluated(step, groups, self.config.evaluation.samples)
+            self.ledger.record_evaluation(step, result)
             accuracy, prompts = result["accuracy"], result["prompts"]
             log.info("evaluation at step %d: accuracy %s on %d prompts", step, accuracy, prompts, extra={"step": step})
 

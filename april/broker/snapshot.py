@@ -34,12 +34,12 @@ TEMPORARY = "snapshot.partial"
 LENGTH = struct.Struct("<I")
 HEAD = struct.Struct("<4sI")
 """of a file: its format, and the checksum of all that follows"""
-FORMAT = b"APS2"
+FORMAT = b"APS3"
 
 PLAIN = (
     "next_step", "consumed", "frontier", "durable", "branch", "dead_in_a_row", "last_error", "round", "round_open",
     "watermark", "cursor", "epoch", "learner_uid", "weights_address", "weights_key", "_next_group", "_next_ordinal",
-    "_grants", "draining",
+    "_grants", "draining", "evaluated",
 )  # fmt: skip
 """attributes that are what they are"""
 COUNTERS = ("tokens", "discarded", "counts", "resumed")
@@ -101,10 +101,10 @@ def freeze(ledger: LedgerState) -> bytearray:
     All of it is in one buffer: a large one comes from the system and goes back to it, while as many small pieces would
     fall between what lives on, and leave the process larger than the ledger needs.
     """
-    evaluated = [group for groups in ledger.evaluations.values() for group in groups if group.id not in ledger.groups]
+    complete = [group for groups in ledger.evaluations.values() for group in groups if group.id not in ledger.groups]
     image = bytearray()
     _append(image, _freeze_head(ledger))
-    for group in (*evaluated, *ledger.groups.values()):
+    for group in (*complete, *ledger.groups.values()):
         _append(image, _freeze_group(group, ledger))
     return image
 
@@ -194,6 +194,11 @@ def thaw(frozen: bytes | bytearray | memoryview, ledger: LedgerState) -> None:
                     ledger.queue.push(sample)
 
 
+def header_of(frozen: bytes | bytearray | memoryview) -> RunStarted | None:
+    """The run that a frozen ledger is of."""
+    return _decoder.decode(next(_pieces(memoryview(frozen)))).header
+
+
 def _thaw_group(image: GroupImage) -> Group:
     group = Group(
         image.id, image.ordinal, image.evaluation, image.epoch, image.row, image.opened_at, image.prompt,
@@ -224,6 +229,8 @@ class SnapshotStore:
 
     def __init__(self, folder: Path):
         self.folder = folder
+        self.failures = 0
+        """snapshots that could not be written since the broker started"""
         self._writer: threading.Thread | None = None
 
     @property
@@ -269,6 +276,7 @@ class SnapshotStore:
             for old in self.positions()[:-2]:
                 self._path(old).unlink()
         except OSError as error:
+            self.failures += 1
             log.warning("snapshot at %d cannot be written (%s); the one before it still serves", position, error)
             with contextlib.suppress(OSError):
                 temporary.unlink()

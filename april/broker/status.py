@@ -36,7 +36,7 @@ def status(service: "Service", now: float) -> dict[str, Any]:
         "reward": last.get("reward"),
         "rollout_tokens_per_s": last.get("rollout_tokens_per_s", 0.0),
         "staleness": last.get("staleness", {"mean": 0.0, "max": 0}),
-        "evaluation": list(service.recorder.evaluations.values()),
+        "evaluation": list(ledger.evaluated.values()),
         "workers": [
             {
                 "name": session.name,

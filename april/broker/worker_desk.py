@@ -134,8 +134,7 @@ class WorkerDesk:
         if verdict is Verdict.OK:
             self.sessions.tallies[session.uid].acknowledged += len(ids)
             session.acknowledged(now, len(ids))
-            if not lease.sample.group.evaluation:
-                self.recorder.tokens(len(ids))
+            self.recorder.tokens(len(ids), lease.sample.group.evaluation)
         self._answer(session, received, lease, verdict, len(ids), now)
 
     def on_Observation(self, session: Session, received: wire.Received, now: float) -> None:

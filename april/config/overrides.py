@@ -7,13 +7,14 @@ from april.config.sections import Config, ConfigError, Section
 
 OVERRIDES = "every key of the configuration can be given as --section.key value:\n"
 
-PUBLISHED_FLAGS = {
+FLAGS = {
     "rollout-batch-size": "schedule.rollout_batch_size",
     "over-sampling-batch-size": "schedule.over_sampling_batch_size",
     "n-samples-per-prompt": "schedule.n_samples_per_prompt",
     "partial-rollout": "schedule.partial_rollout",
+    "engine": "worker.engine",
 }
-"""Flags of the published method, by their own names."""
+"""Flags with names of their own: those of the published method, and the worker's engine."""
 
 
 def parse_overrides(arguments: list[str]) -> list[tuple[str, Any]]:
@@ -28,7 +29,7 @@ def parse_overrides(arguments: list[str]) -> list[tuple[str, Any]]:
             text, has_value = rest.pop(0), "="
         negated = name.startswith("no-") and not has_value
         name = name.removeprefix("no-") if negated else name
-        key = PUBLISHED_FLAGS.get(name, name.replace("-", "_"))
+        key = FLAGS.get(name, name.replace("-", "_"))
         pairs.append((key, parse_value(text) if has_value else not negated))
     return pairs
 
@@ -70,6 +71,6 @@ def describe_keys() -> str:
         choices = "|".join(map(str, get_args(field.annotation))) if get_origin(field.annotation) is Literal else ""
         choices = "true|false" if field.annotation is bool else choices
         lines.append(f"  --{key:38} {field.description} [{choices}{', ' if choices else ''}{default}]")
-    lines.append("\nthe published flags by their own names:")
-    lines += [f"  --{flag:38} = --{key}" for flag, key in PUBLISHED_FLAGS.items()]
+    lines.append("\nthe published method's flags, and the engine's, by names of their own:")
+    lines += [f"  --{flag:38} = --{key}" for flag, key in FLAGS.items()]
     return "\n".join(lines)

@@ -113,7 +113,7 @@ class ScheduleSection(Section):
         None, ge=1, description="a group may lose dead samples down to this size; none: n"
     )
 
-    dynamic_sampling: bool = Field(False, description="discard and replace groups whose rewards are all the same")
+    dynamic_sampling: bool = Field(False, description="discard and replace groups all right or all wrong")
     group_filter: str = Field(
         "", description="package.module:function that gives the reason to discard a complete group; empty: none"
     )
@@ -385,7 +385,7 @@ class WeightsSection(Section):
     )
     publish_deadline_s: float = Field(10.0, gt=0, description="longest wait for workers at a publish (seconds)")
     join_deadline_s: float = Field(5.0, gt=0, description="longest wait for a lane to be built (seconds)")
-    transfer_deadline_s: float = Field(30.0, gt=0, description="longest transfer to one worker (seconds)")
+    transfer_deadline_s: float = Field(30.0, gt=0, description="longest transfer to one worker in all (seconds)")
     bucket_mb: int = Field(16, ge=1, description="size of a broadcast (MiB)")
 
 

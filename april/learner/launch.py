@@ -1,4 +1,4 @@
-"""torchrun as `april run` starts it: the same launcher, ended by the kernel when `april run` dies, and
+"""torchrun on one machine, with a store that no other machine reaches; ended by the kernel when `april run` dies, and
 silent about a failed rank, which has said itself why."""
 
 import os
@@ -12,8 +12,11 @@ if __name__ == "__main__":
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main
 
+    from april import store
+
+    own = store.serve("127.0.0.1")
     try:
-        main()
+        main([f"--master-addr={own.host}", f"--master-port={own.port}", *sys.argv[1:]])
     except ChildFailedError as error:
         statuses = {failure.exitcode for failure in error.failures.values()}
         sys.exit(REFUSED if REFUSED in statuses else 1)

@@ -1,6 +1,7 @@
 """Joining and leaving the learner's process group under torchrun."""
 
 import os
+import sys
 from datetime import timedelta
 from typing import Any
 
@@ -16,11 +17,16 @@ learner whose rank 0 has died, so it owns this wait"""
 
 
 def join(section: LearnerSection) -> torch.device:
-    """Enter the default group (gloo on CPU; NCCL or RCCL beside gloo on accelerators); this rank's device."""
+    """Enter the default group (gloo on CPU; NCCL or RCCL beside gloo on accelerators); this rank's device.
+
+    On one machine gloo can be reached from nowhere else.
+    """
     torch.set_num_threads(section.threads)
     kind = section.device
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
+    if sys.platform == "linux" and os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine
     timeout = timedelta(seconds=section.collective_timeout_s)
     meeting = meeting_of_this_start(timeout)
     if kind == "cpu":

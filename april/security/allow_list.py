@@ -36,26 +36,28 @@ class AllowList:
         self._lock = threading.Lock()
         self._stamp = self._look()
         self._peers = read(path)
+        self._changes = 0
 
     def find(self, key: str) -> Peer:
         return self._peers.get(key) or Peer(key, "", "")
 
-    def refresh(self) -> bool:
-        """Read the file if it has changed; True if the list is another one now."""
+    def refresh(self) -> int:
+        """Read the file if it has changed; returns how many times the list has become another one so far."""
         with self._lock:
             stamp = self._look()
-            if stamp == self._stamp:
-                return False
-            self._stamp = stamp
-            try:
-                peers = read(self.path)
-            except ValueError as error:
-                log.error("the allow-list stays as it was: %s", error)
-                return False
-            changed, self._peers = peers != self._peers, peers
-        if changed:
+            if stamp != self._stamp:
+                self._stamp = stamp
+                self._read_again()
+            return self._changes
+
+    def _read_again(self) -> None:
+        try:
+            peers = read(self.path)
+        except ValueError as error:
+            return log.error("the allow-list stays as it was: %s", error)
+        if peers != self._peers:
+            self._peers, self._changes = peers, self._changes + 1
             log.info("the allow-list %s names %d keys now", self.path, len(peers))
-        return changed
 
     def _look(self) -> tuple[int, ...] | None:
         try:

@@ -39,6 +39,8 @@ class Door:
         self.allow_list = allow_list
         self.failures: Counter[str] = Counter()
         """failed handshakes by cause: unknown key, wrong broker key, no keys, protocol, broken off"""
+        self._list_seen = 0
+        """changes of the allow-list that `watch` has told of; the handshakes' thread may have read them first"""
         self._audit = Audit()
         self._guarded: list[tuple[zmq.Socket, zmq.Socket]] = []
         self._zap = context.socket(zmq.REP)
@@ -60,12 +62,13 @@ class Door:
         return self.allow_list.find(frame.get("User-Id"))
 
     def watch(self) -> bool:
-        """Count the handshakes that have failed; True if the allow-list has changed."""
+        """Count the handshakes that have failed; True if the allow-list has changed since the last call."""
         for _, monitor in self._guarded:
             while monitor.poll(0):
                 event = recv_monitor_message(monitor)
                 self._fail(CAUSES.get(event["value"], FAILURES[event["event"]]))
-        return self.allow_list.refresh()
+        seen, self._list_seen = self._list_seen, self.allow_list.refresh()
+        return self._list_seen != seen
 
     def _fail(self, cause: str, detail: str = "") -> None:
         self.failures[cause] += 1

@@ -59,27 +59,29 @@ def choose(config: Config, key: str, resumed: bool) -> tuple[int, str]:
     scenario = load_scenario(schedule.scenario) if schedule.scenario else None
     lengths, whose = scenario and scenario.lengths, f"of {schedule.scenario}"
     if resumed and (seen := seen_lengths(config)):
-        lengths, whose = seen, "of the run so far"
+        lengths, whose = seen
     if lengths is None:
         batches = min(DEFAULT_FACTOR, schedule.batches_in_reach)
         groups = batches * schedule.rollout_batch_size
         value = groups if key == "over_sampling_batch_size" else groups * schedule.n_samples_per_prompt
-        return value, f"{batches} times the batch, since no lengths are known; schedule.scenario can name some"
+        return value, f"{batches} times the batch, since too few lengths are known; schedule.scenario can name some"
     choice = tune(planned(config, scenario or Scenario(cost=PLAIN_COST), lengths))
     return choice.value, f"by the lengths {whose}, {choice.why}"
 
 
-def seen_lengths(config: Config) -> LengthsSection | None:
-    """Those of the complete groups in the run's journal, if they make a batch."""
+def seen_lengths(config: Config) -> tuple[LengthsSection, str] | None:
+    """Those that `record_trace` finds, and whose they are; None if they are of fewer groups than can be waiting for a
+    straggler."""
     try:
-        groups = record_trace(config.run_dir)
+        recording = record_trace(config.run_dir)
     except ConfigError:
         return None
-    if len(groups) < config.schedule.rollout_batch_size:
+    if len(recording.groups) < config.schedule.batches_in_reach * config.schedule.rollout_batch_size:
         return None
     path = config.run_dir / TRACE
-    write_trace(path, groups)
-    return LengthsSection(family="trace", path=path)
+    write_trace(path, recording.groups)
+    whose = "of the run so far" + (f" ({recording.censored})" if recording.censored else "")
+    return LengthsSection(family="trace", path=path), whose
 
 
 def planned(config: Config, scenario: Scenario, lengths: LengthsSection) -> Scenario:

@@ -107,22 +107,32 @@ class Fit:
             f"prefill = {cost.admit_s * 1e3:.3f} ms + {cost.request_s * 1e3:.3f} ms x sequences + "
             f"{cost.prefill_s * 1e6:.2f} us x tokens\n"
             f"new weights: {self.pause_s * 1e3:.1f} ms, then the prefill of what runs\n"
+            f"{self.describe_kv()}\n"
             f"{len(self.timings)} timings; the fit of the steps is off by {half:.1%} (median), {worst:.1%} (95 %)"
         )
+
+    def describe_kv(self) -> str:
+        if "kv_tokens" in self.cost.model_fields_set:
+            return f"KV cache: {self.cost.kv_tokens:,} tokens"
+        return "KV cache: the engine does not say how large; without cost.kv_tokens a simulated one is never full"
 
     def to_toml(self) -> str:
         """The sections of a scenario that say what was measured."""
         weights = {"pause_s": self.pause_s, "keep_kv": False}
-        return tomli_w.dumps({"cost": self.cost.model_dump(mode="json"), "weights": weights})
+        return tomli_w.dumps({"cost": self.cost.model_dump(mode="json", exclude_unset=True), "weights": weights})
 
 
-def fit(timings: list[Timing], source: str) -> Fit:
-    """Least squares of the relative errors of decode steps and prefills together, with costs that are not negative."""
+def fit(timings: list[Timing], source: str, kv_tokens: int | None = None) -> Fit:
+    """Least squares of the relative errors of decode steps and prefills together, with costs that are not negative.
+
+    `kv_tokens`: capacity of the KV cache, as the engine says.
+    """
     terms = [one.decode_terms() for one in timings] + [one.prefill_terms() for one in timings]
     seconds = [one.decode_s for one in timings] + [one.prefill_s for one in timings]
     costs = dict(zip(COSTS, least_squares(terms, seconds), strict=True))
     costs["decode_base_s"] = max(LEAST_S, costs["decode_base_s"])
-    return Fit(EngineCost(source=source, **costs), timings)
+    known = {} if kv_tokens is None else {"kv_tokens": kv_tokens}
+    return Fit(EngineCost(source=source, **costs, **known), timings)
 
 
 def least_squares(terms: list[list[float]], seconds: list[float]) -> list[float]:

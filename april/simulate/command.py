@@ -45,10 +45,13 @@ def trace(run_dir: Path, out: Path) -> None:
     from april.simulate.recording import record_trace
     from april.simulate.trace import write_trace
 
-    groups = record_trace(run_dir)
+    recording = record_trace(run_dir)
+    groups = recording.groups
     write_trace(out, groups)
     samples = sum(len(group.response_tokens) for group in groups)
     print(f"{out}: {len(groups)} groups, {samples} responses, {sum(map(total, groups)):,} tokens")
+    if recording.censored:
+        print(recording.censored)
 
 
 def total(group) -> int:
@@ -66,7 +69,7 @@ def calibrate(model: Path, slots: int, out: Path, overrides: list[str]) -> None:
         raise ConfigError("calibrating needs torch; run `pip install 'april-rl[worker]'`") from None
     probe, name = make_probe(model, slots, overrides)
     try:
-        fitted = fit(measure(probe), f"measured on the {name} engine with {slots} slots")
+        fitted = fit(measure(probe), f"measured on the {name} engine with {slots} slots", probe.engine.kv_tokens)
     except EngineError as error:
         raise ConfigError(str(error)) from None
     finally:

@@ -33,7 +33,6 @@ class Run:
     """(version, tokens) generated up to then"""
     begun: int = 0
     """the engine's step count when it was last admitted"""
-    retracted: bool = False
 
     @property
     def context(self) -> int:
@@ -89,6 +88,8 @@ class SimulatedEngine:
         self._planned_steps = 0
         self._full = False
         """the first that waits has no room"""
+        self._full_s = -1.0
+        """when that was last so: what had arrived by then has waited for room"""
 
     # --- requests -------------------------------------------------------------------------------------------
 
@@ -116,10 +117,11 @@ class SimulatedEngine:
         if self.handed_back:
             self._forget_handed_back()
         self.clock_s = now
+        self._note_full(now)
         ended = list(self._pop_finished())
         handed_back = []
         if self._take_back_s is not None and self._take_back_s <= now:
-            handed_back = self._take_all_back()
+            handed_back = self._take_all_back(now)
         if self._staged and self._staged[0] <= now:
             self._swap_weights()
         self._retract()
@@ -131,7 +133,8 @@ class SimulatedEngine:
         """Everything it held, with what was generated up to now."""
         steps = self.cost.steps_until((now - self.clock_s) / self.slowdown, len(self.running), self.kv)
         self._count(max(0, steps - 1) if self.running else 0)
-        lost = self._take_all_back()
+        self._note_full(now)
+        lost = self._take_all_back(now)
         self.handed_back.clear()
         self.clock_s, self._staged = now, None
         self._plan()
@@ -158,6 +161,10 @@ class SimulatedEngine:
         self.steps += steps
         self.kv += steps * running
         self.generated += steps * running
+
+    def _note_full(self, now: float) -> None:
+        if self._full:
+            self._full_s = now
 
     def _plan(self) -> None:
         """When to look at it next: at a finish, when the cache is full, or for what has been requested."""
@@ -195,11 +202,12 @@ class SimulatedEngine:
             self._full = False
             yield run
 
-    def _take_all_back(self) -> list[Run]:
+    def _take_all_back(self, now: float) -> list[Run]:
         for run in self.running.values():
             self._settle(run)
             if run.sample:
                 self.handed_back[run.sample] = run.context
+        self.kv_wait_slot_s += sum(now - run.arrives_s for run in self.waiting if run.arrives_s <= self._full_s)
         taken = [*self.running.values(), *self.waiting]
         self.running.clear()
         self.waiting.clear()
@@ -264,7 +272,7 @@ class SimulatedEngine:
                 break
             self._settle(run)
             self._remove(run)
-            run.arrives_s, run.retracted = self.clock_s, True
+            run.arrives_s = self.clock_s
             self.waiting.appendleft(run)
             self.retractions += 1
             self._full = True
@@ -284,7 +292,7 @@ class SimulatedEngine:
                 break
             self.waiting.popleft()
             waited_s = now - run.arrives_s
-            if run.retracted or self._full:
+            if run.arrives_s <= self._full_s:
                 self.kv_wait_slot_s += waited_s
             else:
                 self.transit_slot_s += waited_s

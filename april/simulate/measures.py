@@ -14,7 +14,7 @@ from april.simulate.scenario import Scenario
 if TYPE_CHECKING:
     from april.simulate.pipeline import Pipeline
 
-IDLE_CAUSES = ("admission", "barrier", "update", "pipeline")
+IDLE_CAUSES = ("admission", "barrier", "update", "pipeline", "kv")
 LENGTHS_KEPT = 256
 """of a batch, so that memory does not grow with its samples"""
 
@@ -38,7 +38,6 @@ class Totals:
     retractions: int = 0
     leased_slot_s: float = 0.0
     idle_slot_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(IDLE_CAUSES, 0.0))
-    kv_wait_slot_s: float = 0.0
 
     def __sub__(self, earlier: "Totals") -> "Totals":
         return Totals(**{name: _minus(value, getattr(earlier, name)) for name, value in vars(self).items()})
@@ -125,6 +124,7 @@ class Measures:
         latency_s = self.scenario.engines.latency_s
         idle_slot_s = {cause: self._unleased_slot_s[cause] for cause in IDLE_CAUSES}
         idle_slot_s["update"] += sum(engine.pause_slot_s for engine in engines)
+        idle_slot_s["kv"] += sum(engine.kv_wait_slot_s for engine in engines)
         idle_slot_s["pipeline"] += latency_s * pipeline.handed_out + sum(engine.transit_slot_s for engine in engines)
         return Totals(
             time_s=pipeline.now_s,
@@ -140,7 +140,6 @@ class Measures:
             retractions=sum(engine.retractions for engine in engines),
             leased_slot_s=self._leased_slot_s,
             idle_slot_s=idle_slot_s,
-            kv_wait_slot_s=sum(engine.kv_wait_slot_s for engine in engines),
         )
 
     # --- results --------------------------------------------------------------------------------------------

@@ -1,51 +1,104 @@
 """A run's response lengths, read from its journal without touching it: `april trace`."""
 
+import math
 import mmap
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from april.broker import records
-from april.broker.events import AnyEvent, ChunkAccepted, Event, GroupOpened, Leased, ObservationAccepted
+from april.broker.events import AnyEvent, ChunkAccepted, Event, GroupOpened, ObservationAccepted, RunStarted
+from april.broker.journal import SUFFIX
+from april.broker.ledger import Ledger, Rules
+from april.broker.snapshot import SnapshotStore, header_of, thaw
 from april.config import ConfigError
 from april.simulate.trace import TracedGroup
 
 
-def record_trace(run_dir: Path) -> list[TracedGroup]:
-    """The groups of which the journal holds everything and all samples ended; a group that is not complete is left
-    out whole, since its short responses ended first. Of a long run these are the newest: older segments are removed."""
+@dataclass(frozen=True)
+class Recording:
+    groups: list[TracedGroup]
+    """all of whose samples ended, in the order of their creation"""
+    cut_short: int
+    """groups created meanwhile that were discarded, or lost a sample, before all had ended; they are mostly long"""
+
+    @property
+    def censored(self) -> str:
+        """What is to be known about those, empty if there are none."""
+        if not self.cut_short:
+            return ""
+        created = len(self.groups) + self.cut_short
+        return f"{self.cut_short} of {created} groups were discarded unfinished, so that long responses are missing"
+
+
+def record_trace(run_dir: Path) -> Recording:
+    """The groups created before the oldest that still lacks a response, whose lengths are therefore all known.
+
+    Later groups are left out even where they are complete, since those are the short ones. Of a long run they are the
+    groups created since the oldest snapshot. Raises ConfigError if there are none.
+    """
     journal = Path(run_dir) / "journal"
     if not journal.is_dir():
         raise ConfigError(f"run folder {run_dir} has no journal; give the folder of a run, such as runs/NAME")
-    opened: dict[int, tuple[int, int]] = {}
-    sample_of: dict[int, tuple[int, int]] = {}
+    ledger, position = restore(journal)
+    opened: dict[int, GroupOpened] = {}
     lengths: dict[int, dict[int, int]] = {}
-    for event in read_events(journal):
+    for event in read_events(journal, position):
         match event:
+            case RunStarted():
+                ledger = Ledger(rules_of(event))
             case GroupOpened(evaluation=False):
-                opened[event.group] = event.prompt_tokens, event.size
-            case Leased(scoring=False) if event.group in opened:
-                sample_of[event.token] = event.group, event.index
-            case ChunkAccepted() | ObservationAccepted() if event.finish_reason and event.token in sample_of:
-                group, index = sample_of[event.token]
-                lengths.setdefault(group, {})[index] = event.start + event.count
-    complete = [group for group in sorted(lengths) if len(lengths[group]) == opened[group][1]]
-    if not complete:
-        raise ConfigError(f"the journal of {run_dir} holds no complete group; let the run go on until it has trained")
-    return [TracedGroup(opened[group][0], [lengths[group][i] for i in sorted(lengths[group])]) for group in complete]
+                opened[event.group], lengths[event.group] = event, {}
+            case ChunkAccepted() | ObservationAccepted() if event.finish_reason:
+                sample = ledger.leases[event.token].sample
+                lengths.get(sample.group.id, {})[sample.index] = event.start + event.count
+        ledger.apply(event)
+    complete = {group for group in opened if len(lengths[group]) == opened[group].size}
+    generating = (group.id for group in ledger.open_groups() if group.id in opened and group.id not in complete)
+    oldest = min(generating, default=math.inf)
+    settled = [group for group in opened if group < oldest]
+    groups = [
+        TracedGroup(opened[group].prompt_tokens, [lengths[group][index] for index in sorted(lengths[group])])
+        for group in settled
+        if group in complete
+    ]
+    if not groups:
+        raise ConfigError(
+            f"the journal of {run_dir} holds no complete group that is older than all unfinished ones; "
+            "let the run go on until it has trained more"
+        )
+    return Recording(groups, len(settled) - len(groups))
 
 
-def read_events(journal: Path) -> Iterator[Event]:
-    """Every event on disk, the oldest first; of a segment up to what is not whole, which a live broker may write."""
-    decoder = msgspec.msgpack.Decoder(AnyEvent)
-    for path in sorted(journal.glob("*.msgpack")):
-        if not path.stat().st_size:
-            continue
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            offset = 0
-            while record := records.decode(data, offset):
-                offset += record.length
-                event = decoder.decode(bytes(record.event))
-                record = None
-                yield event
+def restore(journal: Path) -> tuple[Ledger, int]:
+    """The ledger of the oldest snapshot, behind which no segment is missing, and its position in the journal; without
+    a snapshot an empty one."""
+    position, image = [(0, None), *SnapshotStore(journal).newest_first()][-1]
+    if image is None:
+        return Ledger(Rules(1, 1, 0)), position
+    ledger = Ledger(rules_of(header_of(image)))
+    thaw(image, ledger)
+    return ledger, position
+
+
+def rules_of(header: RunStarted) -> Rules:
+    return Rules(
+        header.batch_groups, header.group_size, header.max_staleness, header.max_attempts, header.min_group_size
+    )
+
+
+def read_events(journal: Path, position: int) -> Iterator[Event]:
+    """Every event from the segment at `position` on, up to what is not whole, which a live broker may write."""
+    decoder, offset = msgspec.msgpack.Decoder(AnyEvent), -1
+    while offset and (path := journal / f"{position:020d}{SUFFIX}").exists():
+        offset = 0
+        if size := path.stat().st_size:
+            with path.open("rb") as file, mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as data:
+                while record := records.decode(data, offset):
+                    offset += record.length
+                    event = decoder.decode(bytes(record.event))
+                    record = None
+                    yield event
+        position += offset

@@ -5,6 +5,7 @@ A dead or hung peer costs its own lane and nobody else. Groups are built from ob
 constructors only make subgroups of the default one.
 """
 
+import socket
 from collections.abc import Iterable
 from datetime import timedelta
 
@@ -12,23 +13,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from april import clock
+
 LEARNER, WORKER = 0, 1
 """ranks in a lane; those of an inference server begin at the worker's"""
 
 
 def join(
-    name: str, store: dist.Store, rank: int, backend: str, timeout_s: float, server_ranks: int = 0
+    name: str, store: dist.TCPStore, rank: int, backend: str, timeout_s: float, server_ranks: int = 0
 ) -> "dist.Backend":
-    """Meet the other side of the lane under `name`. Raises RuntimeError if it does not come in time.
+    """Meet the other side of the lane under `name`. Raises RuntimeError or OSError if it does not come in time.
 
-    `server_ranks`: the other side is a server, which scopes its keys as torch's own groups do. The worst case on gloo
-    is five times `timeout_s`: call it from a thread that nobody waits for.
+    gloo listens at this machine's address on the way to the store and nowhere else. `server_ranks`: the other side is
+    a server, which scopes its keys as torch's own groups do. The worst case on gloo is five times `timeout_s`: call it
+    from a thread that nobody waits for.
     """
     timeout = timedelta(seconds=timeout_s)
     device = "cuda" if backend == "nccl" else "cpu"
     if server_ranks:
-        store = dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store))
-        scoped = dist.PrefixStore(f"{device}/", store)
+        scoped = dist.PrefixStore(f"{device}/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store)))
     else:
         scoped = dist.PrefixStore(f"{name}/{device}/", store)
     size = 1 + (server_ranks or 1)
@@ -36,23 +39,30 @@ def join(
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         return dist.ProcessGroupNCCL(scoped, rank, size, options)
-    return dist.ProcessGroupGloo(scoped, rank, size, timeout)
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = timeout
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_address(store.host, store.port))]
+    return dist.ProcessGroupGloo(scoped, rank, size, options)
 
 
-def connect_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
-    """A client of the learner's store; every lane has its own, because a waiting client blocks its other calls."""
-    timeout = timedelta(seconds=timeout_s)
-    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+def own_address(host: str, port: int) -> str:
+    """Which of this machine's addresses it speaks from to `host`; nothing is sent. Raises OSError."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))
+        return probe.getsockname()[0]
 
 
-def transfer(group: "dist.Backend", buckets: Iterable[Tensor], backend: str, timeout_s: float) -> None:
-    """Broadcast the buckets from the learner to the worker; each has `timeout_s`. In place on the worker's side."""
+def transfer(group: "dist.Backend", buckets: Iterable[Tensor], backend: str, deadline: float) -> None:
+    """Broadcast the buckets from the learner to the worker, all of them by `deadline`, Unix time. In place on the
+    worker's side. Raises RuntimeError or TimeoutError."""
     options = dist.BroadcastOptions()
     options.rootRank = LEARNER
-    options.timeout = timedelta(seconds=timeout_s)
     for bucket in buckets:
+        options.timeout = timedelta(milliseconds=int(1000 * (deadline - clock.now())))
+        if options.timeout <= timedelta(0):
+            raise TimeoutError("the weights were not all through within weights.transfer_deadline_s")
         on_device = bucket.cuda() if backend == "nccl" else bucket
-        group.broadcast([on_device], options).wait(timedelta(seconds=timeout_s))
+        group.broadcast([on_device], options).wait(options.timeout)
         if on_device is not bucket:
             torch.cuda.synchronize()
             bucket.copy_(on_device)

@@ -18,8 +18,8 @@ import torch.distributed as dist
 import zmq
 from torch import Tensor
 
-from april import clock, limits, wire
-from april.config import WeightsSection
+from april import clock, limits, store, wire
+from april.config import ConfigError, WeightsSection
 from april.security.allow_list import AllowList, Peer
 from april.security.audit import Audit
 from april.security.door import Door
@@ -83,8 +83,10 @@ class WeightPublisher:
         self._changed = threading.Condition()
         self._lanes: dict[str, PeerLane] = {}
         self._count = 0
+        self._lost = 0
+        """lanes, since the last publish"""
         self._closed = False
-        self._store = dist.TCPStore(config.host, 0, is_master=True, wait_for_workers=False)
+        self._store = self._serve_store()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -101,6 +103,16 @@ class WeightPublisher:
         self._wake_reader, self._wake_writer = os.pipe()
         self._threads: list[threading.Thread] = []
         self._start_thread("weights-control", self._serve)
+
+    def _serve_store(self) -> dist.TCPStore:
+        """Where the two sides of a lane meet."""
+        try:
+            return store.serve(self.config.host)
+        except OSError as error:
+            raise ConfigError(
+                f"key 'weights.host' = {self.config.host!r} is no address of this machine ({error.strerror}); "
+                "give the one under which workers reach learner rank 0"
+            ) from None
 
     def _start_thread(self, name: str, target: Callable, *arguments: Any) -> None:
         self._threads = [thread for thread in self._threads if thread.is_alive()]
@@ -119,10 +131,16 @@ class WeightPublisher:
                 self._changed.wait(min(0.1, max(0.0, deadline - clock.now())))
             late = self._behind(version)
             reached = sum(lane.acknowledged == version for lane in self._lanes.values())
+            lost, self._lost = self._lost, 0
         for lane in late:
             within_s, ids = self.config.publish_deadline_s, {"worker": lane.worker, "step": version.step}
             log.warning("worker %s has not loaded %s within %g s", lane.worker, version, within_s, extra=ids)
-        return {"publish_bytes": snapshot.data.numel(), "publish_workers": reached, "publish_late": len(late)}
+        return {
+            "publish_bytes": snapshot.data.numel(),
+            "publish_workers": reached,
+            "publish_late": len(late),
+            "publish_lost": lost,
+        }
 
     def _behind(self, version: Version) -> list[PeerLane]:
         live = [lane for lane in self._lanes.values() if lane.state in ("ready", "sending")]
@@ -232,6 +250,7 @@ class WeightPublisher:
     def _lose(self, lane: PeerLane, why: str) -> None:
         if lane.state != "lost":
             log.info("lane %s is lost: %s", lane.name, why, extra={"worker": lane.worker})
+            self._lost += 1
         lane.state = "lost"
         self._lanes.pop(lane.name, None)
         self._changed.notify_all()
@@ -259,9 +278,9 @@ class WeightPublisher:
         timeout_s = self.config.join_deadline_s
         port = self._store.port
         self._send(lane, wire.LaneInvite(lane.name, lane.backend, self.config.host, port, timeout_s))
-        store = lanes.connect_store(self.config.host, port, timeout_s)
-        group = lanes.join(lane.name, store, lanes.LEARNER, lane.backend, timeout_s, lane.server_ranks)
-        self._await(lane, wire.LaneReady, None, timeout_s)
+        client = store.connect(self.config.host, port, timeout_s)
+        group = lanes.join(lane.name, client, lanes.LEARNER, lane.backend, timeout_s, lane.server_ranks)
+        self._await(lane, wire.LaneReady, None, clock.now() + timeout_s)
         return group
 
     def _next_snapshot(self, lane: PeerLane) -> Snapshot | None:
@@ -274,21 +293,21 @@ class WeightPublisher:
         return None
 
     def _transfer(self, lane: PeerLane, group: "dist.Backend", snapshot: Snapshot) -> None:
-        timeout_s = self.config.transfer_deadline_s
         bucket_bytes = self.bucket_bytes
         heads, size = snapshot.heads, snapshot.data.numel()
         expected = self._server_checksums(lane, snapshot)
         manifest = wire.LaneManifest(
             lane.name, snapshot.version, heads, size, bucket_bytes, snapshot.checksum, expected
         )
+        deadline = clock.now() + self.config.transfer_deadline_s
         self._send(lane, manifest)
-        self._await(lane, wire.LanePosted, snapshot.version, timeout_s)
+        self._await(lane, wire.LanePosted, snapshot.version, deadline)
         if lane.server_ranks:
             parts = (joined(snapshot, heads) for heads in server_buckets(snapshot.heads, bucket_bytes))
         else:
             parts = buckets(snapshot.data, bucket_bytes)
-        lanes.transfer(group, parts, lane.backend, timeout_s)
-        self._await(lane, wire.LaneLoaded, snapshot.version, timeout_s)
+        lanes.transfer(group, parts, lane.backend, deadline)
+        self._await(lane, wire.LaneLoaded, snapshot.version, deadline)
 
     def _server_checksums(self, lane: PeerLane, snapshot: Snapshot) -> dict[str, str]:
         """What a server says of these weights, where it can be foretold: of the first transfer and every k-th."""
@@ -298,14 +317,14 @@ class WeightPublisher:
             return {}
         return checksums_in_server(unpack(snapshot.heads, snapshot.data, snapshot.checksum))
 
-    def _await(self, lane: PeerLane, kind: type, version: Version | None, timeout_s: float) -> Any:
-        deadline, silent_since = clock.now() + timeout_s, clock.now()
+    def _await(self, lane: PeerLane, kind: type, version: Version | None, deadline: float) -> Any:
+        silent_since = clock.now()
         while lane.state != "lost" and not self._closed:
             try:
                 message = lane.inbox.get(timeout=min(0.2, max(0.001, deadline - clock.now())))
             except queue.Empty:
                 if clock.now() >= deadline:
-                    raise LaneLost(f"no {kind.__name__} within {timeout_s:g} s") from None
+                    raise LaneLost(f"no {kind.__name__} by the deadline") from None
                 if clock.now() - max(lane.last_seen, silent_since) > SILENCE_S:
                     raise LaneLost(f"silent for {SILENCE_S:g} s while {kind.__name__} was due") from None
                 continue

@@ -21,7 +21,7 @@ import torch.distributed as dist
 import zmq
 from torch import Tensor
 
-from april import clock, wire
+from april import clock, store, wire
 from april.config import WeightsSection
 from april.limits import FROM_BROKER, TEXT_CHARACTERS
 from april.security.handshake import Handshake
@@ -290,8 +290,8 @@ class LearnerConnection:
             self.receiver.server.join(invite)
             self._send(wire.LaneReady(invite.lane))
             return
-        store = lanes.connect_store(invite.host, invite.port, invite.timeout_s)
-        self.group = lanes.join(invite.lane, store, lanes.WORKER, invite.backend, invite.timeout_s)
+        client = store.connect(invite.host, invite.port, invite.timeout_s)
+        self.group = lanes.join(invite.lane, client, lanes.WORKER, invite.backend, invite.timeout_s)
         self._send(wire.LaneReady(invite.lane))
 
     def _receive_weights(self, manifest: wire.LaneManifest) -> None:
@@ -302,7 +302,7 @@ class LearnerConnection:
             return
         data = torch.empty(manifest.total_bytes, dtype=torch.uint8)
         self._send(wire.LanePosted(manifest.lane, manifest.version))
-        timeout_s = self.receiver.config.transfer_deadline_s
-        lanes.transfer(self.group, buckets(data, manifest.bucket_bytes), self.lane.backend, timeout_s)
+        deadline = started_at + self.receiver.config.transfer_deadline_s
+        lanes.transfer(self.group, buckets(data, manifest.bucket_bytes), self.lane.backend, deadline)
         tensors = unpack(manifest.tensors, data, manifest.checksum)
         self.receiver.stage(Staged(manifest.version, tensors, started_at))

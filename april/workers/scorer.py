@@ -16,7 +16,7 @@ from april.workers.scoring import Scoring, closing
 log = logging.getLogger(__name__)
 
 IDLE_POLL_MS = 20
-BUSY_POLL_MS = 2
+BUSY_POLL_MS = 5
 
 
 class Scorer:

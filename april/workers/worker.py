@@ -24,7 +24,7 @@ from april.workers.scoring import Scoring, closing
 log = logging.getLogger(__name__)
 
 IDLE_POLL_MS = 20
-SCORING_POLL_MS = 1
+SCORING_POLL_MS = 5
 ROOM_SHARE = 8
 """a change of the engine's capacity by more than this part is told to the broker"""
 LANE_SPAN_S = 5.0

@@ -27,6 +27,7 @@ from engine import LONGEST_PROMPT, LONGEST_RESPONSE, Work, longtail_work
 from transformers import AutoModelForCausalLM, Qwen3Config
 from transformers.utils import logging
 
+from april import store
 from april.config import Config, WeightsSection
 from april.devices import environment_of, visible_devices
 from april.learner.batch import Batch, TrainSample
@@ -190,9 +191,9 @@ def worker(address: str, folder: Path, device: str, section: WeightsSection) -> 
 
 def raw_broadcast(place: Place, size: int, repeats: int) -> list[float]:
     """Seconds for one buffer of `size` bytes, from where the learner has it to where the worker does, repeated."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with process(place, raw_receiver, store.port, size, repeats, place):
-        return list(raw_turns(lane.LEARNER, store.port, size, repeats, place))
+    meeting = store.serve("127.0.0.1")
+    with process(place, raw_receiver, meeting.port, size, repeats, place):
+        return list(raw_turns(lane.LEARNER, meeting.port, size, repeats, place))
 
 
 def raw_receiver(port: int, size: int, repeats: int, place: Place) -> None:
@@ -200,8 +201,8 @@ def raw_receiver(port: int, size: int, repeats: int, place: Place) -> None:
 
 
 def raw_turns(rank: int, port: int, size: int, repeats: int, place: Place) -> Iterator[float]:
-    store = lane.connect_store("127.0.0.1", port, PATIENCE_S)
-    group = lane.join("raw", store, rank, place.backend, PATIENCE_S)
+    client = store.connect("127.0.0.1", port, PATIENCE_S)
+    group = lane.join("raw", client, rank, place.backend, PATIENCE_S)
     buffer, word = (torch.zeros(n, dtype=torch.uint8, device=place.raw_device) for n in (size, 1))
     for turn in range(repeats + 1):
         send(group, word, lane.WORKER)  # it is there

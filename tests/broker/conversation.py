@@ -104,9 +104,9 @@ class FakeWorker(Peer):
         cut = self.conversation.config.sampling.is_cut and not grant.evaluation
         self.say(message, [*arrays, *support_arrays(arrays[0])] if cut else arrays)
 
-    def complete(self, grant, count=4, reward=1.0):
+    def complete(self, grant, count=4, reward=1.0, **details):
         self.chunk(grant, 0, count, "stop")
-        self.say(wire.Scored(grant.token, reward))
+        self.say(wire.Scored(grant.token, reward, details))
 
 
 class FakeScorer(Peer):

@@ -101,11 +101,12 @@ def test_a_full_disk_costs_nothing_that_was_acknowledged_and_ends_by_itself(brok
     assert (status["state"], status["read_only"], status["ledger_closed"]) == ("running", "", True)
 
 
+def break_down(*arguments):
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
 @pytest.mark.parametrize("call", ["pwritev", "fdatasync"])
 def test_an_i_o_error_costs_nothing_that_was_acknowledged_and_waits_for_a_restart(config_file, join, monkeypatch, call):
-    def break_down(*arguments):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
     config = configuration.load(config_file)
     monkeypatch.setattr(server, "RETRY_S", 0.0)
     with serving(config) as live:
@@ -124,3 +125,15 @@ def test_an_i_o_error_costs_nothing_that_was_acknowledged_and_waits_for_a_restar
         assert (welcome.epoch, welcome.lost) == (2, [])
         worker.send(wire.Chunk(token, 3, Version(0, 0)), chunk_arrays(3, 2))
         assert (token, 5) in wait_for(worker, wire.Acknowledged).message.lengths
+
+
+def test_an_order_that_did_not_reach_the_disk_is_refused(config_file, join, monkeypatch):
+    config = configuration.load(config_file)
+    with serving(config) as live:
+        monitor = join(live.address, "monitor")
+        with monkeypatch.context() as broken:
+            broken.setattr(os, "fdatasync", break_down)
+            assert "Input/output error" in monitor.request(wire.Drain(), 10.0).message.reason
+        assert isinstance(monitor.request(wire.StopRun("to mend the disk"), 10.0).message, wire.Accepted)
+    with serving(config) as live:
+        assert status_of(join(live.address, "monitor"))["drain"] == ""

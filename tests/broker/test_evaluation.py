@@ -1,5 +1,7 @@
 """pass@k and mean@k: estimators against brute force, intervals against published values and against coverage."""
 
+import gc
+import weakref
 from itertools import combinations
 
 import numpy as np
@@ -8,7 +10,9 @@ import pytest
 from april import config as configuration
 from april import wire
 from april.broker.evaluation import describe, pass_at, sizes, summarise, wilson
-from tests.broker.conversation import Conversation, FakeLearner, FakeWorker, training
+from april.broker.ledger import Ledger
+from april.broker.snapshot import freeze, thaw
+from tests.broker.conversation import Conversation, FakeLearner, FakeWorker, finish_evaluation, training
 
 
 @pytest.mark.parametrize("samples", [1, 4, 6])
@@ -57,7 +61,7 @@ def test_several_samples_of_a_held_out_prompt_are_evaluated_beside_training(conf
     assert len(grants) == 6 and len({grant.seed for grant in grants}) == 6
     for turn, grant in enumerate(sorted(grants, key=lambda grant: (grant.group, grant.index))):
         worker.complete(grant, reward=float(turn == 0))
-    result = talk.service.recorder.evaluations[0]
+    result = talk.ledger.evaluated[0]
     assert (result["accuracy"], result["prompts"], result["failed"]) == (pytest.approx(1 / 6, abs=1e-6), 2, 0)
     assert {k: v["value"] for k, v in result["pass_at_k"].items()} == {
         "1": pytest.approx(1 / 6, abs=1e-6),
@@ -79,15 +83,35 @@ def test_a_result_names_every_version_that_its_samples_were_drawn_under(config_f
     while not talk.ledger.next_step:
         worker.complete(others.pop(0))
         others += training(worker.grants())
-    assert learner.fetch(0) and not talk.service.recorder.evaluations
+    assert learner.fetch(0) and not talk.ledger.evaluated
     learner.consume(0)
     worker.hold(1)
     worker.chunk(late, 2, 2, "stop")
     worker.say(wire.Scored(late.token, 1.0))
-    result = talk.service.recorder.evaluations[0]
+    result = talk.ledger.evaluated[0]
     assert (result["version"], result["versions"]) == ([0, 1], [[0, 0], [0, 1]])
     talk.restart_broker()
-    assert talk.service.recorder.evaluations[0] == result
+    assert talk.ledger.evaluated[0] == result
+
+
+def test_of_a_recorded_evaluation_only_the_result_is_kept(config_file):
+    talk = Conversation(configuration.load(config_file, ["--evaluation.prompts", "2"]))
+    worker = FakeWorker(talk)
+    worker.join(capacity=16)
+    groups = [weakref.ref(group) for group in talk.ledger.evaluations[0]]
+    gc.disable()
+    try:
+        finish_evaluation(worker)
+        assert [group() for group in groups] == [None, None]
+    finally:
+        gc.enable()
+    result = talk.ledger.evaluated[0]
+    again = Ledger(talk.ledger.rules)
+    thaw(freeze(talk.ledger), again)
+    assert again.evaluated == {0: result} and not any(group.evaluation for group in again.groups.values())
+    talk.restart_broker()
+    talk.tick()
+    assert talk.ledger.evaluated == {0: result} and not talk.ledger.evaluations
 
 
 def test_several_greedy_samples_are_refused(config_file):

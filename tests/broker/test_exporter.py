@@ -85,10 +85,11 @@ def test_a_broker_s_figures_and_health_can_be_scraped_while_it_works(start_broke
             learner.receive(), worker.receive()
             return scrape(broker.http).get((name, *labels)) == value
 
-        wait_until(lambda: shows("april_tokens", "open", value=3), broker, timeout_s=30)
+        wait_until(lambda: shows("april_tokens_accepted_total", "training", value=3), broker, timeout_s=30)
         wait_until(lambda: shows("april_samples", "leased", "training", value=6), broker, timeout_s=30)
         found = scrape(broker.http)
-        assert found["april_chunks_accepted_total",] == 1 and found["april_leases", "training"] == 6
+        assert found["april_chunks_accepted_total", "training"] == 1 and found["april_tokens", "open"] == 3
+        assert found["april_leases", "training"] == 6
         assert found["april_sessions", "worker"] == found["april_sessions", "learner"] == 1
         assert found["april_worker_capacity", "raw-worker"] == found["april_worker_leases", "raw-worker"] == 6
         assert found["april_ledger_closed",] == 1 and found["april_broker_epoch",] == 1

@@ -14,7 +14,7 @@ from tests.broker.conversation import Conversation, FakeLearner, FakeWorker
 
 def group(*rewards, lengths=None):
     n = len(rewards)
-    return CompleteGroup(list(rewards), lengths or [10] * n, ["stop"] * n, [{}] * n)
+    return CompleteGroup(list(rewards), lengths or [10] * n, ["stop"] * n, [{}] * n, list(rewards))
 
 
 @pytest.mark.parametrize(
@@ -45,9 +45,13 @@ def talk_to(config_file, *overrides):
     return talk, worker, learner
 
 
+def in_order(grants):
+    return sorted(grants, key=lambda grant: (grant.group, grant.index))
+
+
 def complete_groups(worker, rewards):
     """Complete every group that was handed out; `rewards`: of each group in the order of their creation."""
-    for grant in sorted(worker.grants(), key=lambda grant: (grant.group, grant.index)):
+    for grant in in_order(worker.grants()):
         worker.complete(grant, count=4, reward=rewards(grant.group, grant.index))
 
 
@@ -71,6 +75,21 @@ def test_groups_without_spread_are_replaced_while_the_round_runs(config_file):
     assert summary["discarded_groups"] == {"zero_spread": 4} and summary["ledger_closed"] is True
 
 
+def test_a_group_is_judged_by_what_is_right_in_it_and_not_by_penalties(config_file):
+    """`correct`, or else the reward before penalties, as in DAPO: all wrong with one too long is all wrong."""
+    talk, worker, _ = talk_to(config_file, "--schedule.dynamic_sampling")
+    grants = in_order(worker.grants())
+    wrong, right, judged = grants[0:2], grants[2:4], grants[4:6]
+    for grant, penalty in zip(wrong, (0.0, -1.0), strict=True):
+        worker.complete(grant, reward=penalty, base=0.0, overlong=penalty)
+    for grant, base in zip(right, (0.0, 1.0), strict=True):
+        worker.complete(grant, reward=0.0, base=base, overlong=-base)
+    for grant, reward in zip(judged, (0.3, 0.7), strict=True):
+        worker.complete(grant, reward=reward, correct=1.0)
+    assert talk.ledger.counts["zero_spread"] == 2
+    assert talk.ledger.groups[right[0].group].state is GroupState.READY
+
+
 def test_without_dynamic_sampling_they_are_trained(config_file):
     talk, worker, learner = talk_to(config_file)
     complete_groups(worker, lambda group, index: 1.0)
@@ -79,7 +98,7 @@ def test_without_dynamic_sampling_they_are_trained(config_file):
 
 def test_a_filter_of_ones_own_is_counted_under_its_reason(config_file, own_filters):
     talk, worker, _ = talk_to(config_file, "--schedule.group_filter", "own_filters:too_long")
-    first, second, *_ = sorted(worker.grants(), key=lambda grant: (grant.group, grant.index))
+    first, second, *_ = in_order(worker.grants())
     worker.complete(first, count=4)
     worker.complete(second, count=6)
     assert talk.ledger.counts["too_long"] == 1 and talk.ledger.discarded["too_long"] == 10
@@ -88,7 +107,7 @@ def test_a_filter_of_ones_own_is_counted_under_its_reason(config_file, own_filte
 def test_what_was_complete_when_the_broker_died_is_judged_by_its_successor(config_file):
     """The group became ready and was not yet discarded: the fact that would say so was never written."""
     talk, worker, _ = talk_to(config_file, "--schedule.dynamic_sampling")
-    grants = sorted(worker.grants(), key=lambda grant: (grant.group, grant.index))
+    grants = in_order(worker.grants())
     worker.complete(grants[0], reward=1.0)
     worker.chunk(grants[1], 0, 4, "stop")
     talk.ledger.score(grants[1].token, 1.0)

@@ -139,7 +139,7 @@ def test_a_run_without_rounds_comes_to_its_end(talk, worker, learner):
         worker.say(wire.GiveBack(token, talk.ledger.leases[token].sample.length, "abort"))
     work_until(worker, lambda: talk.service.over)
     assert talk.service.state == "finished" and max(staleness) <= 1 and talk.ledger.closed
-    assert [entry["step"] for entry in talk.service.recorder.evaluations.values()] == [0, 3]
+    assert [entry["step"] for entry in talk.ledger.evaluated.values()] == [0, 3]
 
 
 @pytest.mark.parametrize(

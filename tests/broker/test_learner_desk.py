@@ -141,15 +141,18 @@ def test_a_start_that_is_repeated_after_a_restart_opens_no_second_branch(talk, l
     assert FakeLearner(talk).join(step=0).branch == 1
 
 
-def test_a_learner_that_was_replaced_is_refused_when_it_comes_back(talk, learner):
+def test_a_learner_that_was_replaced_is_refused_when_it_comes_back(talk, worker, learner):
+    make_batch(worker)
     successor = FakeLearner(talk)
     successor.join(step=0)
     learner.hello()
-    learner.say(wire.Fetch(0))
-    assert "checkpoint" in learner.take(wire.Refused)[-1].message.reason
+    for pending in (wire.Fetch(0), wire.Consumed(0, {}), wire.Durable(0, 0)):
+        learner.say(pending)
+        assert "checkpoint" in learner.take(wire.Refused)[-1].message.reason
+    assert talk.ledger.consumed == 0
     successor.hello()
-    successor.say(wire.Fetch(0))
-    assert not successor.take(wire.Refused)
+    successor.consume(0)
+    successor.durable(1)
 
 
 def test_a_run_that_is_over_still_replays_what_a_restarted_learner_lacks(talk, worker, learner):

@@ -281,6 +281,12 @@ class Pipeline(RuleBasedStateMachine):
                 step = self.ledger.consumed
                 self.ledger.open_group(step, row, floor=step, evaluation=True, size=1)
 
+    @rule()
+    def record_evaluations(self):
+        for step, groups in list(self.ledger.evaluations.items()):
+            if all(group.state is not GroupState.OPEN for group in groups):
+                self.ledger.record_evaluation(step, {"prompts": len(groups)})
+
     @rule(data=st.data())
     def filter_out(self, data):
         """A complete group that cannot teach anything is discarded."""

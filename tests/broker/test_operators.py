@@ -192,6 +192,18 @@ def test_a_broker_that_can_write_nothing_down_refuses_operators(talk, operator):
     assert status(operator)["read_only"] == "the disk is full"
 
 
+def test_a_monitor_that_does_not_read_is_answered_no_more_than_its_credit(talk, operator):
+    talk.service.credit_bytes, read_bytes = 1, 0
+    for read_only in ("", "the disk is full"):
+        talk.service.read_only = read_only
+        operator.say(wire.StatusRequest())
+        [answer] = operator.take(wire.Status)
+        operator.say(wire.DeadLettersRequest())
+        assert "unread" in operator.take(wire.Refused)[-1].message.reason
+        read_bytes += answer.array_bytes
+        operator.say(wire.Heartbeat([], 0, read_bytes), connection=b"control")
+
+
 # --- bounds -------------------------------------------------------------------------------------------------
 
 

@@ -3,7 +3,6 @@
 import orjson
 
 from april import wire
-from april.broker.recorder import accuracy
 from april.broker.samples import Sample
 from tests.broker.conversation import finish_evaluation, training
 
@@ -35,12 +34,12 @@ def test_means_of_details_are_in_the_line_of_their_step(talk, worker, learner):
 def test_accuracy_is_what_was_correct_and_not_what_penalties_leave(talk, worker):
     [grant] = [grant for grant in worker.grants() if grant.evaluation]
     score(worker, grant, -0.5, base=1.0, overlong=-1.5)
-    assert talk.service.recorder.evaluations[0]["accuracy"] == 1.0
+    assert talk.ledger.evaluated[0]["accuracy"] == 1.0
     assert [accuracy_of(-1.0, correct=0.0), accuracy_of(0.25)] == [0.0, 0.25]
 
 
 def accuracy_of(reward, **details):
-    return accuracy(Sample(None, 0, reward=reward, details=details or None))
+    return Sample(None, 0, reward=reward, details=details or None).accuracy
 
 
 def test_details_that_are_too_many_or_no_numbers_are_refused(talk, worker):

@@ -8,6 +8,7 @@ import uuid
 import pytest
 
 from april import clock, sockets, wire
+from april.broker.metrics import Photographer
 from april.broker.server import OUTBOX_MESSAGES, Server
 from april.client import BrokerConnection
 from april.config import load
@@ -79,6 +80,11 @@ def take_chunks(server, count):
     return chunks
 
 
+def chunks_acknowledged(server):
+    """As /metrics shows them."""
+    return sum(Photographer().read(server.service, 0, clock.now())["april_chunks_accepted_total"].values())
+
+
 def test_what_comes_during_a_sync_is_handled_and_nothing_is_acknowledged_before_its_own(server, connect, monkeypatch):
     learner, worker = connect("learner"), connect("worker")
     learner.send(wire.LearnerStart(0, "tcp://127.0.0.1:9"))
@@ -111,6 +117,7 @@ def test_what_comes_during_a_sync_is_handled_and_nothing_is_acknowledged_before_
             time.sleep(0.01)
         assert sample.length == 2, "the second chunk is handled while the first is on its way to the disk"
         assert not any(isinstance(received.message, wire.Acknowledged) for received in worker.receive(200))
+        assert chunks_acknowledged(server) == 0
         disk.permitted.set()
         turning.join()
         while chunks:
@@ -119,6 +126,7 @@ def test_what_comes_during_a_sync_is_handled_and_nothing_is_acknowledged_before_
     while acknowledged[-1] != (grant.token, 4):
         acknowledged += exchange(server, worker, wire.Acknowledged).message.lengths
     assert acknowledged == sorted(set(acknowledged))
+    assert chunks_acknowledged(server) == 4
 
 
 def test_a_worker_that_never_reads_loses_its_session_before_the_broker_its_memory(server, connect):

@@ -191,7 +191,7 @@ def test_the_run_ends_when_its_steps_are_trained_and_the_last_evaluation_is_in(t
     assert not learner.take(wire.Finished)
     finish_evaluation(worker)
     assert learner.take(wire.Finished) and len(worker.take(wire.Stop)) == 1
-    assert [e["step"] for e in talk.service.recorder.evaluations.values()] == [0, 3]
+    assert [e["step"] for e in talk.ledger.evaluated.values()] == [0, 3]
     worker.say(wire.Goodbye())
     learner.say(wire.Goodbye())
     assert talk.service.everyone_left()

@@ -4,6 +4,7 @@ import pytest
 
 from april import config as configuration
 from april.broker.journal import JournalError
+from april.broker.metrics import Photographer
 from tests.broker.conversation import Conversation, FakeLearner, FakeWorker, make_batch
 
 SETTINGS = ["--broker.segment_records", "100", "--over-sampling-batch-size", "4", "--schedule.max_steps", "1000"]
@@ -65,6 +66,7 @@ def test_a_snapshot_that_cannot_be_written_costs_neither_space_nor_the_restart(r
     in_the_way.mkdir()
     run.train(segments=2)
     assert run.snapshots() == snapshots
+    assert Photographer().read(run.service, 0, run.now)["april_snapshots_failed_total"][()] > 0
     account, step = run.ledger.account(), run.ledger.consumed
     run.restart_broker()
     assert run.ledger.account() == account

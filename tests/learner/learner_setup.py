@@ -207,7 +207,8 @@ def full_moments(trainer) -> list[dict[str, torch.Tensor]]:
 
 
 def job(config: Config, batches: list[Batch], **actions) -> dict:
-    """Train on `batches` in order; actions: `save_after` (steps), `restore` (bool), `live` (of a `Diary` instead)."""
+    """Train on `batches` in order; actions: `save_after` (steps), `restore` (bool), `live` (of a `Diary` instead),
+    `compare` (configurations, each on the first batch under the same weights)."""
     return {"config": config.model_dump(mode="json"), "batches": [encode(b).hex() for b in batches], **actions}
 
 
@@ -215,14 +216,14 @@ def run_ranks(ranks: int, jobs: list[dict], folder: Path) -> list[dict]:
     """Run the jobs one after the other under torchrun; what rank 0 saw of each."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "jobs.json").write_bytes(orjson.dumps(jobs))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command = [sys.executable, "-m", "april.learner.launch", f"--nproc-per-node={ranks}"]
     script = Path(__file__).with_name("run_jobs.py")
     finished = subprocess.run(
         [*command, str(script), str(folder)],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=280,
         check=False,
     )
     assert finished.returncode == 0, finished.stderr[-4000:]

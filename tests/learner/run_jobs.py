@@ -6,6 +6,7 @@ from pathlib import Path
 import orjson
 import torch
 import torch.distributed as dist
+from frozen import FrozenTrainer, full_gradients
 from learner_setup import Diary, full_moments
 
 from april.config import Config
@@ -22,13 +23,7 @@ def run(job: dict, device: torch.device) -> dict:
     for data in job["batches"]:
         batch = decode(bytes.fromhex(data)) if dist.get_rank() == 0 else None
         metrics.append(trainer.step(share_batch(batch)))
-        gradients.append(
-            {
-                name: parameter.grad.full_tensor().clone()
-                for name, parameter in trainer.policy.lm.named_parameters()
-                if parameter.grad is not None
-            }
-        )
+        gradients.append(full_gradients(trainer))
         if trainer.step_count in job.get("save_after", []):
             trainer.save()
     return {
@@ -53,10 +48,21 @@ def live(job: dict, device: torch.device) -> dict:
     return {"weights": weights, "events": events, "losses": [metrics["loss"] for metrics in diary.metrics]}
 
 
+def compare(job: dict, device: torch.device) -> dict:
+    """Metrics and gradients of each configuration, on the same batch and weights."""
+    batch = share_batch(decode(bytes.fromhex(job["batches"][0])) if dist.get_rank() == 0 else None)
+    configs = [Config.model_validate(config) for config in job["compare"]]
+    trainer = FrozenTrainer(configs[0].model.path, configs[0].run_dir)
+    return {"weights": {}, "outcomes": [trainer.gradients(batch, config) for config in configs]}
+
+
+KINDS = {"live": live, "compare": compare}
+
+
 def main(folder: Path) -> None:
     jobs = orjson.loads((folder / "jobs.json").read_bytes())
     device = process_group.join(Config.model_validate(jobs[0]["config"]).learner)
-    results = [live(job, device) if "live" in job else run(job, device) for job in jobs]
+    results = [next((KINDS[kind] for kind in KINDS if kind in job), run)(job, device) for job in jobs]
     if dist.get_rank() == 0:
         torch.save(results, folder / "results.pt")
     assert dist.get_rank() == 0 or not any(result["weights"] for result in results)

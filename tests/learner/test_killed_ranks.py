@@ -26,7 +26,7 @@ class Ranks:
         self.folder = folder
         config = make_config(policy, folder / "run", checkpoint_every=2, collective_timeout_s=3600)
         (folder / "config.json").write_bytes(orjson.dumps(config.model_dump(mode="json")))
-        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=3"]
+        launch = ["-m", "april.learner.launch", "--nproc-per-node=2", "--max-restarts=3"]
         script = Path(__file__).with_name("recorded_run.py")
         self.process = subprocess.Popen(
             [sys.executable, *launch, str(script), str(folder)],

@@ -1,68 +1,107 @@
-"""On 2 and 4 ranks, too: a selection in which every loss, correction, normalisation and penalty occurs.
+"""On 2 and 4 ranks, too: any two choices together, every loss with every correction among them, and steps in a row."""
 
-Two steps each, so that the second one starts from weights that differ from the reference policy.
-"""
+from itertools import combinations, product
 
 import pytest
+from frozen import FrozenReference, assert_equals, short
 from learner_setup import SHIPPED, job, make_config, run_ranks, settings, stale_batch
 from reference import ReferenceLearner
-from test_objective_reference import CORRECTIONS, LOSSES, NORMALISATIONS
+from test_objective_reference import ADVANTAGES, CORRECTIONS, LOSSES, NORMALISATIONS
 
-SELECTION = {
-    "plain": ("ppo", "clip", {"normalisation": "token_mean", "kl_coef": 0.1}),
-    "dual": ("ppo dual", "none", {"normalisation": "sequence_mean", "advantage": "rloo"}),
-    "importance": ("ppo", "truncated", {"normalisation": "constant", "advantage": "dr_grpo", "behaviour_coef": 0.2}),
-    "sequences": ("gspo", "interpolated, not weighed", {"normalisation": "sequence_mean", "kl_coef": 0.1}),
-    "tokens of sequences": ("gspo_token", "geometric", {"advantage": "reinforce_pp"}),
-    "band": ("cispo", "icepop", {"normalisation": "constant", "advantage": "reinforce_pp_baseline"}),
-    "decoupled": ("ppo", "decoupled", {"normalisation": "token_mean", "entropy_coef": 0.05}),
-    "decoupled sequence": ("ppo", "decoupled sequence", {"kl_coef": 0.1, "kl_estimator": "k1"}),
-    "decoupled band": ("gspo", "decoupled icepop", {"normalisation": "constant"}),
-    "rejection": ("ppo", "truncated and geometric", {"normalisation": "sequence_mean"}),
-    "capped sequence": ("cispo", "truncated_sequence", {"normalisation": "sequence_mean"}),
-    "masked": ("cispo", "on-policy only", {"normalisation": "sequence_mean", "kl_coef": 0.1, "kl_estimator": "k2"}),
-    "shipped": ("ppo", "shipped", {}),
+WITH_SHIPPED = CORRECTIONS | {"shipped": SHIPPED}
+PENALTIES = {
+    "no penalty": {},
+    "divergence": {"kl_coef": 0.1},
+    "entropy": {"entropy_coef": 0.05},
+    "behaviour": {"behaviour_coef": 0.2},
 }
+CHOICES = (LOSSES, WITH_SHIPPED, NORMALISATIONS, ADVANTAGES, PENALTIES)
 BUDGETS = (8, 64, 150)
 
 
-def test_every_loss_correction_normalisation_and_penalty_is_selected():
-    losses, corrections, keys = zip(*SELECTION.values(), strict=True)
-    assert set(losses) == {*LOSSES} and set(corrections) == {*CORRECTIONS, "shipped"}
-    assert {more.get("normalisation", "token_mean") for more in keys} == {*NORMALISATIONS}
-    assert {"kl_coef", "entropy_coef", "behaviour_coef"} <= {key for more in keys for key in more}
+def covering(*choices) -> list[tuple]:
+    """Few cases in which any two choices meet: always the one in which most meet that had not."""
+    meetings = {case: set(combinations(enumerate(case), 2)) for case in product(*choices)}
+    missing, cases = set().union(*meetings.values()), []
+    while missing:
+        cases.append(max(meetings, key=lambda case: len(meetings[case] & missing)))
+        missing -= meetings[cases[-1]]
+    return cases
+
+
+CASES = covering(*CHOICES)
+STEPS = {
+    "plain": ("ppo", "clip", {"normalisation": "token_mean", "kl_coef": 0.1}),
+    "sequences": ("gspo", "interpolated, not weighed", {"normalisation": "sequence_mean", "kl_coef": 0.1}),
+    "rejection": ("ppo dual", "truncated and geometric", {"normalisation": "constant", "entropy_coef": 0.05}),
+    "masked": ("cispo", "on-policy only", {"normalisation": "sequence_mean", "kl_coef": 0.1, "kl_estimator": "k2"}),
+    "shipped": ("ppo", "shipped", {}),
+}
+"""two steps each: the second one starts from weights that differ from those of the start"""
+
+
+def test_any_two_choices_meet_in_a_case():
+    for one, other in combinations(range(len(CHOICES)), 2):
+        assert {(case[one], case[other]) for case in CASES} == set(product(CHOICES[one], CHOICES[other]))
+
+
+def config_of(policy, folder, place, algorithm):
+    budget = BUDGETS[place % len(BUDGETS)]
+    return make_config(policy, folder, algorithm=algorithm, grad_clip=1e9, microbatch_tokens=budget)
+
+
+@pytest.fixture(scope="module")
+def cases(policy_folder, tmp_path_factory):
+    """{case: its configuration}"""
+    folder, configs = tmp_path_factory.mktemp("cases"), {}
+    for place, case in enumerate(CASES):
+        loss, correction, normalisation, advantage, penalty = case
+        choices = {"normalisation": normalisation, "advantage": advantage}
+        algorithm = LOSSES[loss] | WITH_SHIPPED[correction] | choices | PENALTIES[penalty]
+        configs[case] = config_of(policy_folder, folder, place, algorithm)
+    return configs
+
+
+@pytest.fixture(scope="module")
+def steps(policy_folder, tmp_path_factory):
+    """{name: its configuration}"""
+    folder, configs = tmp_path_factory.mktemp("steps"), {}
+    for place, (name, (loss, correction, more)) in enumerate(STEPS.items()):
+        configs[name] = config_of(policy_folder, folder, place, LOSSES[loss] | WITH_SHIPPED[correction] | more)
+    return configs
+
+
+@pytest.fixture(scope="module")
+def expected(policy_folder, cases):
+    """{case: the reference's step}"""
+    batch, folder = short(stale_batch(policy_folder)), next(iter(cases.values())).run_dir
+    reference = FrozenReference(policy_folder, folder)
+    return {case: reference.expected(batch, config) for case, config in cases.items()}
 
 
 @pytest.fixture(scope="module", params=[2, 4])
-def outcome(request, policy_folder, tmp_path_factory):
-    """{case: (what the ranks computed, config)}"""
-    folder = tmp_path_factory.mktemp(f"ranks{request.param}")
+def outcome(request, policy_folder, cases, steps, tmp_path_factory):
+    """{case or name: what the ranks computed}"""
     batch = stale_batch(policy_folder)
-    configs = {}
-    for i, (name, (loss, correction, more)) in enumerate(SELECTION.items()):
-        algorithm = LOSSES[loss] | (CORRECTIONS | {"shipped": SHIPPED})[correction] | more
-        configs[name] = make_config(
-            policy_folder,
-            folder / f"case{i}",
-            algorithm=algorithm,
-            grad_clip=1e9,
-            microbatch_tokens=BUDGETS[i % len(BUDGETS)],
-        )
-    results = run_ranks(request.param, [job(config, [batch, batch]) for config in configs.values()], folder)
-    return {name: (result, configs[name]) for name, result in zip(configs, results, strict=True)}
+    jobs = [job(config, [batch, batch]) for config in steps.values()]
+    compare = [config.model_dump(mode="json") for config in cases.values()]
+    jobs.append(job(next(iter(cases.values())), [short(batch)], compare=compare))
+    *of_steps, of_cases = run_ranks(request.param, jobs, tmp_path_factory.mktemp(f"ranks{request.param}"))
+    return dict(zip(steps, of_steps, strict=True)) | dict(zip(cases, of_cases["outcomes"], strict=True))
 
 
-@pytest.mark.parametrize("case", SELECTION)
-def test_ranks_add_up_to_the_reference(outcome, policy_folder, case):
-    result, config = outcome[case]
+@pytest.mark.parametrize("correction", WITH_SHIPPED)
+def test_ranks_add_up_to_the_reference(outcome, expected, correction):
+    for case in CASES:
+        if case[1] == correction:
+            metrics, gradients = outcome[case]
+            assert_equals(metrics, gradients, expected[case])
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_their_steps_are_those_of_the_reference(outcome, policy_folder, steps, name):
     batch = stale_batch(policy_folder)
-    reference = ReferenceLearner(policy_folder, settings(config), padded=True)
-    for step, tolerance in enumerate((1e-5, 1e-3)):
-        expected = reference.step(batch.groups, batch.step)
-        metrics, gradients = result["metrics"][step], result["gradients"][step]
-        assert metrics["loss"] == pytest.approx(expected.loss, rel=tolerance, abs=1e-6)
-        largest = max(value.abs().max().item() for value in expected.gradients.values())
-        for name, value in expected.gradients.items():
-            assert (gradients[name] - value).abs().max() <= tolerance * largest, name
-        figures = {name: metrics[name] for name in expected.means}
-        assert figures == pytest.approx(expected.means, rel=10 * tolerance, abs=1e-5)
+    reference = ReferenceLearner(policy_folder, settings(steps[name]), padded=True)
+    for place, tolerance in enumerate((1e-5, 1e-3)):
+        wanted = reference.step(batch.groups, batch.step)
+        assert_equals(outcome[name]["metrics"][place], outcome[name]["gradients"][place], wanted, tolerance)

@@ -5,13 +5,13 @@ from itertools import product
 
 import pytest
 import torch
+from frozen import FrozenReference, FrozenTrainer, assert_equals, short
 from learner_setup import batch_in_turns, cut_batch, make_config, settings, stale_batch
 from reference import ReferenceLearner
 
 from april.config.checks import check_algorithm
 from april.learner.batch import Batch
 from april.learner.objective import Objective
-from april.learner.trainer import Trainer
 
 ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline")
 LOSSES = {
@@ -54,45 +54,14 @@ class Pair:
     """The pipeline on one rank and the reference, on the same weights, which neither ever changes."""
 
     def __init__(self, policy, folder, batch):
-        self.policy, self.folder = policy, folder
-        self.batch = Batch(6, [[s for s in group if s.response_tokens <= 30] for group in batch.groups])
-        self.trainer = Trainer(make_config(policy, folder, algorithm={"kl_coef": 1.0}), torch.device("cpu"))
-        self.trainer.update = lambda lr: None
-        self.reference = ReferenceLearner(policy, settings(make_config(policy, folder)), padded=True)
-        for lm in (self.trainer.reference.lm, self.reference.start):
-            with torch.no_grad():
-                for parameter in lm.parameters():
-                    parameter.mul_(0.9)
-        self.reference.score = self.remembered(self.reference.score)
-
-    def remembered(self, score):
-        """The reference's forward passes without a gradient, made once: the weights stay as they are."""
-        known = {}
-
-        def look_up(lm, samples):
-            if torch.is_grad_enabled() and lm is self.reference.lm:
-                return score(lm, samples)
-            if lm not in known:
-                known[lm] = score(lm, samples)
-            return known[lm]
-
-        return look_up
+        self.policy, self.folder, self.batch = policy, folder, short(batch)
+        self.trainer, self.reference = FrozenTrainer(policy, folder), FrozenReference(policy, folder)
 
     def compare(self, budget: int, algorithm: dict) -> dict[str, float]:
         config = make_config(self.policy, self.folder, algorithm=algorithm, microbatch_tokens=budget, grad_clip=1e9)
         check_algorithm(config.algorithm)
-        self.trainer.config, self.trainer.objective = config, Objective(config)
-        self.reference.settings = settings(config)
-        metrics = self.trainer.step(self.batch)
-        expected = self.reference.gradients(self.batch.groups, self.batch.step)
-        assert metrics["loss"] == pytest.approx(expected.loss, rel=1e-5, abs=1e-6)
-        assert metrics["grad_norm"] == pytest.approx(expected.grad_norm, rel=1e-5, abs=1e-7)
-        largest = max(value.abs().max().item() for value in expected.gradients.values())
-        for name, parameter in self.trainer.policy.lm.named_parameters():
-            off = (parameter.grad.full_tensor() - expected.gradients[name]).abs().max().item()
-            assert off <= 1e-5 * largest, f"{name}: off by {off} where gradients reach {largest}"
-        figures = {name: metrics[name] for name in expected.means}
-        assert figures == pytest.approx(expected.means, rel=1e-4, abs=1e-5)
+        metrics, gradients = self.trainer.gradients(self.batch, config)
+        assert_equals(metrics, gradients, self.reference.expected(self.batch, config))
         return metrics
 
 

@@ -145,8 +145,8 @@ def test_parts_with_the_wrong_key_end_with_a_sentence(broker, start, config_file
     keygen.make_folder(tmp_path / "others")
     with_others = ["--connect", broker.address, "--security.keys", str(tmp_path / "others")]
     worker = start("worker", [*APRIL, "worker", str(config_file), *with_others])
-    torchrun = [sys.executable, "-m", "april.learner.launch", "--standalone", "--nproc-per-node", "1"]
-    learner = start("learner", [*torchrun, "-m", "april.learner", str(config_file), *with_others])
+    launch = [sys.executable, "-m", "april.learner.launch", "--nproc-per-node", "1"]
+    learner = start("learner", [*launch, "-m", "april.learner", str(config_file), *with_others])
     assert worker.wait() == 2
     assert learner.wait() == 2
     for job in (worker, learner):
@@ -157,8 +157,8 @@ def test_parts_with_the_wrong_key_end_with_a_sentence(broker, start, config_file
 def test_workers_with_keys_of_their_own_reach_the_learner_s_weights_too(broker, start, config_file, keys, tmp_path):
     path = keygen.add_peer(keys, "worker", "w7")
     arguments = [str(config_file), "--connect", broker.address, "--security.keys"]
-    torchrun = [sys.executable, "-m", "april.learner.launch", "--standalone", "--nproc-per-node", "1"]
-    learner = start("learner", [*torchrun, "-m", "april.learner", *arguments, str(keys)])
+    launch = [sys.executable, "-m", "april.learner.launch", "--nproc-per-node", "1"]
+    learner = start("learner", [*launch, "-m", "april.learner", *arguments, str(keys)])
     worker = start("worker", [*APRIL, "worker", *arguments, str(path)])
     assert broker.wait() == learner.wait() == worker.wait() == 0, broker.output + learner.output + worker.output
     assert steps_recorded(broker.run_dir) == 3

@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+from tests.listeners import listeners
 from tests.run.processes import APRIL, Job, assert_closed, steps_recorded, wait_until
 
 
@@ -33,12 +34,14 @@ def test_workers_join_a_running_run_and_a_killed_one_costs_only_its_last_chunk(s
     broker = start("broker", [*APRIL, "broker", str(config_file), *longer])
     wait_until((run_dir / "address").exists, broker)
     connect = ["--connect", (run_dir / "address").read_text(), *longer]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    learner = start("learner", [*torchrun, "-m", "april.learner", str(config_file), *connect])
+    launch = [sys.executable, "-m", "april.learner.launch", "--nproc-per-node", "2"]
+    learner = start("learner", [*launch, "-m", "april.learner", str(config_file), *connect])
     first = start("first", [*APRIL, "worker", str(config_file), "--name", "first", *connect])
     wait_until(lambda: steps_recorded(run_dir) >= 1, broker)
     second = start("second", [*APRIL, "worker", str(config_file), "--name", "second", *connect])
     wait_until(lambda: '"second"' in (run_dir / "metrics.jsonl").read_text(), broker)
+    living = [pid for job in (broker, learner, first, second) for pid, _ in job.descendants("april")]
+    assert set().union(*map(listeners, living)) == {"127.0.0.1"}, "without keys nothing is open to other machines"
     first.kill("april.cli worker")
     wait_until(lambda: "worker first is lost" in broker.output, broker)
     steps = steps_recorded(run_dir)

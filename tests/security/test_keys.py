@@ -89,14 +89,14 @@ def test_the_list_follows_its_file_and_stays_as_it_was_when_the_file_is_broken(k
     path = listed.path
     full = path.read_text()
     path.write_text(f"{full}{'k' * 40} monitor watcher # of the team\n")
-    assert listed.refresh() and listed.find("k" * 40).name == "watcher"
-    assert not listed.refresh()
+    assert listed.refresh() == 1 and listed.find("k" * 40).name == "watcher"
+    assert listed.refresh() == 1
     path.write_text(f"{full}nonsense\n")
-    assert not listed.refresh() and listed.find("k" * 40).role == "monitor"
+    assert listed.refresh() == 1 and listed.find("k" * 40).role == "monitor"
     path.unlink()
-    assert not listed.refresh() and listed.find(worker.public).role == "worker"
+    assert listed.refresh() == 1 and listed.find(worker.public).role == "worker"
     path.write_text("\n".join(line for line in full.splitlines() if " worker " not in line))
-    assert listed.refresh() and listed.find(worker.public).role == ""
+    assert listed.refresh() == 2 and listed.find(worker.public).role == ""
 
 
 def test_a_run_whose_keys_do_not_fit_is_refused_before_anything_starts(keys, config_file, tmp_path, capsys):

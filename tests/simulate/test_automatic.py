@@ -3,13 +3,13 @@
 import pytest
 
 from april import config as configuration
-from april.broker import events
-from april.broker.journal import Journal
+from april.broker.ledger import Ledger
+from april.broker.plan import ledger_rules
 from april.cli import main
 from april.config import ConfigError
 from april.simulate.automatic import resolve, resolve_as_recorded
 from april.simulate.trace import TracedGroup, read_trace
-from april.version import Version
+from tests.simulate.journals import add_group, recorded
 
 AUTO = {"april": "over_sampling_batch_size", "continuous": "in_flight"}
 SCENARIO = """
@@ -42,14 +42,11 @@ def load(config_file):
 
 
 def write_journal(config, lengths):
-    journal = Journal(config.run_dir / "journal")
-    for group, pair in enumerate(lengths):
-        journal.append(events.GroupOpened(group, False, 0, group, 2, 0, 9))
-        for index, length in enumerate(pair):
-            journal.append(events.Leased(2 * group + index + 1, group, index, "w", 0, False))
-            journal.append(events.ChunkAccepted(2 * group + index + 1, 0, length, Version(0, 0), "stop"))
-    journal.sync()
-    journal.close()
+    ledger = Ledger(ledger_rules(config))
+    ledger.start_learner(0)
+    with recorded(ledger, config.run_dir):
+        for group in lengths:
+            add_group(ledger, group)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +55,7 @@ def write_journal(config, lengths):
 def test_without_any_lengths_it_is_twice_the_batch_as_far_as_the_bound_admits(load, kind, staleness, value):
     config, why = resolve(load(kind, "--schedule.max_staleness", str(staleness)))
     assert getattr(config.schedule, AUTO[kind]) == value
-    assert "no lengths are known" in why and f"schedule.{AUTO[kind]} = {value}" in why
+    assert "too few lengths are known" in why and f"schedule.{AUTO[kind]} = {value}" in why
 
 
 def test_a_scenario_gives_lengths_and_costs(load, tmp_path):
@@ -74,19 +71,20 @@ def test_a_scenario_gives_lengths_and_costs(load, tmp_path):
 
 def test_a_resumed_run_chooses_by_the_lengths_in_its_journal(load):
     config = load()
-    lengths = [(3, 24), (5, 6), (4, 4), (20, 9)]
-    write_journal(config, lengths)
+    lengths = [(3, 24), (5, 6), (4, 4), (20, 9)] * (5 + 1)
+    write_journal(config, [*lengths, (3, None), (1, 1)])
     chosen, why = resolve(config, resumed=True)
     assert "of the run so far" in why
     assert 4 < chosen.schedule.over_sampling_batch_size <= 6 * 4
     assert read_trace(config.run_dir / "lengths.jsonl") == [TracedGroup(9, list(pair)) for pair in lengths]
-    assert "no lengths" in resolve(config)[1], "another run of that name has its own folder"
+    assert "too few lengths" in resolve(config)[1], "another run of that name has its own folder"
 
 
-def test_lengths_of_less_than_a_batch_are_not_enough(load):
+def test_lengths_of_fewer_groups_than_may_wait_for_a_straggler_are_not_enough(load):
+    """S + 1 batches of 4: the first to be complete are short, even where none is missing between them."""
     config = load()
-    write_journal(config, [(3, 24), (5, 6), (4, 4)])
-    assert "no lengths" in resolve(config, resumed=True)[1]
+    write_journal(config, [(3, 3)] * 23 + [(3, None)] + [(3, 3)] * 9)
+    assert "too few lengths" in resolve(config, resumed=True)[1]
 
 
 def test_a_broker_that_comes_back_goes_on_with_what_was_chosen(load):

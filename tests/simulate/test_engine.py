@@ -132,6 +132,23 @@ def test_a_full_cache_sends_those_that_have_generated_least_to_wait():
     assert engine.generated == 4 * 90, "nothing is generated twice"
 
 
+@pytest.mark.parametrize("taken_back", [False, True])
+def test_a_sample_without_room_waits_for_the_cache_until_another_ends_or_it_is_taken_back(taken_back):
+    """Of three the first runs, the second is too large to run beside it, the third comes later and is behind it."""
+    engine = SimulatedEngine("e", COST.model_copy(update={"kv_tokens": 200}), slots=3)
+    for token, (prompt, left, at) in enumerate([(100, 60, 0.0), (95, 20, 0.0), (10, 20, 0.1)]):
+        engine.submit(Run(token, prompt, 0, left, at))
+    engine.wake()
+    if taken_back:
+        engine.take_back(0.2)
+        waited_until = engine.next_event_s
+        engine.wake()
+    else:
+        waited_until = run_until_idle(engine)[0][0]
+    assert engine.kv_wait_slot_s == pytest.approx(waited_until + waited_until - 0.1)
+    assert engine.transit_slot_s == 0
+
+
 def test_a_failure_gives_up_everything_with_what_it_had():
     engine = SimulatedEngine("e", COST, slots=2)
     engine.submit(Run(1, 0, 0, 100, 0.0))

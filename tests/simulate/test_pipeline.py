@@ -133,6 +133,16 @@ def test_continuous_at_equal_lengths_is_as_fast_as_the_engines():
     assert measures.consumed_per_s == pytest.approx(16 / 0.01, rel=0.02)
 
 
+@pytest.mark.parametrize("schedule", ["april", "continuous"])
+def test_a_slot_is_occupied_when_it_generates_and_not_while_its_sample_waits_for_the_cache(schedule):
+    """A decode step takes 10 ms whatever runs, so that every token is 10 ms of an occupied slot."""
+    cramped = PLAIN.model_copy(update={"kv_tokens": 2500})
+    measures = simulate(scenario(cost=cramped, steps=40, **SCHEDULES[schedule]))
+    assert measures.measured.retractions > 0 and measures.idle_share["kv"] > 0.02
+    assert measures.occupancy * measures.slot_s == pytest.approx(measures.measured.generated * 0.01, rel=0.02)
+    assert simulate(scenario(**SCHEDULES[schedule])).idle_share["kv"] == 0
+
+
 def test_dropped_work_is_counted_and_shortens_what_is_trained():
     kept, dropped = (simulate(scenario(steps=60, **SCHEDULES[name])) for name in ("april", "dropped"))
     assert kept.wasted_share == 0 < 0.2 < dropped.wasted_share

@@ -5,20 +5,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from april.broker import events
-from april.broker.journal import Journal
 from april.cli import main
 from april.config import ConfigError
 from april.simulate.calibrate import Timing, fit, measure
 from april.simulate.costs import EngineCost
 from april.simulate.lengths import Lengths, LengthsSection
 from april.simulate.probe import EngineProbe
-from april.simulate.recording import record_trace
 from april.simulate.scenario import Scenario, load_scenario
 from april.simulate.trace import TracedGroup, read_trace, write_trace
 from april.simulate.tune import tune
 from april.version import Version
 from april.workers.engines.base import EngineError
+from april.workers.engines.decoder import read_shape
 
 PUBLISHED = Path(__file__).parents[2] / "configs" / "published.toml"
 COST = EngineCost(
@@ -108,31 +106,6 @@ def test_a_bad_trace_is_refused(tmp_path, text, said):
         read_trace(path)
 
 
-def test_a_journal_becomes_a_trace_of_its_complete_groups(tmp_path):
-    """Group 0 is complete, with a sample that was resumed; 1 lacks a response; 2 is evaluation; the tail is torn."""
-    journal = Journal(tmp_path / "journal")
-    token = 0
-    for group, evaluation, lengths in [(0, False, [40, 5]), (1, False, [3, None]), (2, True, [9, 9])]:
-        journal.append(events.GroupOpened(group, evaluation, 0, group, 2, 0, 11 + group))
-        for index, length in enumerate(lengths):
-            for start in (0, 2):
-                token += 1
-                journal.append(events.Leased(token, group, index, "w", 0, False))
-                end = start == 2 and length is not None
-                count = length - 2 if end else 2
-                journal.append(events.ChunkAccepted(token, start, count, Version(0, 0), "stop" if end else ""))
-                if not end:
-                    journal.append(events.LeaseEnded(token, "abort"))
-    journal.sync()
-    journal.close()
-    (segment,) = (tmp_path / "journal").glob("*.msgpack")
-    segment.write_bytes(segment.read_bytes() + b"\x93\xcf")
-    assert record_trace(tmp_path) == [TracedGroup(11, [40, 5])]
-    assert segment.read_bytes().endswith(b"\x93\xcf"), "nothing was touched"
-    with pytest.raises(ConfigError, match="no journal"):
-        record_trace(tmp_path / "journal")
-
-
 # --- scenarios ----------------------------------------------------------------------------------------------
 
 
@@ -191,13 +164,20 @@ def test_a_fit_finds_the_costs_that_made_the_timings(tmp_path):
             kv, admissions, admitted = running * longest / 3, 128 // longest, running // 2
             return exact_timing(COST, running, kv, admissions, admitted)
 
-    found = fit(measure(Exact()), "here")
-    assert found.cost.model_dump(exclude={"source"}) == pytest.approx(COST.model_dump(exclude={"source"}), rel=1e-6)
+    found = fit(measure(Exact()), "here", kv_tokens=90_000)
+    expected = COST.model_dump(exclude={"source"}) | {"kv_tokens": 90_000}
+    assert found.cost.model_dump(exclude={"source"}) == pytest.approx(expected, rel=1e-6)
     assert np.abs(found.errors).max() < 1e-6 and found.pause_s == 0.02
     path = tmp_path / "measured.toml"
     path.write_text(found.to_toml())
     scenario = load_scenario(path)
     assert scenario.cost == found.cost and scenario.weights.pause_s == 0.02 and not scenario.weights.keep_kv
+    assert "KV cache: 90,000 tokens" in found.describe()
+
+
+def test_a_cache_whose_size_is_unknown_is_left_out_and_said_to_be():
+    found = fit([exact_timing(COST, running, 100, running, running) for running in (1, 8)], "")
+    assert "kv_tokens" not in found.to_toml() and "does not say" in found.describe()
 
 
 def test_a_fit_has_no_negative_costs():
@@ -221,7 +201,9 @@ def exact_timing(cost, running, kv, admissions, admitted):
 def test_calibrating_times_the_engine_of_a_run(policy_folder, tmp_path, capsys):
     path = tmp_path / "cost.toml"
     assert main(["calibrate", "--model", str(policy_folder), "--slots", "2", "--out", str(path)]) == 0
-    assert "measured on the torch engine with 2 slots" in load_scenario(path).cost.source
+    cost = load_scenario(path, [("lengths.longest_tokens", 100)]).cost
+    assert "measured on the torch engine with 2 slots" in cost.source
+    assert cost.kv_tokens == 2 * read_shape(policy_folder).max_positions
     assert "prefill = " in capsys.readouterr().out
     assert main(["calibrate", "--model", str(policy_folder), "--out", str(path), "--worker.engine", "none"]) == 2
     assert "worker.engine" in capsys.readouterr().err

@@ -11,10 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from april.config import WeightsSection
+from april import clock
+from april.config import ConfigError, WeightsSection
 from april.version import Version
+from april.weights import lane
 from april.weights.publisher import SILENCE_S, WeightPublisher
 from april.weights.receiver import WeightReceiver
+from tests.listeners import listeners
 
 PATIENCE_S = 60.0
 
@@ -50,7 +53,7 @@ class LaneWorker:
 
 @pytest.fixture
 def publisher():
-    publisher = WeightPublisher(WeightsSection(publish_deadline_s=8.0, transfer_deadline_s=3.0), "test", "cpu")
+    publisher = WeightPublisher(WeightsSection(publish_deadline_s=8.0, transfer_deadline_s=6.0), "test", "cpu")
     yield publisher
     publisher.close()
 
@@ -81,6 +84,20 @@ def total(step):
     return pytest.approx(sum(float(t.double().sum()) for t in weights(step).values()), abs=1e-4)
 
 
+def test_a_lane_is_reached_at_the_learner_s_host_alone_whatever_interface_its_ranks_use(publisher, worker, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
+    first = worker("w0")
+    publisher.publish(Version(0, 0), weights(0))
+    assert first.await_version(Version(0, 0)) == total(0)
+    assert listeners(first.process.pid) == {publisher.config.host}
+    assert publisher.config.host in listeners() and {"::", "0.0.0.0"}.isdisjoint(listeners())
+
+
+def test_a_host_of_another_machine_is_refused_in_one_sentence():
+    with pytest.raises(ConfigError, match=r"key 'weights\.host' = '192\.0\.2\.1' is no address of this machine"):
+        WeightPublisher(WeightsSection(host="192.0.2.1"), "test", "cpu")
+
+
 def test_every_worker_gets_every_version(publisher, worker):
     workers = [worker("w0"), worker("w1")]
     publisher.publish(Version(0, 0), weights(0))
@@ -89,6 +106,29 @@ def test_every_worker_gets_every_version(publisher, worker):
         figures = publisher.publish(Version(0, step), weights(step))
         assert figures["publish_workers"] == 2 and figures["publish_late"] == 0
         assert [each.await_version(Version(0, step)) for each in workers] == [total(step)] * 2
+
+
+class SlowPeer:
+    """Takes 10 s for each bucket, by the clock that it moves on itself; `timeouts_s` is how long each was given."""
+
+    def __init__(self, monkeypatch):
+        self.time, self.timeouts_s = 1000.0, []
+        monkeypatch.setattr(clock, "now", lambda: self.time)
+
+    def broadcast(self, tensors, options):
+        self.timeouts_s.append(options.timeout.total_seconds())
+        return self
+
+    def wait(self, timeout):
+        assert timeout.total_seconds() == self.timeouts_s[-1]
+        self.time += 10.0
+
+
+def test_the_deadline_of_a_transfer_is_that_of_all_its_buckets_together(monkeypatch):
+    peer = SlowPeer(monkeypatch)
+    with pytest.raises(TimeoutError, match=r"weights\.transfer_deadline_s"):
+        lane.transfer(peer, [torch.zeros(1)] * 5, "gloo", clock.now() + 30.0)
+    assert peer.timeouts_s == [30.0, 20.0, 10.0]
 
 
 def test_a_version_larger_than_a_bucket_arrives_whole(publisher, worker):
@@ -111,7 +151,7 @@ def test_a_killed_worker_does_not_keep_the_others_from_their_weights(publisher, 
     victim.end()
     figures = publisher.publish(Version(0, 1), weights(1))
     assert other.await_version(Version(0, 1)) == total(1)
-    assert figures["publish_workers"] == 1
+    assert figures["publish_workers"] == 1 and figures["publish_lost"] >= 1
 
 
 def test_a_restarted_worker_takes_its_predecessor_s_place(publisher, worker):

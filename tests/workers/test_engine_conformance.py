@@ -1,9 +1,8 @@
 """What every generation engine keeps to, whichever it is. A new engine joins by an entry in ENGINES.
 
 SGLang's server is the real one, and so is vLLM's where it is installed; where two runs are compared, they are greedy,
-since engines differ in how they draw. SGLang pauses by `abort` here, its default; with `retract` and stream_tokens = 1
-it passes all of this as well, in as much time again, so that of `retract` only changes of weights are tested, in
-test_sglang_weights.py.
+since engines differ in how they draw. SGLang pauses by `abort` here, its default; by `retract`, with stream_tokens = 1,
+where requests are interrupted: by changes of weights, by the cancel of many, to be resumed.
 """
 
 from dataclasses import replace
@@ -45,6 +44,10 @@ def attach_sglang(model, request, **options):
     return SGLangEngine(model.folder, VOCABULARY, **{"max_context": 640, "stream_tokens": 5} | options, url=url)
 
 
+def attach_retracting(model, request, **options):
+    return attach_sglang(model, request, pause="retract", stream_tokens=1, **options)
+
+
 def attach_vllm(model, request, **options):
     url = request.getfixturevalue("vllm_server").url
     return VLLMEngine(model.folder, VOCABULARY, **{"max_context": 640, "stream_tokens": 5} | options, url=url)
@@ -53,6 +56,7 @@ def attach_vllm(model, request, **options):
 ENGINES = {"torch": start_torch, "sglang": attach_sglang} | ({"vllm": attach_vllm} if VLLM_PYTHON.exists() else {})
 CUTTING = [engine for engine in ENGINES if engine != "vllm"]
 """that return log-probabilities of the whole distribution where top_k or top_p cuts it; vLLM refuses to cut"""
+INTERRUPTED = ENGINES | {"sglang-retract": attach_retracting}
 
 
 @pytest.fixture(params=ENGINES)
@@ -62,7 +66,7 @@ def make_engine(request, tiny_model):
 
     def make(version: Version | None = V0, **options):
         options = {"slots": 8, "chunk_tokens": 7, "chunk_s": 1e9} | options
-        engine = ENGINES[request.param](tiny_model(), request, **options)
+        engine = INTERRUPTED[request.param](tiny_model(), request, **options)
         made.append(engine)
         if version is not None:
             engine.load_weights(version, tiny_model().weights())
@@ -136,6 +140,7 @@ def test_cancel_hands_over_what_is_left(make_engine, tokens):
     assert join(before[2], drive(engine)[2]).tokens == whole.tokens
 
 
+@pytest.mark.parametrize("make_engine", INTERRUPTED, indirect=True)
 def test_many_are_cancelled_at_once_and_the_others_go_on(make_engine):
     requests = [Request(i, prompt(seed=i), 300, temperature=0.0) for i in range(24)]
     whole = drive(make_engine(slots=24), requests)
@@ -152,6 +157,7 @@ def test_many_are_cancelled_at_once_and_the_others_go_on(make_engine):
     assert all(join(before[i], after[i]).tokens == whole[i].tokens for i in range(20, 24))
 
 
+@pytest.mark.parametrize("make_engine", INTERRUPTED, indirect=True)
 @pytest.mark.parametrize("cuts", [[1], [5, 40, 90]])
 def test_a_resumed_greedy_run_equals_the_uninterrupted_one(make_engine, tiny_model, cuts):
     request = Request(1, prompt(), 400, temperature=0.0)
@@ -168,6 +174,7 @@ def test_a_resumed_greedy_run_equals_the_uninterrupted_one(make_engine, tiny_mod
     assert_true_logprobs(tiny_model(), request, stream)
 
 
+@pytest.mark.parametrize("make_engine", INTERRUPTED, indirect=True)
 def test_every_logprob_is_that_of_the_version_its_token_names(make_engine, tiny_model):
     """Weights change twice while more run than are finished; some carry three segments."""
     models = {version: tiny_model(seed=seed) for seed, version in enumerate((V0, V1, V2))}

@@ -139,14 +139,24 @@ def test_the_configuration_with_server_options_reads_back_unchanged(config_file,
 
 def test_capacity_shrinks_to_what_runs_when_memory_is_full_and_grows_back():
     rule = CapacityRule(64)
-    rule.observe(num_running_reqs=64, num_waiting_reqs=20, token_usage=0.95)
-    assert rule.requests == 64, "slots, not memory, hold the waiting ones back"
-    rule.observe(num_running_reqs=40, num_waiting_reqs=3, token_usage=0.97)
-    assert rule.requests == 40
-    rule.observe(num_running_reqs=41, num_waiting_reqs=0, token_usage=0.95)
-    assert rule.requests == 40
-    rule.observe(num_running_reqs=30, num_waiting_reqs=0, token_usage=0.5)
-    assert rule.requests == 50
+    assert observed(rule, running=64, waiting=20, usage=0.95) == 64, "slots, not memory, hold the waiting ones back"
+    assert observed(rule, running=40, waiting=3, usage=0.97) == 40
+    assert observed(rule, running=41, waiting=0, usage=0.95) == 40
+    assert observed(rule, running=30, waiting=0, usage=0.5) == 50
     for _ in range(3):
-        rule.observe(num_running_reqs=30, num_waiting_reqs=0, token_usage=0.5)
+        observed(rule, running=30, waiting=0, usage=0.5)
     assert rule.requests == 64
+
+
+def test_capacity_is_never_more_than_the_server_says_it_runs():
+    """A server may run fewer than it was told to, by what its memory holds."""
+    rule = CapacityRule(64)
+    assert observed(rule, running=24, waiting=20, usage=0.4, most=24) == 24
+    assert observed(rule, running=10, waiting=0, usage=0.2, most=24) == 24
+    assert observed(rule, running=10, waiting=0, usage=0.2, most=0) == 30, "it has not said so yet"
+    assert observed(CapacityRule(8), running=8, waiting=9, usage=0.4, most=24) == 8
+
+
+def observed(rule, running, waiting, usage, most=64):
+    rule.observe(num_running_reqs=running, num_waiting_reqs=waiting, token_usage=usage, max_running_requests=most)
+    return rule.requests

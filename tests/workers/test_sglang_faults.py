@@ -5,20 +5,26 @@ import asyncio
 import shutil
 import signal
 import socket
+import sys
 import threading
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from april import clock
 from april.config import WeightsSection
 from april.weights.publisher import WeightPublisher
 from april.weights.receiver import WeightReceiver
 from april.workers.engines.base import EngineError, Request
-from april.workers.engines.sglang import SGLangEngine
-from april.workers.engines.sglang_client import ServerGone
+from april.workers.engines.sglang import PROBE_S, SGLangEngine
+from april.workers.engines.sglang_client import KeyRefused, ServerGone, ServerSilent
+from april.workers.engines.sglang_engine import api_key
 from april.workers.engines.sglang_fleet import SGLangFleet
 from april.workers.engines.sglang_lane import ServerLane
+from april.workers.engines.sglang_news import News
 from april.workers.engines.sglang_server import ServerFailed, ServerSettings, SGLangServer
 from april.workers.intake import ServerIntake
 from tests.workers.conftest import SGLANG_PYTHON
@@ -50,12 +56,17 @@ def loop():
 
 
 @pytest.fixture(scope="module")
-def engine(tiny_model, tmp_path_factory, loop):
+def news():
+    return News()
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model, tmp_path_factory, loop, news):
     """On a server of its own, which the tests do harm to."""
     log = tmp_path_factory.mktemp("sglang") / "server.log"
     settings = ServerSettings(SGLANG_PYTHON, tiny_model().folder, log, slots=16, options=LITTLE_MEMORY)
     server = SGLangServer(settings)
-    engine = SGLangEngine(tiny_model().folder, VOCABULARY, 640, server=server, loop=loop, **OPTIONS)
+    engine = SGLangEngine(tiny_model().folder, VOCABULARY, 640, server=server, loop=loop, news=news, **OPTIONS)
     yield engine
     engine.close()
 
@@ -69,12 +80,12 @@ def held(engine, tiny_model):
 
 
 @pytest.fixture
-def fleet(held, tiny_model, sglang_server, loop):
+def fleet(held, tiny_model, sglang_server, loop, news):
     """The engine and another server, which nobody harms."""
     options = OPTIONS | {"url": sglang_server.url, "stall_s": 120.0}
-    other = SGLangEngine(tiny_model().folder, VOCABULARY, 640, loop=loop, **options)
+    other = SGLangEngine(tiny_model().folder, VOCABULARY, 640, loop=loop, news=news, **options)
     other.load_weights(V0, tiny_model().weights())
-    yield SGLangFleet([held, other], loop)
+    yield SGLangFleet([held, other], loop, news)
     other.cancel_all(range(100))
     other.close()
 
@@ -90,6 +101,20 @@ def stop_scheduler(engine):
 @pytest.mark.parametrize("harm", [kill_scheduler, stop_scheduler])
 def test_a_server_that_dies_or_hangs_is_started_again_and_samples_go_on(held, tiny_model, harm):
     assert_samples_survive(held, tiny_model(), lambda: harm(held), "SGLang server")
+
+
+def test_a_worker_that_was_away_does_not_take_the_answer_it_missed_for_silence(held, monkeypatch):
+    now = clock.now()
+
+    async def silence(path, deadline_s, until):
+        changed.setattr(clock, "now", lambda: until)
+        raise ServerSilent("no answer")
+
+    for away_s, complaint in ((0.0, "no answer"), (60.0, None)):
+        with monkeypatch.context() as changed:
+            changed.setattr(clock, "now", lambda: now)
+            changed.setattr(held._client, "call", partial(silence, until=now + PROBE_S + away_s))
+            assert asyncio.run(held._complaint()) == complaint
 
 
 def test_of_two_servers_a_killed_one_costs_its_own_requests_alone(fleet, tiny_model):
@@ -176,16 +201,28 @@ def test_an_abort_reaches_all_servers(fleet):
 
 def test_a_server_without_memory_for_all_lets_some_wait_and_loses_nothing(held, tiny_model):
     """Since they might end early, more are let in than its cache holds to their ends: some are retracted, and their
-    cache is computed anew."""
+    cache is computed anew, or they are aborted, as those that wait, and go on later."""
     never = frozenset({VOCABULARY})
     requests = [Request(i, prompt(3 + i, seed=i), 600, seed=i, stop_token_ids=never) for i in range(16)]
     log = held._server.settings.log
-    looked_at = log.stat().st_size
+
+    def retractions():
+        return log.read_bytes().count(b"Retract requests")
+
+    at_first = retractions()
     for request in requests:
         held.submit(request)
+    chunks, failures = run_until(lambda: retractions() > at_first, held)
+    arrived = streams_of(chunks + held.cancel_all(range(16)))
+    assert failures == [] and held.live == 0
+    parts = {request.id: arrived.get(request.id, Stream([])) for request in requests}
+    aborted = [request for request in requests if parts[request.id].finish_reason is None]
+    before = retractions()
+    for request in aborted:
+        held.submit(rest_of(request, parts[request.id]))
     chunks, failures = run_until(lambda: not held.live, held)
-    assert failures == [] and b"Retract requests" in log.read_bytes()[looked_at:]
-    assert_whole_and_true({V0: tiny_model()}, requests, streams_of(chunks))
+    assert failures == [] and len(aborted) > 6 and retractions() > before
+    assert_whole_and_true({V0: tiny_model()}, requests, parts, streams_of(chunks))
 
 
 def test_a_server_killed_between_ready_and_the_first_bucket_costs_its_lane_alone(held, tiny_model, loop):
@@ -216,7 +253,7 @@ def test_a_server_killed_between_ready_and_the_first_bucket_costs_its_lane_alone
     publisher.close()
 
 
-def test_a_server_that_keeps_dying_is_given_up_with_a_sentence(fleet, loop):
+def test_a_server_that_keeps_dying_is_given_up_with_a_sentence(fleet, loop, news):
     """Others go on; where there is none, the worker ends."""
     first, _ = fleet.parts
     before = drive(fleet, LONG[:2], tokens=20)
@@ -227,7 +264,7 @@ def test_a_server_that_keeps_dying_is_given_up_with_a_sentence(fleet, loop):
     assert [key for key, _ in failures] == [0] and none == []
     assert len(join(before[1], streams_of(chunks + rest)[1]).tokens) == 600
     with pytest.raises(EngineError, match="finished nothing in"):
-        SGLangFleet([first], loop).step()
+        SGLangFleet([first], loop, news).step()
 
 
 # --- a server that never comes up ---
@@ -266,6 +303,34 @@ def test_a_start_that_takes_too_long_ends_at_its_deadline_and_leaves_nobody_behi
     with pytest.raises(ServerFailed, match=r"does not serve after 2 s; raise engine\.start_s"):
         SGLangEngine(settings.model, VOCABULARY, 640, server=server)
     assert not server.alive
+
+
+LOCKED = """
+import http.server, sys
+given = dict(zip(sys.argv[1:], sys.argv[2:]))
+class Locked(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.headers["Authorization"] == "Bearer " + given["--api-key"] else 401)
+        self.end_headers()
+        self.wfile.write(b"{}")
+http.server.HTTPServer(("127.0.0.1", int(given["--port"])), Locked).serve_forever()
+"""
+
+
+class LockedSettings(ServerSettings):
+    def program(self):
+        return ["-c", LOCKED]
+
+
+def test_a_wrong_key_ends_the_start_at_once_and_the_server_s_own_is_the_right_one(settings):
+    options = {"api_key": "K"}
+    settings = LockedSettings(Path(sys.executable), settings.model, settings.log, options=options)
+    for key, said in (("", "an"), ("L", "another")):
+        with pytest.raises(KeyRefused, match=f"wants {said} API key for /server_info; set APRIL_SGLANG_API_KEY"):
+            SGLangEngine(settings.model, VOCABULARY, 640, server=SGLangServer(settings), api_key=key)
+    engine = SGLangEngine(settings.model, VOCABULARY, 640, server=SGLangServer(settings), api_key=api_key(options))
+    assert engine.ready
+    engine.close()
 
 
 def test_an_unknown_option_is_refused_with_the_server_s_own_words(settings):

@@ -225,6 +225,27 @@ def test_weights_other_than_those_sent_are_noticed(make_engine, tiny_model, monk
     assert engine.version is None and not engine.ready and engine.capacity == 0
 
 
+def test_the_first_weights_that_a_server_takes_are_compared_also_after_a_refusal_or_a_restart(
+    make_engine, tiny_model, monkeypatch
+):
+    engine, weights = make_engine(), tiny_model().weights()
+
+    async def refuse(*arguments):
+        raise EngineError("no")
+
+    for restarted in (False, True):
+        if restarted:
+            engine._lose("it is gone")
+            run_until(lambda: engine.ready, engine)
+        calls = calls_of(engine, monkeypatch)
+        with monkeypatch.context() as refusing, pytest.raises(EngineError, match="no"):
+            refusing.setattr(engine._push, "load", refuse)
+            engine.load_weights(V0, weights)
+        for version in (V0, V1):
+            engine.load_weights(version, weights)
+            assert calls.count("/weights_checker") == 1
+
+
 def test_a_snapshot_that_is_gone_leaves_the_old_weights(make_engine, tiny_model, monkeypatch):
     engine = make_engine()
     engine.load_weights(V0, tiny_model().weights())

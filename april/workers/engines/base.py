@@ -39,7 +39,8 @@ class Request:
     max_new_tokens: int
     """what is left of the response budget (tokens)"""
     seed: int = 0
-    """of the sample; with the same weights it gives the same tokens, whatever else is running"""
+    """of the sample; where the engine draws by it, the same weights give the same tokens, whatever else is running: the
+    embedded one always, a server as far as docs/sglang.md and docs/vllm.md say"""
     temperature: float = 1.0
     """0 is greedy"""
     top_p: float = 1.0
@@ -79,7 +80,7 @@ class Engine(Protocol):
     max_context: int
     """tokens of the longest prompt with its response"""
     generated_tokens: int
-    """tokens sampled since the engine was made, whether handed over or not"""
+    """tokens since the engine was made, handed over or not: sampled, or, where a server samples, arrived from it"""
 
     def submit(self, request: Request) -> None:
         """Queue a request. Raises EngineError for one that can never run."""
@@ -120,5 +121,9 @@ class Engine(Protocol):
     @property
     def capacity(self) -> int:
         """Requests that it makes sense to have live, as far as the engine knows now."""
+
+    @property
+    def kv_tokens(self) -> int | None:
+        """Tokens that its KV cache has room for; None if it does not say."""
 
     def close(self) -> None: ...

@@ -1,7 +1,7 @@
 """How many requests a server takes at once, from what it says of itself.
 
-A pure rule: observations in, a number out. Requests that wait though fewer than the server's slots run mean that its
-memory is full: as many as run are taken then. Once none waits and memory has room, the number grows again.
+A pure rule: observations in, a number out, never more than the server says it runs. Requests that wait though fewer run
+mean that its memory is full: as many as run are taken then. Once none waits and memory has room, the number grows.
 """
 
 FULL = 0.9
@@ -10,15 +10,19 @@ GROWTH = 1.25
 
 
 class CapacityRule:
-    OBSERVED = ("num_running_reqs", "num_waiting_reqs", "token_usage")
+    OBSERVED = ("num_running_reqs", "num_waiting_reqs", "token_usage", "max_running_requests")
 
     def __init__(self, slots: int):
         self.slots = slots
         self.requests = slots
 
-    def observe(self, num_running_reqs: int, num_waiting_reqs: int, token_usage: float) -> None:
-        """`token_usage`: share of the KV memory in use."""
-        if num_waiting_reqs and num_running_reqs < self.slots and token_usage >= FULL:
+    def observe(
+        self, num_running_reqs: int, num_waiting_reqs: int, token_usage: float, max_running_requests: int
+    ) -> None:
+        """`token_usage`: share of the KV memory in use; `max_running_requests`: of the server's own, 0 if not known."""
+        most = min(self.slots, max_running_requests or self.slots)
+        if num_waiting_reqs and num_running_reqs < most and token_usage >= FULL:
             self.requests = max(1, num_running_reqs)
         elif not num_waiting_reqs and token_usage < FULL:
-            self.requests = min(self.slots, max(self.requests + 1, int(self.requests * GROWTH)))
+            self.requests = max(self.requests + 1, int(self.requests * GROWTH))
+        self.requests = min(self.requests, most)

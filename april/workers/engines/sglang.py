@@ -25,6 +25,7 @@ from april.workers.engines.checks import check_heads, check_request
 from april.workers.engines.sglang_checks import check_model, check_pause, check_server
 from april.workers.engines.sglang_client import ServerGone, ServerRefuses, SGLangClient
 from april.workers.engines.sglang_lane import receive
+from april.workers.engines.sglang_news import News
 from april.workers.engines.sglang_run import Run
 from april.workers.engines.sglang_server import AttachedServer, ServerFailed, SGLangServer
 from april.workers.engines.sglang_weights import DiskSnapshot, HalfLoaded, WeightPush
@@ -38,8 +39,6 @@ log = logging.getLogger(__name__)
 
 Pause = Literal["abort", "retract", "in_place"]
 
-STEP_S = 0.01
-"""a step waits this long for news from the server"""
 TEND_S = 0.5
 """between two looks at the server"""
 AWAY_S = 5.0
@@ -51,7 +50,7 @@ CANCEL_S = 3.0
 ABORT_AGAIN_S = 0.3
 """an abort does not reach a request that the scheduler has not seen yet; it is said again after this long"""
 VERIFY_EVERY = 20
-"""changes of weights after the first, until what the server holds is compared again with what it was sent"""
+"""changes of weights that a server takes after its first, until what it holds is compared again with what was sent"""
 LONGEST_DELAY_S = 60.0
 """between two starts of a server that keeps dying; the first restart is at once"""
 
@@ -83,12 +82,13 @@ class SGLangEngine:
         api_key: str = "",
         push: WeightPush | None = None,
         loop: asyncio.AbstractEventLoop | None = None,
+        news: News | None = None,
     ):
         """Blocks until the server serves. Raises ServerFailed.
 
         `stream_tokens`: the server sends a request's tokens in events of so many; `stall_s`: a server that streams
         nothing for so long, though it has requests, is hung; `update_s`: longest change of weights; `start_s`: a server
-        that others keep may be away for so long; `loop`: one that several engines share, which outlives them.
+        that others keep may be away for so long; `loop` and `news`: what several engines share; the loop outlives them.
         """
         check_pause(pause, stream_tokens)
         self.model_path, self.vocabulary, self.max_context = Path(model_path), vocabulary, max_context
@@ -117,7 +117,7 @@ class SGLangEngine:
         self._look_for_due_at = 0.0
         self._loop, self._owns_loop = loop or asyncio.new_event_loop(), loop is None
         self._tasks: set[asyncio.Task] = set()
-        self._news, self._alarm = asyncio.Event(), asyncio.Event()
+        self._news, self._alarm = news or News(), asyncio.Event()
         self._client: SGLangClient | None = None
         try:
             self._loop.run_until_complete(self._start())
@@ -136,6 +136,10 @@ class SGLangEngine:
     def capacity(self) -> int:
         return self._capacity.requests if self.ready else 0
 
+    @property
+    def kv_tokens(self) -> int | None:
+        return self.info.get("max_total_num_tokens")
+
     def __contains__(self, request_id: int) -> bool:
         """Whether a request of that id is live."""
         return request_id in self._queue or request_id in self._streaming
@@ -149,10 +153,20 @@ class SGLangEngine:
         self._queue[request.id] = Run(request, due_at=clock.now() + self.chunk_s)
         self._admit()
 
+    @property
+    def busy(self) -> bool:
+        """Whether there may be something to hand over soon, or something to see to."""
+        return bool(self._streaming) or self._updating or not self.ready
+
     def step(self) -> list[Chunk]:
-        self._loop.run_until_complete(self._wait_for_news())
+        self._loop.run_until_complete(self._news.come(expected=self.busy))
+        return self.collect()
+
+    def collect(self) -> list[Chunk]:
+        """What a step returns, without waiting for it."""
         self._hand_over_due()
         chunks, self._chunks = self._chunks, []
+        self._news.clear()
         if self._fatal and not chunks:
             raise self._fatal
         return chunks
@@ -215,9 +229,8 @@ class SGLangEngine:
         return {"weight_version": str(version), "flush_cache": self.pause != "in_place"}
 
     def _foretell(self, tensors: "Mapping[str, torch.Tensor]") -> dict[str, str]:
-        """What the server must say of these weights, where that can be foretold: of the first and every k-th."""
-        self._updates += 1
-        return checksums_in_server(tensors) if self._comparable and self._updates % VERIFY_EVERY == 1 else {}
+        """What the server must say of these weights, where that can be foretold: of its first and every k-th."""
+        return checksums_in_server(tensors) if self._comparable and self._updates % VERIFY_EVERY == 0 else {}
 
     def make_client(self) -> SGLangClient:
         """For another thread with a loop of its own."""
@@ -283,7 +296,6 @@ class SGLangEngine:
         if len(run.pending) >= self.chunk_tokens and not finish:
             self._hand_over(run)
         self._heard_at = clock.now()
-        self._news.set()
         return finish
 
     def _finish(self, run: Run, finish: dict) -> None:
@@ -309,7 +321,6 @@ class SGLangEngine:
         run.ended = True
         self._streaming.pop(run.request.id, None)
         self._queue.pop(run.request.id, None)
-        self._news.set()
 
     def _fail(self, run: Run, why: str) -> None:
         if not run.ended:
@@ -319,6 +330,7 @@ class SGLangEngine:
     def _hand_over(self, run: Run) -> None:
         run.due_at = clock.now() + self.chunk_s
         self._chunks += run.hand_over(self.chunk_tokens)
+        self._news.set()
 
     def _hand_over_due(self) -> None:
         now = clock.now()
@@ -328,15 +340,6 @@ class SGLangEngine:
         for run in self._streaming.values():
             if run.pending and now >= run.due_at:
                 self._hand_over(run)
-
-    async def _wait_for_news(self) -> None:
-        if self._streaming or self._updating or not self.ready:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(STEP_S):
-                    await self._news.wait()
-            self._news.clear()
-        else:
-            await asyncio.sleep(0)
 
     # --- interruption -------------------------------------------------------------------------------------------
 
@@ -374,7 +377,7 @@ class SGLangEngine:
         try:
             async with asyncio.timeout(self.update_s):
                 await self._change_weights(load, expected)
-            self.version = version
+            self.version, self._updates = version, self._updates + 1
         except (ServerGone, HalfLoaded, TimeoutError) as error:
             why = str(error) or f"an update of the weights took longer than {self.update_s:g} s"
             if self.ready:
@@ -384,6 +387,7 @@ class SGLangEngine:
             load.close()
             self._updating = False
             self._admit()
+            self._news.set()
 
     async def _change_weights(self, load: Coroutine, expected: dict[str, str]) -> None:
         if self.pause == "abort" and self._streaming:
@@ -426,7 +430,7 @@ class SGLangEngine:
             self._server.spawn()
         self._client = SGLangClient(self._server.url, self._api_key, self.server_name)
         self._check(await self._server.wait(self._client))
-        self._heard_at = clock.now()
+        self._heard_at, self._updates = clock.now(), 0
         self._alarm.clear()
         self._suspicion, self.ready = "", True
 
@@ -462,10 +466,12 @@ class SGLangEngine:
             return self._suspicion
         if self._streaming and not self._updating and clock.now() - self._heard_at > self.stall_s:
             return f"the {self.server_name} server has streamed nothing for {self.stall_s:g} s"
+        asked_at = clock.now()
         try:
             loads = await self._client.call("/v1/loads", deadline_s=PROBE_S)
         except (ServerGone, ServerRefuses) as error:
-            return str(error) if self._alarm.is_set() or not self._streaming else None
+            was_away = clock.now() - asked_at > PROBE_S + TEND_S
+            return None if was_away or (self._streaming and not self._alarm.is_set()) else str(error)
         self._capacity.observe(**{key: loads["loads"][0][key] for key in CapacityRule.OBSERVED})
         if self._alarm.is_set():
             self._alarm.clear()
@@ -483,7 +489,6 @@ class SGLangEngine:
                 run.task.cancel()
             self._fail(run, reason)
         self._server.kill()
-        self._news.set()
 
     async def _bring_back(self) -> None:
         if self.restarts >= self.max_restarts:

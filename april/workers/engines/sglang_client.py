@@ -9,6 +9,8 @@ import orjson
 
 from april.workers.engines.base import EngineError
 
+API_KEY = "APRIL_SGLANG_API_KEY"
+"""environment variable with the key of a server that wants one"""
 CALL_S = 10.0
 """longest wait for an answer that takes the server no work"""
 LONGEST_EVENT_BYTES = 64 << 20
@@ -16,6 +18,10 @@ LONGEST_EVENT_BYTES = 64 << 20
 
 class ServerRefuses(EngineError):
     """The server says no; the text is its own."""
+
+
+class KeyRefused(ServerRefuses):
+    """The server wants an API key, or another one."""
 
 
 class ServerGone(RuntimeError):
@@ -57,7 +63,8 @@ class SGLangClient:
     async def call(self, path: str, body: dict | None = None, deadline_s: float = CALL_S) -> Any:
         """POST `body` as JSON, GET where it is None; the answer's JSON, None where there is none.
 
-        Raises ServerRefuses on any other status than 200, or an answer that says `success: false`; ServerGone.
+        Raises ServerRefuses on any other status than 200, KeyRefused on 401 and 403, or an answer that says
+        `success: false`; ServerGone.
         """
         method = "GET" if body is None else "POST"
         try:
@@ -69,6 +76,11 @@ class SGLangClient:
         except (aiohttp.ClientError, OSError) as error:
             raise ServerGone(f"{self._server} at {self.url} cannot be reached ({describe(error)})") from None
         answer = decode(content)
+        if response.status in (401, 403):
+            raise KeyRefused(
+                f"{self._server} at {self.url} wants {'another' if self._headers else 'an'} API key for {path}; set "
+                f"{API_KEY} in the worker's environment, or engine.server.api_key for a server that is started here"
+            )
         if response.status != 200:
             raise ServerRefuses(f"{self._server} at {self.url} refuses {path}: {reason(answer, content)}")
         if isinstance(answer, dict) and answer.get("success") is False:

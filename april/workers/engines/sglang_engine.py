@@ -4,19 +4,19 @@ import asyncio
 import contextlib
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from april.config import Config, ConfigError
 from april.workers.engines.base import EngineError
 from april.workers.engines.sglang import SGLangEngine
 from april.workers.engines.sglang_checks import check_ranks, check_speculation
-from april.workers.engines.sglang_client import ServerGone
+from april.workers.engines.sglang_client import API_KEY, ServerGone
 from april.workers.engines.sglang_fleet import SGLangFleet
+from april.workers.engines.sglang_news import News
 from april.workers.engines.sglang_server import AttachedServer, ServerSettings, SGLangServer
 from april.workers.engines.sglang_weights import DiskSnapshot, LocalTensors, WeightPush
-
-API_KEY = "APRIL_SGLANG_API_KEY"
-"""environment variable with the key of a server that wants one"""
 
 
 def make_sglang_engine(
@@ -33,7 +33,7 @@ def make_sglang_engine(
             f"key 'model.path' = {str(config.model.path)!r} has a config.json without vocab_size or "
             "max_position_embeddings; give a whole Hugging Face folder"
         )
-    loop = asyncio.new_event_loop()
+    loop, news = asyncio.new_event_loop(), News()
     if engine.url:
         servers = [AttachedServer(url, engine.start_s) for url in engine.url]
     else:
@@ -60,9 +60,10 @@ def make_sglang_engine(
                     update_s=engine.update_s,
                     max_restarts=engine.max_restarts,
                     server=server,
-                    api_key=os.environ.get(API_KEY, ""),
+                    api_key=api_key(engine.server),
                     push=make_push(config),
                     loop=loop,
+                    news=news,
                 )
                 parts.append(part)
                 undo.callback(part.close)
@@ -71,7 +72,12 @@ def make_sglang_engine(
         except (EngineError, ServerGone) as error:
             raise ConfigError(str(error)) from None
         undo.pop_all()
-    return SGLangFleet(parts, loop)
+    return SGLangFleet(parts, loop, news)
+
+
+def api_key(options: Mapping[str, Any]) -> str:
+    """That a server is started with, or that of the environment."""
+    return str(options.get("api_key") or os.environ.get(API_KEY, ""))
 
 
 def on_rocm() -> bool:

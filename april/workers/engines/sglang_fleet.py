@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from april.version import Version
 from april.workers.engines.base import Chunk, EngineError, Request
 from april.workers.engines.sglang import SGLangEngine
+from april.workers.engines.sglang_news import News
 
 if TYPE_CHECKING:
     import torch
@@ -22,13 +23,13 @@ log = logging.getLogger(__name__)
 
 
 class SGLangFleet:
-    """Implements `Engine` on engines that share one event loop, which is closed with them."""
+    """Implements `Engine` on engines that share one event loop, which is closed with them, and what they wait for."""
 
-    def __init__(self, parts: Sequence[SGLangEngine], loop: asyncio.AbstractEventLoop):
+    def __init__(self, parts: Sequence[SGLangEngine], loop: asyncio.AbstractEventLoop, news: News):
         self.parts = list(parts)
         self._going = list(parts)
         """without those that can never go on"""
-        self._loop = loop
+        self._loop, self._news = loop, news
         self._newest_step = 0
         self._waiting: dict[int, Request] = {}
         self._failures: list[tuple[int, str]] = []
@@ -68,6 +69,11 @@ class SGLangFleet:
         serving = self._serving()
         return sum(part.capacity if part in serving else part.live for part in self._going)
 
+    @property
+    def kv_tokens(self) -> int | None:
+        each = [part.kv_tokens for part in self.parts]
+        return None if None in each else sum(each)
+
     def __contains__(self, request_id: int) -> bool:
         return request_id in self._waiting or any(request_id in part for part in self.parts)
 
@@ -88,12 +94,14 @@ class SGLangFleet:
                 self._failures.append((request.id, str(error)))
 
     def step(self) -> list[Chunk]:
+        """Waits for all servers at once, however many they are."""
         self._place()
-        return list(chain.from_iterable(self._step(part) for part in list(self._going)))
+        self._loop.run_until_complete(self._news.come(expected=any(part.busy for part in self._going)))
+        return list(chain.from_iterable(self._collect(part) for part in list(self._going)))
 
-    def _step(self, part: SGLangEngine) -> list[Chunk]:
+    def _collect(self, part: SGLangEngine) -> list[Chunk]:
         try:
-            return part.step()
+            return part.collect()
         except EngineError as error:
             self._going.remove(part)
             self._failures += part.failures()

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 from april import clock
 from april.process import PR_SET_PDEATHSIG
 from april.workers.engines.base import EngineError
-from april.workers.engines.sglang_client import ServerGone, ServerRefuses, SGLangClient
+from april.workers.engines.sglang_client import KeyRefused, ServerGone, ServerRefuses, SGLangClient
 
 POLL_S = 0.1
 RETURN_POLL_S = 0.5
@@ -127,7 +127,10 @@ class SGLangServer:
             )  # fmt: skip
 
     async def wait(self, client: SGLangClient) -> dict:
-        """Until it answers; its /server_info. Raises ServerFailed after `start_s` or when the process has ended."""
+        """Until it answers; its /server_info.
+
+        Raises ServerFailed after `start_s` or when the process has ended, KeyRefused.
+        """
         deadline = clock.now() + self.settings.start_s
         while True:
             if not self.alive:
@@ -135,8 +138,12 @@ class SGLangServer:
                 raise ServerFailed(
                     f"the {self.settings.name} server ended at its start with status {status}; {self.last_words()}"
                 )
-            with contextlib.suppress(ServerGone, ServerRefuses):
+            try:
                 return await client.call("/server_info", deadline_s=2.0)
+            except KeyRefused:
+                raise
+            except (ServerGone, ServerRefuses):
+                pass
             if clock.now() > deadline:
                 self.kill()
                 raise ServerFailed(

@@ -74,6 +74,10 @@ class TorchEngine:
     def capacity(self) -> int:
         return self.slots
 
+    @property
+    def kv_tokens(self) -> int:
+        return self.slots * self.max_context
+
     def submit(self, request: Request) -> None:
         live = self._queue.keys() | self._slot_of.keys()
         check_request(request, self.shape.vocabulary, self.max_context, live)

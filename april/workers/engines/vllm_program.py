@@ -106,7 +106,8 @@ class Program:
         )
 
     async def loads(self, request: web.Request) -> web.Response:
-        return web.json_response({"loads": [self._loads.said]})
+        most = self._engine.vllm_config.scheduler_config.max_num_seqs
+        return web.json_response({"loads": [self._loads.said | {"max_running_requests": most}]})
 
     # --- requests -----------------------------------------------------------------------------------------------
 

@@ -1,0 +1,75 @@
+"""The pipeline and the reference under weights that never change, so that many algorithms are compared on one model."""
+
+import pytest
+import torch
+from learner_setup import make_config, settings
+from reference import ReferenceLearner, StepResult
+
+from april.config import Config
+from april.learner.batch import Batch
+from april.learner.objective import Objective
+from april.learner.trainer import Trainer
+
+
+class FrozenTrainer(Trainer):
+    def __init__(self, policy, folder):
+        super().__init__(make_config(policy, folder, algorithm={"kl_coef": 1.0}), torch.device("cpu"))
+        move_away(self.reference.lm)
+
+    def update(self, lr):
+        pass
+
+    def gradients(self, batch: Batch, config: Config) -> tuple[dict, dict]:
+        """Metrics of a step by `config`, and whole gradients. Collective."""
+        self.config, self.objective = config, Objective(config)
+        metrics = self.step(batch)
+        return metrics, full_gradients(self)
+
+
+class FrozenReference(ReferenceLearner):
+    """Of one batch: forward passes that need no gradient are made once."""
+
+    def __init__(self, policy, folder):
+        super().__init__(policy, settings(make_config(policy, folder)), padded=True)
+        move_away(self.start)
+        self.known = {}
+
+    def score(self, lm, samples):
+        if torch.is_grad_enabled() and lm is self.lm:
+            return super().score(lm, samples)
+        if lm not in self.known:
+            self.known[lm] = super().score(lm, samples)
+        return self.known[lm]
+
+    def expected(self, batch: Batch, config: Config) -> StepResult:
+        self.settings = settings(config)
+        return self.gradients(batch.groups, batch.step)
+
+
+def move_away(start) -> None:
+    """Make the policy from which a divergence is taken another than the one at hand."""
+    with torch.no_grad():
+        for parameter in start.parameters():
+            parameter.mul_(0.9)
+
+
+def full_gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Put together from all ranks. Collective."""
+    parameters = trainer.policy.lm.named_parameters()
+    return {name: each.grad.full_tensor().clone() for name, each in parameters if each.grad is not None}
+
+
+def short(batch: Batch) -> Batch:
+    """Without the longest responses."""
+    return Batch(batch.step, [[s for s in group if s.response_tokens <= 30] for group in batch.groups])
+
+
+def assert_equals(metrics: dict, gradients: dict, expected: StepResult, tolerance: float = 1e-5) -> None:
+    assert metrics["loss"] == pytest.approx(expected.loss, rel=tolerance, abs=1e-6)
+    assert metrics["grad_norm"] == pytest.approx(expected.grad_norm, rel=tolerance, abs=1e-7)
+    largest = max(value.abs().max().item() for value in expected.gradients.values())
+    for name, value in expected.gradients.items():
+        off = (gradients[name] - value).abs().max().item()
+        assert off <= tolerance * largest, f"{name}: off by {off} where gradients reach {largest}"
+    figures = {name: metrics[name] for name in expected.means}
+    assert figures == pytest.approx(expected.means, rel=10 * tolerance, abs=1e-5)

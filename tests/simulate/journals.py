@@ -1,0 +1,38 @@
+"""Journals as a broker writes them, of runs that are a few lines long."""
+
+from contextlib import contextmanager
+
+from april.broker.events import RunStarted
+from april.broker.journal import Journal
+from april.broker.ledger import Ledger
+from april.version import Version
+
+
+@contextmanager
+def recorded(ledger, run_dir):
+    """What the ledger does meanwhile is in the run's journal, which comes back."""
+    journal, rules = Journal(run_dir / "journal"), ledger.rules
+    ledger.record = journal.append
+    ledger.commit(
+        RunStarted(
+            "small", "", 0, rules.batch_groups, rules.group_size, rules.max_staleness, rules.max_attempts,
+            rules.min_group_size, rules.max_response_tokens,
+        )
+    )  # fmt: skip
+    yield journal
+    journal.sync()
+    journal.close()
+
+
+def add_group(ledger: Ledger, lengths, prompt_tokens=9, **keys):
+    """Open a group whose samples get these lengths, None for one that is still generated; train what makes a batch."""
+    step = ledger.consumed
+    group = ledger.open_group(*ledger.cursor, floor=step, prompt=bytes(4 * prompt_tokens), **keys)
+    for sample, length in zip(group.samples, lengths, strict=True):
+        lease = ledger.lease(sample, "w", step, expires_at=float("inf"))
+        if length is not None:
+            ledger.add_chunk(lease.token, 0, length, Version(0, step), "stop")
+            ledger.score(lease.token, 1.0)
+    if batch := ledger.choose_batch(ledger.rules.batch_groups):
+        ledger.consume(ledger.deliver(batch))
+    return group

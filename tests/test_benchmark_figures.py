@@ -1,0 +1,119 @@
+"""What benchmarks make of their measurements, on figures whose result can be seen."""
+
+from dataclasses import fields
+from importlib import import_module
+from math import inf
+from pathlib import Path
+from types import SimpleNamespace as Has
+
+import numpy as np
+import pytest
+
+
+@pytest.fixture(scope="module")
+def module():
+    """module(name) -> a benchmark; some of them set the number of threads when they are imported."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+        yield import_module
+
+
+def test_a_row_is_the_median_of_its_measurements_unless_it_says_else(module):
+    row = module("common").Row
+    spread = {"name": "r", "unit": "s", "n": 4, "min": 1.0, "max": 8.0}
+    assert row("r", [4.0, 1.0, 8.0, 2.0], "s").to_json() == spread | {"value": 3.0}
+    assert row("r", [4.0, 1.0, 8.0, 2.0], "s", of=max).to_json() == spread | {"value": 8.0}
+
+
+# --- rollout.py, rollout_real.py, rollout_turn.py -------------------------------------------------------------
+
+
+def with_lengths(*windows, steps):
+    """An outcome of windows of `steps` batches, of which each batch has these lengths."""
+    return Has(measures=Has(steps=[Has(lengths=lengths) for lengths in windows for _ in range(steps)]))
+
+
+def test_of_all_windows_the_ratio_of_lengths_farthest_from_one_counts(module):
+    rollout = module("rollout")
+    sync = with_lengths([90, 110], [90, 110], [90, 110], steps=rollout.WINDOW_STEPS)
+    ours = with_lengths([100, 104], [80, 100], [95, 105], steps=rollout.WINDOW_STEPS)
+    assert rollout.window_ratios(ours, sync, np.mean) == pytest.approx(0.9)
+    longer = with_lengths([115, 105], [95, 99], [100, 100], steps=rollout.WINDOW_STEPS)
+    assert rollout.window_ratios(longer, sync, np.mean) == pytest.approx(1.1)
+    del ours.measures.steps[-1], sync.measures.steps[-1]
+    ours.measures.steps[-1].lengths = [1]
+    assert rollout.window_ratios(ours, sync, np.mean) == pytest.approx(0.9), "a window that is not whole is left out"
+
+
+def test_the_best_at_the_same_staleness_is_found_for_each_seed_among_those_that_are_no_staler(module):
+    outcomes = {
+        "april": [(100, 1.0), (200, 2.0)],
+        "fresher": [(105, 0.9), (180, 1.9)],
+        "as fresh": [(110, 1.0), (170, 2.0)],
+        "staler": [(999, 1.1), (999, 2.1)],
+    }
+    of = {
+        name: [Has(consumed_per_s=speed, measures=Has(staleness_mean=stale)) for speed, stale in seeds]
+        for name, seeds in outcomes.items()
+    }
+    best = module("rollout").best_at_same_staleness(Has(of=of.get), "april", ["fresher", "as fresh", "staler"])
+    assert best == pytest.approx([1.10, 0.90])
+
+
+def test_a_schedule_is_foretold_as_well_as_in_the_median_of_its_seeds_whatever_the_sign(module):
+    errors = {"sync": [0.10, -0.30, 0.04], "april": [-0.20, 0.05, -0.07]}
+    outcomes = {name: [Has(prediction_error=error) for error in seeds] for name, seeds in errors.items()}
+    assert module("rollout_real").errors_by_schedule(outcomes) == [0.04, 0.07]
+
+
+def turn_of(module, kind, **measured):
+    turn = module("rollout_turn").Turn
+    nothing = {field.name: 0 for field in fields(turn)}
+    return turn(**nothing | measured | {"scenario": Has(slots_wanted=10, schedule=Has(kind=kind))})
+
+
+@pytest.mark.parametrize(("kind", "cause"), [("sync", "barrier"), ("april", "barrier"), ("continuous", "admission")])
+def test_a_slot_is_occupied_or_idle_for_one_cause(module, kind, cause):
+    turn = turn_of(module, kind, leased=8.0, busy=6.0, updating=1.0)
+    assert turn.idle_share == pytest.approx({cause: 0.2, "pipeline": 0.2, "update": 0.1})
+    assert turn.occupancy + sum(turn.idle_share.values()) == pytest.approx(1)
+    between_two_looks = turn_of(module, kind, leased=10.1, busy=10.2, updating=0.0)
+    assert between_two_looks.idle_share == {cause: 0, "pipeline": 0, "update": 0}
+
+
+# --- end_to_end.py, learning.py -------------------------------------------------------------------------------
+
+
+def test_a_reward_is_reached_when_the_mean_over_the_last_steps_is(module):
+    course = module("end_to_end").Course([10.0, 20.0, 30.0, 40.0, 50.0], [1.0, 0.0, 0.5, 0.7, 0.9], tokens=500)
+    assert course.seconds_to(0.5) == 30.0, "the first step alone, 1.0, is no mean over three"
+    assert course.seconds_to(0.6) == 50.0
+    assert course.seconds_to(0.8) is None
+    assert course.tokens_per_s == 10
+
+
+def test_a_run_that_does_not_get_there_counts_with_its_last_second_and_never_to_our_favour(module):
+    course = module("end_to_end").Course
+    early, late, never = (
+        course([10.0, 20.0, 30.0, 40.0], rewards, 0)
+        for rewards in ([1.0, 1.0, 1.0, 1.0], [0.0, 1.0, 1.0, 1.0], [0.0, 0.0, 0.0, 0.0])
+    )
+    ratio = module("end_to_end").ratio_of_times
+    assert (ratio(early, late, 0.9), ratio(early, never, 0.9), ratio(never, early, 0.9)) == (0.75, 0.75, inf)
+    seconds_to = module("learning").seconds_to
+    assert [seconds_to(0.9, Has(course=one)) for one in (early, late, never)] == [30.0, 40.0, 40.0]
+
+
+@pytest.mark.parametrize(
+    ("differences", "p"),
+    [([1, 2, 3, 4, 5], 1 / 32), ([2, 1], 1 / 4), ([1, -1], 3 / 4), ([-1, -2, -3], 1), ([0, 0, 0], 1)],
+)
+def test_the_p_of_a_difference_is_the_share_of_signs_that_give_as_large_a_mean(module, differences, p):
+    assert module("learning").sign_flip_p(differences) == p
+
+
+def test_the_confidence_interval_is_students(module):
+    half_width = module("learning").half_width
+    assert half_width([1.0, 3.0]) == pytest.approx(12.71)
+    assert half_width([1.0, 2.0, 3.0]) == pytest.approx(4.303 / 3**0.5)
