@@ -68,6 +68,18 @@ def short(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
+def read_runs(path: Path | None) -> list[dict]:
+    """The lines that `write_run` has written to a file, if there is one."""
+    return [orjson.loads(line) for line in path.read_bytes().splitlines()] if path and path.exists() else []
+
+
+def write_run(path: Path | None, run: dict) -> None:
+    """Append a line of JSON, if a file was asked for."""
+    if path:
+        with path.open("ab") as file:
+            file.write(orjson.dumps(run, option=orjson.OPT_APPEND_NEWLINE))
+
+
 def machine() -> dict:
     """What the figures depend on; nothing that names the host."""
     return {

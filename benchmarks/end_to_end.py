@@ -15,7 +15,7 @@ from math import inf
 from pathlib import Path
 
 import orjson
-from common import Row, parser, report
+from common import Row, parser, read_runs, report, write_run
 
 from april import config as configuration
 from april.data.make_data import make_data
@@ -142,7 +142,7 @@ def main() -> None:
         recipe = Recipe(easy_steps=2, clean_steps=2, noisy_steps=2) if options.quick else Recipe()
         policy = make_policy(folder / "policy", recipe=recipe)
         prompts, _ = make_data(folder / "data")
-        before = read_runs(options.runs, options.backend, steps)
+        before = known_courses(options.runs, options.backend, steps)
         for seed in range(seeds):
             if before.keys() >= {("april", seed), ("trl", seed)}:
                 for name in courses:
@@ -174,12 +174,11 @@ def main() -> None:
     report(rows, options.json)
 
 
-def read_runs(path: Path | None, backend: str, steps: int) -> dict[tuple[str, int], Course]:
+def known_courses(path: Path | None, backend: str, steps: int) -> dict[tuple[str, int], Course]:
     """What `log` has written of runs of so many steps beside that backend, by side and seed."""
-    lines = [orjson.loads(line) for line in path.read_bytes().splitlines()] if path and path.exists() else []
     return {
         (line["side"], line["seed"]): Course(line["seconds"], line["rewards"], line["tokens"])
-        for line in lines
+        for line in read_runs(path)
         if line["backend"] == backend and len(line["seconds"]) == steps
     }
 
@@ -189,10 +188,7 @@ def log(name: str, seed: int, course: Course, wanted: float, path: Path | None, 
     when = "never" if reached is None else f"after {reached:.1f} s"
     said = f"{course.tokens_per_s:,.0f} tokens/s, reward {wanted:g} {when}, {end:.3f} after {course.seconds[-1]:.1f} s"
     print(f"{name}, seed {seed}: {said}", file=sys.stderr, flush=True)
-    if path:
-        line = {"side": name, "seed": seed, "backend": backend} | asdict(course)
-        with path.open("ab") as file:
-            file.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
+    write_run(path, {"side": name, "seed": seed, "backend": backend} | asdict(course))
 
 
 if __name__ == "__main__":

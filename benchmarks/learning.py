@@ -17,9 +17,8 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 import numpy as np
-import orjson
 import torch
-from common import Row, parser, report
+from common import Row, parser, report, write_run
 from end_to_end import REWARD, ROOT, SEEDS, STEPS, WINDOW_STEPS, Course, configuration_file, execute, ratio_of_times
 from staleness import HELD_OUT, Sampler
 
@@ -220,9 +219,7 @@ def log(outcome: Outcome, wanted: float, path: Path | None) -> None:
     when = "never" if reached is None else f"after {reached:.1f} s"
     end = f"{end_reward(outcome):.3f} at the end after {course.seconds[-1]:.1f} s, held out {outcome.held_out:.4f}"
     print(f"{outcome.schedule}, seed {outcome.seed}: reward {wanted:g} {when}, {end}", file=sys.stderr, flush=True)
-    if path:
-        with path.open("ab") as file:
-            file.write(orjson.dumps(asdict(outcome), option=orjson.OPT_APPEND_NEWLINE))
+    write_run(path, asdict(outcome))
 
 
 if __name__ == "__main__":

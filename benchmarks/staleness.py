@@ -24,7 +24,7 @@ import numpy as np
 import orjson
 import torch
 import torch.distributed as dist
-from common import Row, parser, report
+from common import Row, parser, read_runs, report, write_run
 
 from april.config import Config
 from april.data.arithmetic import Task, draw_task
@@ -221,7 +221,7 @@ def main() -> None:
     ]
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
         started = pool.submit(start, policy, held_out)
-        outcomes = read_runs(options.runs, jobs)
+        outcomes = known_outcomes(options.runs, jobs)
         over = [outcome.job for outcome in outcomes]
         for outcome in pool.map(train, [job for job in jobs if job not in over]):
             outcomes.append(outcome)
@@ -236,9 +236,9 @@ def facts(job: Job) -> dict:
     return told | {"steps": job.steps, "prompts": job.held_out}
 
 
-def read_runs(path: Path | None, jobs: list[Job]) -> list[Outcome]:
+def known_outcomes(path: Path | None, jobs: list[Job]) -> list[Outcome]:
     """Those of the jobs whose outcome `log` has written before."""
-    lines = [orjson.loads(line) for line in path.read_bytes().splitlines()] if path and path.exists() else []
+    lines = read_runs(path)
     return [
         Outcome(job, line["held_out"], line["rewards"], line["metrics"])
         for job in jobs
@@ -250,10 +250,8 @@ def read_runs(path: Path | None, jobs: list[Job]) -> list[Outcome]:
 def log(outcome: Outcome, path: Path | None) -> None:
     job = outcome.job
     print(f"{job.name}, staleness {job.staleness}, seed {job.seed}: held out {outcome.held_out:.4f}", file=sys.stderr)
-    if path:
-        line = facts(job) | {"held_out": outcome.held_out, "rewards": outcome.rewards, "metrics": outcome.metrics}
-        with open(path, "ab") as file:
-            file.write(orjson.dumps(line) + b"\n")
+    found = {"held_out": outcome.held_out, "rewards": outcome.rewards, "metrics": outcome.metrics}
+    write_run(path, facts(job) | found)
 
 
 if __name__ == "__main__":
