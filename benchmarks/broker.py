@@ -158,6 +158,7 @@ def in_the_long_run(turns: Turns) -> list[Row]:
         Row("cpu_us_per_chunk", [endured.cpu_us_per_chunk], "us"),
         Row("soak_chunks_per_s", [endured.chunks_per_s], "chunks/s"),
         Row("soak_rss_mib", [endured.rss_mib], "MiB"),
+        Row("soak_least_in_flight", [endured.least_in_flight], "samples"),
     ]
 
 

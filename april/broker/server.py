@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import gc
 import logging
 import math
 import os
@@ -15,6 +14,7 @@ from pathlib import Path
 import zmq
 
 from april import clock, limits, sockets, wire
+from april.broker import memory
 from april.broker.exporter import Exporter, Picture
 from april.broker.health import condition
 from april.broker.journal import Journal, JournalError
@@ -44,8 +44,6 @@ HTTP_FILE = "http"
 ZERO_COPY_RECV = 10
 """libzmq's context option, which pyzmq has no name for; left on, every small message that waits keeps the 8 KB it
 came in"""
-GC_THRESHOLDS = (50_000, 20, 100)
-"""the ledger's many small objects live long: looking for garbage among them is worth it less often than usual"""
 RETRY_S = 5.0
 """how often a broker that ran out of disk looks for room"""
 PROBE_BYTES = 16 << 20
@@ -146,8 +144,7 @@ class Server:
         signal.signal(signal.SIGINT, self._on_signal)
         log.info("broker of run %s at %s", self.service.config.run.name, self.address)
         over_since = None
-        gc.freeze()
-        gc.set_threshold(*GC_THRESHOLDS)
+        memory.settle()
         try:
             while over_since is None or clock.now() - over_since < self._leave_s:
                 self.turn()
@@ -166,7 +163,7 @@ class Server:
         sync.
         """
         if not sockets.has_message(self.socket):
-            self._wait(0 if self.service.learner.can_send else POLL_MS)
+            self._wait(0 if self.service.has_more else POLL_MS)
         try:
             self._work()
         except (JournalError, OSError) as error:

@@ -307,6 +307,11 @@ class Service:
         self.recorder.buffered(self.ledger)
         self.census.advance(now)
 
+    @property
+    def has_more(self) -> bool:
+        """Whether the next turn has something to send that follows from no message."""
+        return self.learner.can_send or (self.workers.has_more and not (self.over or self.read_only))
+
     def _sweep(self, now: float) -> None:
         self._next_sweep = now + SWEEP_S
         self.workers.drop_silent(now)

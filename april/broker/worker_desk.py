@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+TURN_GRANTS = 256
+"""most that are granted in one turn: a crowd that gets room all at once does not keep other messages waiting"""
+
 
 class WorkerDesk:
     def __init__(self, service: "Service"):
@@ -33,6 +36,8 @@ class WorkerDesk:
         """of the versions that workers have reported"""
         self.hungry: dict[int, Session] = {}
         """sessions that may have room: all that were heard of since they were last full"""
+        self.has_more = False
+        """whether the last turn ended with its grants"""
 
     # --- coming and going -----------------------------------------------------------------------------------
 
@@ -236,11 +241,12 @@ class WorkerDesk:
     # --- leases ---------------------------------------------------------------------------------------------
 
     def hand_out(self, now: float) -> None:
-        """Fill every worker as far as it has room; nothing while the broker is drained.
+        """Fill every worker as far as it has room, so much in a turn; nothing while the broker is drained.
 
         A sample goes to the emptiest, or, if it has room, to the one at the same policy step that has its prefix in
         cache. What one worker cannot be given, no other at the same policy step or before it can.
         """
+        self.has_more = False
         if self.ledger.draining:
             return
         first = next((session for session in self.hungry.values() if self._is_foremost(session)), None)
@@ -249,12 +255,14 @@ class WorkerDesk:
             return
         able = {session.uid: session for session in self.hungry.values() if self._has_room(session)}
         self.hungry = {session.id: session for session in able.values()}
+        left = TURN_GRANTS
         if sample:
             self._grant(sample, first, able, now)
+            left -= 1
         emptiest = [(self._fullness(session), session.id, session) for session in able.values()]
         heapq.heapify(emptiest)
         nothing_up_to = -1
-        while emptiest:
+        while emptiest and left:
             noted, number, session = emptiest[0]
             if (fullness := self._fullness(session)) != noted:
                 heapq.heapreplace(emptiest, (fullness, number, session))
@@ -262,8 +270,10 @@ class WorkerDesk:
                 heapq.heappop(emptiest)
             elif sample := self._choose(session):
                 self._grant(sample, session, able, now)
+                left -= 1
             else:
                 nothing_up_to = session.version.step
+        self.has_more = not left
 
     def _is_foremost(self, session: Session) -> bool:
         """Whether it has room and the newest weights that any worker has held: nothing for it is nothing for all."""

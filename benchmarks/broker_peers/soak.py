@@ -6,6 +6,7 @@ are real; many sessions share a process, each with its own data and control conn
 """
 
 import itertools
+import math
 import os
 import random
 import statistics
@@ -66,12 +67,16 @@ class Endured:
     """all that the broker did in the window over the chunks in it"""
     chunks_per_s: float
     rss_mib: float
+    least_in_flight: int
+    """samples in workers' hands, at any look during the window"""
 
 
 def schedule(crowd: Crowd) -> str:
-    """TOML of `continuous` with room for every sample, a few batches that are complete, and one that is read; a process
+    """TOML of `continuous` that keeps every sample in flight: a bound that admits, for each group as long as its longest
+    response is under way, the finished siblings too, a few batches that are complete, and one that is read. A process
     with hundreds of workers may be held up for longer than one worker is."""
-    batches = -(-crowd.samples // (BATCH_GROUPS * GROUP_SIZE))
+    mean_chunks = (1 + MOST_CHUNKS) / 2
+    batches = math.ceil(crowd.samples * MOST_CHUNKS / mean_chunks / (BATCH_GROUPS * GROUP_SIZE))
     return f"""
 [schedule]
 kind = "continuous"
@@ -101,10 +106,11 @@ def endure(crowd: Crowd, folder: Path) -> Endured:
         granting.value = 1
         wait_until_all(in_flight, crowd.samples, crew)
         crew.watch(crowd.warmup_s)
-        started_s, rss = cpu_s(broker.pid), []
+        started_s, rss, held = cpu_s(broker.pid), [], []
         crew.window.open(crowd.window_s)
         while not crew.window.over():
             rss.append(rss_bytes(broker.pid))
+            held.append(sum(in_flight))
             crew.watch(RSS_EVERY_S)
         used_s = cpu_s(broker.pid) - started_s
         _, *chunks = crew.work(Load(crowd.sessions, 1, 0.0, warmup_s=0.0))
@@ -117,6 +123,7 @@ def endure(crowd: Crowd, folder: Path) -> Endured:
         cpu_us_per_chunk=used_s / sum(chunks) * 1e6,
         chunks_per_s=sum(chunks) / crowd.window_s,
         rss_mib=last / 2**20,
+        least_in_flight=min(held),
     )
 
 

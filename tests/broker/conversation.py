@@ -49,7 +49,7 @@ class Conversation:
         self.now += seconds
         self.service.tick(self.now)
         self.deliver()
-        while self.service.learner.can_send:
+        while self.service.has_more:
             self.service.tick(self.now)
             self.deliver()
 

@@ -1,10 +1,13 @@
 """What workers are given, in which order, and what a run without rounds looks like to its peers."""
 
+from itertools import pairwise
+
 import orjson
 import pytest
 
 from april import config as configuration
 from april import wire
+from april.broker import worker_desk
 from april.broker.status import status
 from tests.broker.conversation import Conversation, FakeLearner, FakeWorker
 
@@ -60,6 +63,17 @@ def test_a_lost_sample_is_granted_before_other_partials_with_its_tokens(talk, wo
     first, second = worker.grants()
     assert [(grant.group, grant.index) for grant in (first, second)] == [(g.group, g.index) for g in (lost, left)]
     assert first.max_new_tokens == second.max_new_tokens == 19
+
+
+def test_a_crowd_that_gets_room_at_once_is_filled_over_several_turns_each_with_its_sync(config_file, monkeypatch):
+    monkeypatch.setattr(worker_desk, "TURN_GRANTS", 4)
+    talk = Conversation(configuration.load(config_file, CONTINUOUS))
+    worker, synced = FakeWorker(talk), talk.deliver
+    turns = []
+    monkeypatch.setattr(talk, "deliver", lambda: (synced(), turns.append(len(worker.inbox))))
+    worker.join(capacity=14)
+    granted = [after - before for before, after in pairwise(turns) if after > before][-4:]
+    assert granted == [4, 4, 4, 2]
 
 
 @pytest.fixture
