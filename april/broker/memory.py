@@ -1,4 +1,4 @@
-"""How the broker's process keeps its memory: hundreds of thousands of small objects live long, a few large ones briefly."""
+"""How the broker keeps its memory: hundreds of thousands of small objects live long, a few large ones briefly."""
 
 import contextlib
 import ctypes
@@ -14,8 +14,9 @@ M_MMAP_THRESHOLD = -3
 def settle() -> None:
     """Call once all that the process begins with is loaded.
 
-    glibc takes a large block from the system and returns it whole, but raises what is large to the size of each one that
-    is freed; a snapshot's image would soon fall between objects that live on. Here it stays at `LARGE_BLOCK_BYTES`.
+    glibc takes a large block from the system and returns it whole, but raises what is large to the size of each one
+    that is freed; a snapshot's image would soon fall between objects that live on. Here it stays at
+    `LARGE_BLOCK_BYTES`.
     """
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)

@@ -72,9 +72,9 @@ class Endured:
 
 
 def schedule(crowd: Crowd) -> str:
-    """TOML of `continuous` that keeps every sample in flight: the bound admits the finished siblings of each group whose
-    longest response is under way, too, a few batches that are complete, and one that is read. A process with hundreds
-    of workers may be held up for longer than one worker is."""
+    """TOML of `continuous` that keeps every sample in flight: the bound admits the finished siblings of each group
+    whose longest response is under way, too, a few batches that are complete, and one that is read. A process with
+    hundreds of workers may be held up for longer than one worker is."""
     mean_chunks = (1 + MOST_CHUNKS) / 2
     batches = math.ceil(crowd.samples * MOST_CHUNKS / mean_chunks / (BATCH_GROUPS * GROUP_SIZE))
     return f"""
