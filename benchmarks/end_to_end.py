@@ -120,7 +120,9 @@ def execute(command: list[str], log: Path, threads: int) -> None:
 
 def main() -> None:
     arguments = parser(__doc__.partition("\n")[0])
-    arguments.add_argument("--backend", choices=("generate", "continuous"), default="generate", help="TRL's generation")
+    arguments.add_argument(
+        "--backend", choices=("generate", "continuous"), default="continuous", help="TRL's generation"
+    )
     arguments.add_argument("--steps", type=int, default=STEPS)
     arguments.add_argument("--seeds", type=int, default=SEEDS)
     arguments.add_argument(
@@ -139,8 +141,10 @@ def main() -> None:
     courses = {"april": [], "trl": []}
     with tempfile.TemporaryDirectory(prefix="april-end-to-end-") as made:
         folder = Path(made)
-        recipe = Recipe(easy_steps=2, clean_steps=2, noisy_steps=2) if options.quick else Recipe()
-        policy = make_policy(folder / "policy", recipe=recipe)
+        if options.quick:
+            policy = make_policy(folder / "policy", recipe=Recipe(easy_steps=2, clean_steps=2, noisy_steps=2))
+        else:
+            policy = make_policy(ROOT / "cache/policy", log=lambda line: print(line, file=sys.stderr))
         prompts, _ = make_data(folder / "data")
         before = known_courses(options.runs, options.backend, steps)
         for seed in range(seeds):
