@@ -18,7 +18,7 @@ from statistics import fmean, stdev
 
 import numpy as np
 import torch
-from common import Row, parser, report, write_run
+from common import Row, parser, read_runs, report, write_run
 from end_to_end import REWARD, ROOT, SEEDS, STEPS, WINDOW_STEPS, Course, configuration_file, execute, ratio_of_times
 from staleness import HELD_OUT, Sampler
 
@@ -188,7 +188,9 @@ def main() -> None:
     arguments.add_argument("--steps", type=int, default=STEPS)
     arguments.add_argument("--seeds", type=int, default=SEEDS, help="at least 2, for the spread between them")
     arguments.add_argument("--picture", type=Path, metavar="PNG", help="where the reward curves are drawn")
-    arguments.add_argument("--runs", type=Path, metavar="FILE", help="where each run is written as a line of JSON")
+    arguments.add_argument(
+        "--runs", type=Path, metavar="FILE", help="each run is a line of JSON there, and none that it has is run again"
+    )
     options = arguments.parse_args()
     torch.set_num_threads(1)
     steps, seeds, wanted, held_out, keys = options.steps, options.seeds, REWARD, HELD_OUT, {}
@@ -196,7 +198,7 @@ def main() -> None:
         steps, seeds, wanted, held_out = WINDOW_STEPS + 1, 2, 0.0, 64
         keys = {"sampling.max_response_tokens": 64}
     keys["schedule.max_steps"] = steps
-    outcomes = []
+    outcomes, before = [], known_outcomes(options.runs, steps)
     with tempfile.TemporaryDirectory(prefix="april-learning-") as made:
         folder = Path(made)
         if options.quick:
@@ -207,11 +209,20 @@ def main() -> None:
         for seed in range(seeds):
             for turn in range(len(SCHEDULES)):
                 schedule = list(SCHEDULES)[(seed + turn) % len(SCHEDULES)]
+                if (schedule, seed) in before:
+                    outcomes.append(before[schedule, seed])
+                    continue
                 outcomes.append(train(folder, policy.absolute(), prompts, schedule, seed, keys, held_out))
                 log(outcomes[-1], wanted, options.runs)
     report(rows_of(outcomes, wanted), options.json)
     if options.picture:
         draw(options.picture, lambda: curves(outcomes, GROUPS * 8))
+
+
+def known_outcomes(path: Path | None, steps: int) -> dict[tuple[str, int], Outcome]:
+    """What `log` has written of runs of so many steps, by schedule and seed."""
+    outcomes = [Outcome(**line | {"course": Course(**line["course"])}) for line in read_runs(path)]
+    return {(one.schedule, one.seed): one for one in outcomes if len(one.course.seconds) == steps}
 
 
 def log(outcome: Outcome, wanted: float, path: Path | None) -> None:

@@ -105,15 +105,18 @@ def test_a_broker_or_learner_that_keeps_dying_ends_the_run_with_its_last_lines(r
 
 
 @pytest.mark.parametrize(
-    ("part", "victim"),
-    [("broker", "april.cli broker"), ("learner", "-u -m april.learner"), ("worker", "--name worker-0")],
+    "victims",
+    [{"broker": "april.cli broker"}, {"learner": "-u -m april.learner", "worker-0": "--name worker-0"}],
+    ids=" and ".join,
 )
-def test_a_hung_process_is_killed_and_restarted(run, run_dir, part, victim):
-    job = run(f"--{part}.hung_s", "40", "--schedule.max_steps", "100000")
+def test_hung_processes_are_killed_and_restarted(run, run_dir, victims):
+    patience = [word for name in victims for word in (f"--{name.partition('-')[0]}.hung_s", "40")]
+    job = run(*patience, "--schedule.max_steps", "100000")
     wait_until(lambda: steps_recorded(run_dir) >= 1, job)
-    sleeper = min(job.descendants(victim))[0]
-    os.kill(sleeper, signal.SIGSTOP)
-    wait_until(lambda: "has not been heard of for 40 s and is killed" in job.output, job)
+    for victim in victims.values():
+        os.kill(min(job.descendants(victim))[0], signal.SIGSTOP)
+    for name in victims:
+        wait_until(lambda name=name: f"{name} has not been heard of for 40 s and is killed" in job.output, job)
     behind = steps_recorded(run_dir)
     wait_until(lambda: steps_recorded(run_dir) > behind, job)
     job.process.send_signal(signal.SIGINT)
