@@ -45,6 +45,8 @@ LABEL_CHARACTERS = 200_000
 """of a reference answer, which travels with every sample of its prompt"""
 DETAILS = 16
 """figures that a reward is made of"""
+REWARD = 1e9
+"""largest size of a reward and of a figure that it is made of: sums of them stay finite"""
 LANE_RECORDS = 20_000
 """spans of workers' activities kept for one line of metrics.jsonl; further ones are not recorded"""
 TALLIES = 16_384
@@ -57,6 +59,11 @@ TEXT_CHARACTERS = 500
 """of an error or a reason"""
 WEIGHT_LANES = 2048
 """lanes of a publisher, each with a thread"""
+
+
+def is_reward(value: float) -> bool:
+    """Whether it is a finite number of a size that a reward may have."""
+    return abs(value) <= REWARD
 
 
 def clip(text: str, characters: int = TEXT_CHARACTERS) -> str:

@@ -4,8 +4,9 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
-Number = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
-"""what a count may be, wherever it comes from: no sum of such overflows, and every JSON reader can hold it"""
+LARGEST = 2**53
+Number = Annotated[int, msgspec.Meta(ge=0, le=LARGEST)]
+"""what a count may be, wherever it comes from: every JSON reader can hold it"""
 
 
 class Version(NamedTuple):

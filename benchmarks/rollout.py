@@ -154,7 +154,7 @@ def simulated_rows(results: Results, base: Scenario, suffix: str) -> list[Row]:
         "idle_slot_share_total": ([1 - one.measures.occupancy for one in in_flight_512], "fraction"),
         **{
             f"idle_slot_share_{cause}": ([one.measures.idle_share[cause] for one in in_flight_512], "fraction")
-            for cause in ("admission", "barrier", "update")
+            for cause in ("admission", "barrier", "update", "kv")
         },
         "idle_slot_share": ([one.measures.idle_share["pipeline"] for one in in_flight_512], "fraction"),
         **{

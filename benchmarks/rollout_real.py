@@ -26,11 +26,9 @@ from april.simulate.pipeline import simulate
 from april.simulate.scenario import Scenario, load_scenario
 from april.simulate.variants import table, variants, with_schedule
 
-WARM_UP_STEPS = 6
 GROUP_SIZE = 8
 LONGEST = 466
 SETTING = f"""
-warmup_steps = {WARM_UP_STEPS}
 [lengths]
 median_tokens = 128
 sigma_between = 0.6
@@ -71,7 +69,7 @@ class Outcome:
     @property
     def generated_limit_share(self) -> float:
         """Of what was generated and not dropped, whether or not the learner has had it yet."""
-        return (self.turn.generated - self.turn.discarded) / self.turn.time_s / self.limit
+        return self.turn.kept_per_s / self.limit
 
     @property
     def cap(self) -> float:
@@ -123,6 +121,7 @@ def scenario_of(kind: str, cost: Path | None, folder: Path, seed: int, steps: in
     keys = {
         "seed": seed, "steps": steps, "limit_responses": steps * samples, "engines.slots": 2 * samples,
         "schedule.rollout_batch_size": GROUPS[kind], "schedule.over_sampling_batch_size": 2 * GROUPS[kind],
+        "engines.prefix_cache": kind == "sglang",
     }  # fmt: skip
     return load_scenario(path, list(keys.items()))
 
@@ -227,7 +226,11 @@ def rows(kind: str, outcomes: dict[str, list[Outcome]]) -> list[Row]:
     }
     found = []
     for name, (ours, theirs) in gains.items():
-        for suffix, value in (("", "consumed_per_s"), ("_rollout_time", "consumed_per_rollout_s")):
+        for suffix, value in (
+            ("", "consumed_per_s"),
+            ("_rollout_time", "consumed_per_rollout_s"),
+            ("_kept_tokens", "kept_per_s"),
+        ):
             ratios = [getattr(a.turn, value) / getattr(b.turn, value) - 1 for a, b in zip(ours, theirs, strict=True)]
             found.append(Row(f"{name}_{kind}{suffix}", ratios, "fraction"))
     for suffix, same_limit in (("", fewer), ("_most", most)):
@@ -243,5 +246,5 @@ def rows(kind: str, outcomes: dict[str, list[Outcome]]) -> list[Row]:
 
 
 def errors_by_schedule(outcomes: dict[str, list[Outcome]]) -> list[float]:
-    """By how much the simulator is off for each schedule: the relative error, median over the seeds."""
-    return [abs(median(one.prediction_error for one in of_seeds)) for of_seeds in outcomes.values()]
+    """By how much the simulator is off for each schedule: the relative error, without its sign, median of the seeds."""
+    return [median(abs(one.prediction_error) for one in of_seeds) for of_seeds in outcomes.values()]

@@ -75,6 +75,11 @@ class Turn:
         return self.consumed / self.rollout_s
 
     @property
+    def kept_per_s(self) -> float:
+        """Tokens generated and not dropped, whether or not the learner has had them yet."""
+        return (self.generated - self.discarded) / self.time_s
+
+    @property
     def idle_share(self) -> dict[str, float]:
         """Slots that the schedule wants to fill: not leased (barrier or admission), without the sample that is leased
         (pipeline), or standing still (update)."""

@@ -17,6 +17,7 @@ from april.broker.lengths import describe, histogram
 from april.broker.samples import Group, Sample, SampleState
 from april.broker.sessions import Sessions
 from april.broker.tensorboard import TensorBoard
+from april.version import LARGEST
 
 log = logging.getLogger(__name__)
 
@@ -214,7 +215,7 @@ class Recorder:
 
     def account(self, ledger: Ledger) -> dict[str, Any]:
         return ledger.account() | {
-            "emitted_unacked": self.unacknowledged_before + self.sessions.unacknowledged_tokens(),
+            "emitted_unacked": min(LARGEST, self.unacknowledged_before + self.sessions.unacknowledged_tokens()),
             "refused": self.refused_before + self.sessions.refused_tokens(),
         }
 
@@ -309,14 +310,15 @@ def read_steps(path: Path) -> dict[int, dict[str, Any]]:
     steps: dict[int, dict[str, Any]] = {}
     if not path.exists():
         return steps
-    good = 0
-    for line in path.read_bytes().splitlines(keepends=True):
-        if not line.endswith(b"\n"):
-            os.truncate(path, good)
-            break
-        record = orjson.loads(line)
-        steps[record["step"] - 1] = without_lanes(record)
-        good += len(line)
+    with path.open("rb") as file:
+        good = 0
+        for line in file:
+            if not line.endswith(b"\n"):
+                os.truncate(path, good)
+                break
+            record = orjson.loads(line)
+            steps[record["step"] - 1] = without_lanes(record)
+            good += len(line)
     return steps
 
 
@@ -326,7 +328,12 @@ def without_lanes(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_summary(path: Path) -> dict[str, Any]:
-    return orjson.loads(path.read_bytes()) if path.exists() else {}
+    """What an earlier broker of this run wrote; nothing where a power loss has left it empty or torn."""
+    try:
+        return orjson.loads(path.read_bytes()) if path.exists() else {}
+    except orjson.JSONDecodeError as error:
+        log.warning("%s is damaged (%s); what it counted before this start is left out", path, error)
+        return {}
 
 
 def replace_file(path: Path, data: bytes) -> None:

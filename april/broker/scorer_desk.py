@@ -40,6 +40,6 @@ class ScorerDesk:
         return len(self.ledger.held.get(session.uid, ()))
 
     def _has_room(self, session: Session) -> bool:
-        if session.control_route is None or self.leases(session) >= session.capacity:
+        if not session.control_route or self.leases(session) >= session.capacity:
             return False
         return self.sessions.has_credit(session, self.service.credit_bytes)

@@ -145,6 +145,7 @@ class Server:
         log.info("broker of run %s at %s", self.service.config.run.name, self.address)
         over_since = None
         memory.settle()
+        self.service.begin(clock.now())
         try:
             while over_since is None or clock.now() - over_since < self._leave_s:
                 self.turn()
@@ -232,6 +233,7 @@ class Server:
         except (JournalError, OSError) as error:
             log.error("there is still no going on: %s", error)
         else:
+            self.service.begin(clock.now())
             log.warning("the journal can be written again; going on as epoch %d", self.service.ledger.epoch)
 
     def _drain(self) -> bool:

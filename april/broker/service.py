@@ -85,7 +85,7 @@ class Service:
         self.snapshots = SnapshotStore(journal.folder)
         self.read_prompt = lru_cache(maxsize=PROMPTS_CACHED)(self._read_prompt)
         """prompt ids by their place in the journal; the samples of a group are mostly handed out one after the other"""
-        self._recover(now)
+        self._recover()
         self.sessions.number_from(self.ledger.epoch)
         max_steps, tensorboard = config.schedule.max_steps, config.operations.tensorboard
         self.recorder = Recorder(
@@ -96,14 +96,13 @@ class Service:
         self.learner = LearnerDesk(self)
         self.monitors = MonitorDesk(self)
         self.census = Census(self.ledger, config.broker.max_run_s)
-        self._last_tick = now
-        self._next_sweep = self._next_hand_out = self._next_summary = now
         self._summary_is_old = False
+        self.begin(now)
 
     # --- start ----------------------------------------------------------------------------------------------
 
-    def _recover(self, now: float) -> None:
-        """Rebuild the ledger from snapshot and journal; former holders of leases have `readopt_s` to come back."""
+    def _recover(self) -> None:
+        """Rebuild the ledger from snapshot and journal."""
         position, image = next(self.snapshots.newest_first(), (0, None))
         if image:
             thaw(image, self.ledger)
@@ -128,10 +127,14 @@ class Service:
                 f"journal {self.journal.folder} belongs to another run ({self.ledger.header}), not {header}; "
                 "go on with that run's configuration and dataset, or choose another run.name"
             )
+        self.ledger.commit(events.BrokerStarted(self.ledger.epoch + 1))
+
+    def begin(self, now: float) -> None:
+        """Peers can reach the broker from now on: former holders of leases have `readopt_s` to come back."""
+        self._last_tick = self._next_sweep = self._next_hand_out = self._next_summary = now
         for lease in self.ledger.leases.values():
             lease.ends_at = now + self.config.broker.max_run_s
             self.ledger.expire_at(lease, now + self.config.broker.readopt_s)
-        self.ledger.commit(events.BrokerStarted(self.ledger.epoch + 1))
 
     # --- messages -------------------------------------------------------------------------------------------
 

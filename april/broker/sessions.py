@@ -24,6 +24,7 @@ class Session:
     data_route: bytes
     last_seen: float
     control_route: bytes | None = None
+    """None before it is bound, empty once its connections are gone"""
     key: str = ""
     """CURVE key of its connections, "" without CURVE"""
     version: Version | None = None

@@ -104,6 +104,7 @@ class WorkerDesk:
         if not 0 <= message.loaded_in_s < math.inf:
             raise wire.WireError("loading takes a finite time")
         session.version = message.version
+        self.newest_step = max(self.newest_step, message.version.step)
         session.capacity = min(message.capacity, self.config.security.max_leases)
         if session.capacity < message.capacity:
             self.service.audit.say("worker %s gets room for %d leases, no more", session.name, session.capacity)
@@ -282,7 +283,7 @@ class WorkerDesk:
     def _has_room(self, session: Session) -> bool:
         if session.id not in self.sessions.by_id:
             return False
-        if session.version is None or session.control_route is None or self._load(session) >= session.capacity:
+        if session.version is None or not session.control_route or self._load(session) >= session.capacity:
             return False
         return self.sessions.has_credit(session, self.service.credit_bytes)
 
@@ -376,7 +377,7 @@ class WorkerDesk:
 
 
 def check_rewards(rewards: list[float], details: list[dict[str, float]]) -> None:
-    if not all(map(math.isfinite, rewards)):
-        raise wire.WireError("a reward is a finite number")
-    if any(len(one) > limits.DETAILS or not all(map(math.isfinite, one.values())) for one in details):
-        raise wire.WireError(f"a reward has at most {limits.DETAILS} details, finite numbers")
+    if not all(map(limits.is_reward, rewards)):
+        raise wire.WireError(f"a reward is a finite number up to {limits.REWARD:g}")
+    if any(len(one) > limits.DETAILS or not all(map(limits.is_reward, one.values())) for one in details):
+        raise wire.WireError(f"a reward has at most {limits.DETAILS} details, finite numbers up to {limits.REWARD:g}")

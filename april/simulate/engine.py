@@ -47,8 +47,17 @@ class SimulatedEngine:
     `take_back`, `load_weights`) move that instant to the end of the decode step that is under way.
     """
 
-    def __init__(self, name: str, cost: EngineCost, slots: int, slowdown: float = 1.0, keep_kv: bool = True):
-        self.name, self.cost, self.slots, self.slowdown, self.keep_kv = name, cost, slots, slowdown, keep_kv
+    def __init__(
+        self,
+        name: str,
+        cost: EngineCost,
+        slots: int,
+        slowdown: float = 1.0,
+        keep_kv: bool = True,
+        prefix_cache: bool = True,
+    ):
+        self.name, self.cost, self.slots, self.slowdown = name, cost, slots, slowdown
+        self.keep_kv, self.prefix_cache = keep_kv, prefix_cache
         self.load = 0
         """samples leased to it and not handed in"""
         self.version = Version(0, 0)
@@ -141,9 +150,10 @@ class SimulatedEngine:
         return lost
 
     def drop(self, token: int) -> Run | None:
-        """Stop generating a sample whose lease is void."""
+        """Stop generating a sample whose lease is void; what it has become here, None if it has ended."""
         run = self.running.get(token)
         if run is None:
+            run = next((run for run in self.waiting if run.token == token), None)
             self.waiting = deque(run for run in self.waiting if run.token != token)
         else:
             self._settle(run)
@@ -205,7 +215,7 @@ class SimulatedEngine:
     def _take_all_back(self, now: float) -> list[Run]:
         for run in self.running.values():
             self._settle(run)
-            if run.sample:
+            if run.sample and self.prefix_cache:
                 self.handed_back[run.sample] = run.context
         self.kv_wait_slot_s += sum(now - run.arrives_s for run in self.waiting if run.arrives_s <= self._full_s)
         taken = [*self.running.values(), *self.waiting]

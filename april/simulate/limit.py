@@ -14,11 +14,10 @@ def no_barrier_limit(scenario: Scenario) -> float:
     """Tokens generated a second by the scenario's engines with as many samples in flight as its schedule wants."""
     lengths, engines = scenario.make_lengths(), scenario.engines
     per_engine, more = divmod(scenario.slots_wanted, engines.count)
+    slots = [per_engine + (number < more) for number in range(engines.count)]
     groups = itertools.count()
-    speeds = {}
-    for slots in {per_engine + 1 if more else per_engine, per_engine} - {0}:
-        speeds[slots] = _engine_limit(scenario, lengths, slots, groups)
-    return speeds.get(per_engine, 0.0) * (engines.count - more) + (speeds[per_engine + 1] * more if more else 0.0)
+    speeds = {count: _engine_limit(scenario, lengths, count, groups) if count else 0.0 for count in sorted(set(slots))}
+    return sum(speeds[count] / slowdown for count, slowdown in zip(slots, engines.slowdowns, strict=True))
 
 
 def _engine_limit(scenario: Scenario, lengths: Lengths, slots: int, groups: itertools.count) -> float:

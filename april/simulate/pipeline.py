@@ -85,11 +85,10 @@ class Pipeline:
         self._down: set[int] = set()
 
     def _make_engines(self) -> list[SimulatedEngine]:
-        engines, cost = self.scenario.engines, self.scenario.cost
-        slowdowns = 1 + engines.speed_spread * np.linspace(-1, 1, engines.count) if engines.count > 1 else [1.0]
+        engines, cost, keep_kv = self.scenario.engines, self.scenario.cost, self.scenario.weights.keep_kv
         return [
-            SimulatedEngine(f"engine-{number}", cost, engines.slots, float(slowdown), self.scenario.weights.keep_kv)
-            for number, slowdown in enumerate(slowdowns)
+            SimulatedEngine(f"engine-{number}", cost, engines.slots, slowdown, keep_kv, engines.prefix_cache)
+            for number, slowdown in enumerate(engines.slowdowns)
         ]
 
     # --- the clock ------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import tomllib
 from pathlib import Path
 
+import numpy as np
 from pydantic import Field, ValidationError
 
 from april.broker.bound import throughput_cap
@@ -21,10 +22,16 @@ class EnginesSection(Section):
     count: int = Field(4, ge=1, description="engines")
     slots: int = Field(512, ge=1, description="sequences that one decodes together")
     speed_spread: float = Field(0.0, ge=0, lt=1, description="slowest engine's time over the mean's, less 1")
+    prefix_cache: bool = Field(True, description="what was handed back stays in its cache until new weights come")
     latency_s: float = Field(0.005, ge=0, description="from a freed slot to the next sample's arrival (seconds)")
     failure_every_s: float | None = Field(None, gt=0, description="mean time between failures of one; none: never")
     restart_s: float = Field(60.0, gt=0, description="an engine that failed is away for this long (seconds)")
     chunk_tokens: int = Field(512, ge=1, description="a failure costs what came after the last so many (tokens)")
+
+    @property
+    def slowdowns(self) -> list[float]:
+        """Each engine's time over the mean's."""
+        return (1 + self.speed_spread * np.linspace(-1, 1, self.count)).tolist() if self.count > 1 else [1.0]
 
 
 class LearnerCost(Section):

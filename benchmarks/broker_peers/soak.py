@@ -72,16 +72,15 @@ class Endured:
 
 
 def schedule(crowd: Crowd) -> str:
-    """TOML of `continuous` that keeps every sample in flight: the bound admits the finished siblings of each group
-    whose longest response is under way, too, a few batches that are complete, and one that is read. A process with
-    hundreds of workers may be held up for longer than one worker is."""
+    """TOML of `continuous` that keeps every sample in flight: the bound has room for twice the groups that finish
+    beside a longest response, since the processes do not share the cores evenly, and the slowest has stragglers."""
     mean_chunks = (1 + MOST_CHUNKS) / 2
     batches = math.ceil(crowd.samples * MOST_CHUNKS / mean_chunks / (BATCH_GROUPS * GROUP_SIZE))
     return f"""
 [schedule]
 kind = "continuous"
 in_flight = {crowd.samples}
-max_staleness = {batches + 8}
+max_staleness = {2 * batches}
 rollout_batch_size = {BATCH_GROUPS}
 n_samples_per_prompt = {GROUP_SIZE}
 max_steps = 1000000

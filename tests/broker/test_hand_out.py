@@ -76,6 +76,22 @@ def test_a_crowd_that_gets_room_at_once_is_filled_over_several_turns_each_with_i
     assert granted == [4, 4, 4, 2]
 
 
+def test_a_worker_that_is_behind_with_its_weights_keeps_no_other_waiting(config_file):
+    talk = Conversation(configuration.load(config_file, ["--evaluation.prompts", "1"]))
+    behind, learner = FakeWorker(talk, "behind"), FakeLearner(talk)
+    behind.join(capacity=50)
+    learner.join()
+    work_until(behind, lambda: talk.ledger.next_step == 1)
+    assert learner.fetch(0)
+    learner.consume(0)
+    for token in list(talk.ledger.leases):
+        behind.say(wire.GiveBack(token, talk.ledger.leases[token].sample.length, "abort"))
+    assert not samples(behind.grants()), "batch 1 is made with newer weights than it has"
+    ahead = FakeWorker(talk, "ahead")
+    ahead.join(step=1)
+    assert samples(ahead.grants())
+
+
 @pytest.fixture
 def two(config_file):
     """(conversation, two workers): each had three samples, of which `left` has generated 5 tokens; all are back."""

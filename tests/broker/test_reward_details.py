@@ -49,3 +49,12 @@ def test_details_that_are_too_many_or_no_numbers_are_refused(talk, worker):
         worker.say(wire.Scored(grant.token, 1.0, details))
         assert "details" in worker.take(wire.Refused)[-1].message.reason
     assert talk.ledger.leases[grant.token].sample.reward is None
+
+
+def test_a_reward_with_which_no_mean_can_be_taken_is_refused(talk, worker):
+    grant = training(worker.grants())[0]
+    worker.chunk(grant, 0, 4, "stop")
+    for reward, details in ((1.7e308, {}), (float("inf"), {}), (1.0, {"d": -1.7e308})):
+        worker.say(wire.Scored(grant.token, reward, details))
+        assert "finite" in worker.take(wire.Refused)[-1].message.reason
+    assert talk.ledger.leases[grant.token].sample.reward is None

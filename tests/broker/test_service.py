@@ -179,6 +179,28 @@ def test_status_and_metrics_tell_the_ledger(talk, worker, learner, config_file):
     assert tokens["generated"] == sum(parts) and summary["ledger_closed"]
 
 
+def test_workers_that_claim_absurd_counts_do_not_keep_the_status_from_being_told(talk):
+    for number in range(3):
+        worker = FakeWorker(talk, f"w{number}")
+        worker.join()
+        worker.say(wire.Heartbeat([], 2**53))
+        worker.say(wire.Goodbye())
+    talk.service.recorder.unacknowledged_before = 2**64
+    monitor = Peer(talk, "monitor", "m")
+    monitor.hello()
+    monitor.say(wire.StatusRequest())
+    status = orjson.loads(monitor.take(wire.Status)[-1].arrays[0].tobytes())
+    assert status["tokens"]["emitted_unacked"] == 2**53
+
+
+@pytest.mark.parametrize("left", [b"", b'{"wall_s": 3'])
+def test_a_summary_that_a_power_loss_has_damaged_keeps_no_broker_from_starting(talk, worker, left):
+    make_batch(worker)
+    (talk.config.run_dir / "summary.json").write_bytes(left)
+    talk.restart_broker()
+    assert talk.ledger.next_step == 1
+
+
 def test_the_run_ends_when_its_steps_are_trained_and_the_last_evaluation_is_in(talk, worker, learner):
     for step in range(3):
         make_batch(worker)

@@ -235,6 +235,24 @@ def test_leases_of_workers_that_do_not_come_back_end_after_a_restart(talk, worke
     assert not talk.ledger.leases
 
 
+def test_what_the_replay_takes_is_no_part_of_the_time_to_come_back(talk, worker):
+    talk.restart_broker()
+    talk.now += 60.0
+    talk.service.begin(talk.now)
+    talk.tick(5.0)
+    assert talk.ledger.leases
+    talk.tick(6.0)
+    assert not talk.ledger.leases
+
+
+def test_a_session_whose_connections_are_gone_is_granted_nothing_more(talk, worker):
+    held = set(talk.ledger.leases)
+    talk.service.sessions.void(b"w0/data")
+    talk.ledger.end_lease(min(held), "lost")
+    talk.tick()
+    assert set(talk.ledger.leases) < held
+
+
 def test_with_a_smaller_least_group_the_dead_sample_s_tokens_are_counted_apart(config_file):
     talk = Conversation(configuration.load(config_file, ["--schedule.min_group_size", "1", "--broker.attempts", "1"]))
     worker, learner = FakeWorker(talk), FakeLearner(talk)

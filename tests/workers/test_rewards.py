@@ -24,6 +24,7 @@ def bad_verifiers(tmp_path, monkeypatch):
         "def segfault(response, label, finish_reason): os.kill(os.getpid(), 11)\n"
         "def fail(response, label, finish_reason): raise RuntimeError('no such unit')\n"
         "def infinite(response, label, finish_reason): return float('inf')\n"
+        "def huge(response, label, finish_reason): return 1e300\n"
         "def nan(response, label, finish_reason): return float('nan')\n"
         "def text(response, label, finish_reason): return '1.0'\n"
         "def nothing(response, label, finish_reason): pass\n"
@@ -90,6 +91,7 @@ def test_a_process_that_dies_costs_its_item_alone(make_pool, verifier, reason):
         ("bad_verifiers:fail", "RuntimeError: no such unit"),
         ("bad_verifiers:infinite", "not finite"),
         ("bad_verifiers:nan", "not finite"),
+        ("bad_verifiers:huge", "larger than 1e+09"),
         ("bad_verifiers:text", "not a number"),
         ("bad_verifiers:nothing", "not a number"),
         ("unheard_of", "unheard_of"),

@@ -14,7 +14,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from april.limits import DETAILS
+from april.limits import DETAILS, REWARD, is_reward
 from april.workers.rewards.messages import (
     LENGTH_BYTES,
     READY,
@@ -132,7 +132,7 @@ def verify_group(group: GroupItem, rules: RewardRules) -> Score | GroupScore:
 
 
 def checked(score: Score, item: Item, rules: RewardRules) -> Score:
-    """The shaped score; an error where the reward, or one of its details, is no finite number."""
+    """The shaped score; an error where the reward, or one of its details, is no number to count with."""
     error = score.error or next(filter(None, map(objection, (score.reward, *score.details.values()))), "")
     if error:
         return Score(item.key, None, f"verifier {item.verifier!r}: {error}"[:ERROR_CHARACTERS])
@@ -143,7 +143,9 @@ def checked(score: Score, item: Item, rules: RewardRules) -> Score:
 def objection(value: object) -> str:
     if not isinstance(value, numbers.Real):
         return f"returned {value!r}, which is not a number"
-    return "" if math.isfinite(value) else f"returned {value!r}, which is not finite"
+    if not math.isfinite(value):
+        return f"returned {value!r}, which is not finite"
+    return "" if is_reward(value) else f"returned {value!r}, which is larger than {REWARD:g}; scale it"
 
 
 if __name__ == "__main__":
