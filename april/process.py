@@ -5,7 +5,9 @@ import logging
 import os
 import signal
 import sys
+import time
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, NoReturn
 
 import orjson
@@ -29,6 +31,35 @@ def die_with_parent() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(parent):
         sys.exit("april run has ended before this process could start")
+
+
+NICENESS = 10
+"""of what gives way: a tenth of the processor time of a process beside it that does not"""
+SESSION_NICENESS = Path("/proc/self/autogroup")
+"""of the whole session, where Linux shares processor time among sessions first; niceness then counts only within one"""
+
+
+def give_way() -> None:
+    """Let the other processes of this machine have the processor first.
+
+    Generation on the CPU has always more to do, and is older when it is trained the longer it holds up the learner.
+    Processes started from here give way, too, unless they begin a session of their own.
+    """
+    os.nice(max(0, NICENESS - os.nice(0)))
+    pass_on_niceness()
+
+
+def pass_on_niceness() -> None:
+    """Give this process's session the niceness of the process, which has begun it."""
+    for _ in range(20):
+        try:
+            SESSION_NICENESS.write_text(str(os.nice(0)))
+        except BlockingIOError:  # the kernel takes ten changes a second from all users together
+            time.sleep(0.1)
+        except OSError:  # nothing is shared by sessions here
+            return
+        else:
+            return
 
 
 IDS = ("run", "worker", "role", "group", "sample", "step")

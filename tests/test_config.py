@@ -33,7 +33,6 @@ def file(tmp_path):
         (["--learner.lr", "fast"], ["learner.lr", "fast", "number"]),
         (["--over-sampling-batch-size", "0"], ["schedule.over_sampling_batch_size", "0", "greater than or equal to 1"]),
         (["--n-samples-per-prompt", "1"], ["schedule.n_samples_per_prompt", "1", "2 or more"]),
-        (["--learner.ranks", "3", "--rollout-batch-size", "4"], ["learner.ranks", "3", "divisor"]),
         (["--over-sampling-batch-size", "193"], ["over_sampling_batch_size", "193", "192", "max_staleness"]),
         (["--schedule.overlap", "--over-sampling-batch-size", "161"], ["161", "160", "with overlap"]),
         (["--schedule.kind", "sync", "--over-sampling-batch-size", "64"], ["over_sampling_batch_size", "64", "april"]),
@@ -154,7 +153,10 @@ def test_a_preset_sets_what_its_paper_sets(file):
     assert (gspo.algorithm.loss, gspo.algorithm.clip_low, gspo.algorithm.clip_high) == ("gspo", 3e-4, 4e-4)
     grpo = configuration.load(file, ["--algorithm.preset", "grpo"])
     assert (grpo.algorithm.kl_coef, grpo.algorithm.kl_estimator, grpo.algorithm.clip_high) == (0.04, "k3", 0.2)
+    assert (grpo.algorithm.loss, grpo.algorithm.clip_low, grpo.algorithm.normalisation) == ("ppo", 0.2, "sequence_mean")
+    assert (gspo.algorithm.normalisation, dapo.algorithm.loss) == ("sequence_mean", "ppo")
     for preset in (dapo, gspo, grpo):
+        assert preset.algorithm.advantage == "grpo"
         assert (preset.algorithm.proximal, preset.algorithm.corrections) == ("behaviour", ())
         assert preset.algorithm.behaviour_coef == 0
 

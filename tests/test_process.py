@@ -37,6 +37,20 @@ def test_text_lines_name_the_process():
     assert lines("text")[2].endswith(" worker-0 INFO plain")
 
 
+GIVES_WAY = """
+import os, pathlib
+from april.process import give_way
+session = pathlib.Path("/proc/self/autogroup")
+give_way()
+print(os.nice(0), *(session.read_text().split()[-1:] if session.exists() else ["10"]))
+"""
+
+
+def test_what_gives_way_is_nice_to_its_session_and_to_all_others():
+    ended = subprocess.run([sys.executable, "-c", GIVES_WAY], capture_output=True, timeout=60, start_new_session=True)
+    assert ended.stdout.split() == [b"10", b"10"], ended.stderr
+
+
 REPLACED = """
 import logging, sys
 from april.process import log_to_stderr

@@ -23,7 +23,6 @@ VLLM_TEMPERATURE = 2.0
 def check(config: Config, inputs: bool = True) -> None:
     """Refuse what is valid key by key but cannot work together. `inputs`: also a model or data that are not there."""
     check_schedule(config.schedule)
-    check_ranks(config)
     check_sampling(config)
     check_evaluation(config.evaluation)
     check_algorithm(config.algorithm)
@@ -119,16 +118,6 @@ def check_continuous(schedule: ScheduleSection) -> None:
             f"key 'schedule.in_flight' = {schedule.in_flight} exceeds {admitted}, the most samples that "
             f"schedule.max_staleness = {schedule.max_staleness} ever admits for {groups} x {n} in a batch; "
             "lower it or raise max_staleness"
-        )
-
-
-def check_ranks(config: Config) -> None:
-    schedule, learner = config.schedule, config.learner
-    groups, n = schedule.rollout_batch_size, schedule.n_samples_per_prompt
-    if (groups * n) % learner.ranks:
-        raise ConfigError(
-            f"key 'learner.ranks' = {learner.ranks} cannot split a batch of {groups} x {n} samples evenly; "
-            "use a divisor of it"
         )
 
 

@@ -38,11 +38,20 @@ def main(arguments: list[str]) -> int:
 
 def status_of_training(config: configuration.Config, address: str) -> int:
     """Exit status; threads that wait for a batch or for other ranks do not keep the process from ending."""
+    from april.learner.attention import PackedAttentionError
     from april.learner.loop import Diverged
+    from april.learner.model import ModelError
 
     try:
         train(config, address)
-    except (configuration.ConfigError, BrokerUnreachable, BrokerRefused, Diverged) as error:
+    except (
+        configuration.ConfigError,
+        BrokerUnreachable,
+        BrokerRefused,
+        Diverged,
+        ModelError,
+        PackedAttentionError,
+    ) as error:
         print(f"april.learner: {error}", file=sys.stderr)
         return 1 if isinstance(error, BrokerUnreachable) and not isinstance(error, AccessDenied) else REFUSED
     except Exception:

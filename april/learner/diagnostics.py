@@ -20,12 +20,14 @@ class TokenTotals:
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
         self.ratio_max = torch.zeros((), dtype=torch.float64, device=device)
         self.sums = torch.zeros(AGES, len(SUMS), dtype=torch.float64, device=device)
+        self.has_reference = False
 
     def add(self, loss: Tensor, ages: Tensor, ratio: Tensor, weight: Tensor, **columns: Tensor) -> None:
         """`ratio` is pi / behaviour of each token, `weight` what corrections make of it; `columns` are the other names
         of SUMS, [K] each."""
         columns |= {"tokens": torch.ones_like(ratio), "ratio_mean": ratio, "weight_mean": weight}
         columns |= {"ratio_square": ratio.double().square(), "weight_square": weight.double().square()}
+        self.has_reference |= "reference_kl" in columns
         blank = torch.zeros_like(ratio)
         rows = torch.stack([columns.get(name, blank).detach().double() for name in SUMS], dim=1)
         self.sums.index_add_(0, ages.clamp(0, AGES - 1), rows)
@@ -37,7 +39,7 @@ class TokenTotals:
 
         `ess` and `weight_ess` are the effective sample sizes of the ratios and of the weights that were applied, as
         shares of the tokens, `off_policy_share` the share of tokens older than the weights at hand. Means are absent
-        when no token was trained.
+        when no token was trained, `reference_kl` also where there is no reference.
         """
         packed = torch.cat([self.loss[None], self.sums.flatten()])
         dist.all_reduce(packed)
@@ -48,7 +50,9 @@ class TokenTotals:
         if not tokens:
             return result
         whole = means(by_age.sum(0))
-        result |= {name: whole[name] for name in (*MEANS, *EFFECTIVE, "reference_kl")}
+        result |= {name: whole[name] for name in (*MEANS, *EFFECTIVE)}
+        if self.has_reference:
+            result["reference_kl"] = whole["reference_kl"]
         result["ratio_max"] = self.ratio_max.item()
         result["off_policy_share"] = 1 - by_age[0, 0].item() / tokens
         for age, row in enumerate(by_age):

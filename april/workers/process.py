@@ -1,6 +1,7 @@
 """A worker process, engine, connection and weights put together, and a scorer's; `april worker`, `april scorer`."""
 
 import logging
+import os
 import signal
 import sys
 import uuid
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 from april import clock
 from april.config import Config, ConfigError
 from april.devices import wanted
-from april.process import REFUSED, end, log_to_stderr
+from april.process import REFUSED, SUPERVISED, end, give_way, log_to_stderr
 from april.security.keys import load_keys
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ def run_worker(config: Config, address: str, name: str) -> NoReturn:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("key 'worker.device' = 'cuda' finds no accelerator here; use 'auto' or 'cpu'")
+    if device == "cpu" and SUPERVISED in os.environ:
+        give_way()
     keys = load_keys(config.security.keys, "worker")
     engine = make_engine(config, device, name)
     uid = uuid.uuid4().hex

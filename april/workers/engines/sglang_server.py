@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from april import clock
-from april.process import PR_SET_PDEATHSIG
+from april.process import PR_SET_PDEATHSIG, pass_on_niceness
 from april.workers.engines.base import EngineError
 from april.workers.engines.sglang_client import KeyRefused, ServerGone, ServerRefuses, SGLangClient
 
@@ -123,7 +123,7 @@ class SGLangServer:
             self._process = subprocess.Popen(
                 [str(settings.python), *settings.program(), *settings.arguments(self.port)],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=settings.environment(),
-                cwd=settings.log.parent, start_new_session=True, preexec_fn=die_with_parent,
+                cwd=settings.log.parent, start_new_session=True, preexec_fn=begin_session,
             )  # fmt: skip
 
     async def wait(self, client: SGLangClient) -> dict:
@@ -199,6 +199,12 @@ class AttachedServer:
 
     def last_words(self) -> str:
         return "it is kept by others"
+
+
+def begin_session() -> None:
+    """In the child that a worker starts: as nice as the worker, and ended with it."""
+    die_with_parent()
+    pass_on_niceness()
 
 
 def die_with_parent() -> None:
