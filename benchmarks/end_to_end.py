@@ -132,6 +132,8 @@ def main() -> None:
         help="each run is a line of JSON there; pairs that it has are not run again",
     )
     options = arguments.parse_args()
+    if options.quick and options.runs:
+        arguments.error("--runs keeps runs that count, and those of --quick do not; leave one of them out")
     steps, seeds, wanted, overrides = options.steps, options.seeds, REWARD, []
     if options.quick:
         steps, seeds, wanted = WINDOW_STEPS, 1, 0.0

@@ -10,6 +10,7 @@ import functools
 import os
 import sys
 import time
+from collections.abc import Coroutine
 from pathlib import Path
 
 import msgspec
@@ -19,6 +20,8 @@ import april.workers.worker as worker_module
 from april import config as configuration
 from april import wire
 from april.simulate.scenario import load_scenario
+from april.workers.engines.sglang import SGLangEngine
+from april.workers.engines.sglang_run import Run
 from april.workers.process import run_worker
 from april.workers.worker import Worker
 
@@ -33,7 +36,7 @@ class Reading(msgspec.Struct):
     """monotonic clock (seconds)"""
     generated: int = 0
     recomputed: int = 0
-    """response tokens whose context was, or is to be, computed again"""
+    """response tokens whose context was, or is to be, computed again; a server says what it found in its cache"""
     busy_slot_s: float = 0.0
     """slot-seconds with a sample in the engine"""
     update_slot_s: float = 0.0
@@ -54,6 +57,9 @@ class ForcedWorker(Worker):
         """samples, in the decode step under way"""
         self._updating: tuple[float, int] | None = None
         """(since when, tokens generated before)"""
+        self.serves = self.config.worker.engine == "sglang"
+        if self.serves:
+            self._watch_server(self.engine)
         if core is not None:
             os.sched_setaffinity(0, {core})
 
@@ -62,8 +68,28 @@ class ForcedWorker(Worker):
         if not grant.scoring:
             left = self.lengths.of(grant.group)[grant.index] - length
             grant = msgspec.structs.replace(grant, max_new_tokens=left)
-            self.reading.recomputed += length
+            self.reading.recomputed += 0 if self.serves else length
         super()._accept(grant, pieces)
+
+    def _watch_server(self, engine: SGLangEngine) -> None:
+        """Note when a server's weights are changed, beside everything else, and what each answer's context costs it."""
+        take, change = engine._take, engine._change_weights
+
+        def noted(run: Run, event: dict) -> dict | None:
+            meta, work = event["meta_info"], self.works.get(run.request.id)
+            if work and not run.received and meta.get("completion_tokens"):
+                context = len(run.request.tokens) + len(run.generated)
+                found = max(len(work.tokens[0]), meta["cached_tokens"])
+                self.reading.recomputed += max(0, context - found)
+            return take(run, event)
+
+        async def timed(load: Coroutine, expected: dict[str, str]) -> None:
+            began, live = time.monotonic(), engine.live
+            await change(load, expected)
+            if live:
+                self._updating = began, engine.generated_tokens
+
+        engine._take, engine._change_weights = noted, timed
 
     def _take_weights(self) -> None:
         began, before = time.monotonic(), self.engine.version
@@ -82,7 +108,7 @@ class ForcedWorker(Worker):
         reading.at, reading.generated = now, self.engine.generated_tokens
         if self._updating and reading.generated > self._updating[1]:
             reading.update_slot_s += live * (now - self._updating[0])
-            if self.config.engine.pause != "in_place":
+            if self.config.engine.pause != "in_place" and not self.serves:
                 reading.recomputed += sum(work.length for work in self.works.values() if not work.finished)
             self._updating = None
         if now >= self._next_note:

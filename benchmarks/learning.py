@@ -192,6 +192,8 @@ def main() -> None:
         "--runs", type=Path, metavar="FILE", help="each run is a line of JSON there, and none that it has is run again"
     )
     options = arguments.parse_args()
+    if options.quick and options.runs:
+        arguments.error("--runs keeps runs that count, and those of --quick do not; leave one of them out")
     torch.set_num_threads(1)
     steps, seeds, wanted, held_out, keys = options.steps, options.seeds, REWARD, HELD_OUT, {}
     if options.quick:

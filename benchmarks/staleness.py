@@ -19,6 +19,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from random import Random
 from statistics import fmean
+from zlib import crc32
 
 import numpy as np
 import orjson
@@ -196,7 +197,7 @@ def rows_of(outcomes: list[Outcome], started: float) -> list[Row]:
 
 def main() -> None:
     arguments = parser(__doc__.partition("\n")[0])
-    arguments.add_argument("--all", action="store_true", help="every correction, about an hour on two cores")
+    arguments.add_argument("--all", action="store_true", help="every correction, most of a day on two cores")
     arguments.add_argument("--only", nargs="+", choices=CORRECTIONS, metavar="NAME", help="these corrections")
     arguments.add_argument(
         "--levels", nargs="+", type=int, default=LEVELS, metavar="K", help="these levels of staleness"
@@ -231,8 +232,11 @@ def main() -> None:
 
 
 def facts(job: Job) -> dict:
-    """What tells a run from others of the same policy."""
-    told = {"name": job.name, "staleness": job.staleness, "seed": job.seed, "algorithm": job.algorithm}
+    """What tells a run from others: everything that it depends on but the code."""
+    config = configuration(job, Path("runs"))
+    weights = crc32((job.policy / "model.safetensors").read_bytes())
+    told = {"name": job.name, "staleness": job.staleness, "seed": job.seed, "policy": weights}
+    told |= {"algorithm": config.algorithm.model_dump(mode="json"), "learner": config.learner.model_dump(mode="json")}
     return told | {"steps": job.steps, "prompts": job.held_out}
 
 

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
 PAUSES = {
     "waiting for weights": "no worker holds weights that it may sample from; the learner has to publish them",
+    "handing out": "nothing is leased, though workers have weights; if that lasts, they have no room",
     "training": "the learner has the next batch to train; generation goes on when its weights arrive",
     "scoring": "everything that was generated waits for its score",
     "draining": "drained by an operator: leases are still coming back",

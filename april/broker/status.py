@@ -103,7 +103,7 @@ def phase(service: "Service") -> str:
         return "scoring"
     if not any(session.version and session.version.step >= floor for session in service.sessions.workers()):
         return "waiting for weights"
-    return "generating"
+    return "handing out"
 
 
 def eta_s(recent: list[dict[str, Any]], steps_left: int) -> float | None:

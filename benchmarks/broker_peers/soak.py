@@ -60,7 +60,7 @@ class Endured:
     rss_growth: float
     """resident memory in the last tenth of the window over that in its first tenth"""
     bytes_per_sample: float
-    """resident memory with all samples in flight, after the warm-up, less that with only the sessions, for each"""
+    """resident memory after the warm-up, less that with only the sessions, for each sample in flight by then"""
     bytes_per_session: float
     """resident memory with only the sessions, whose connections have been used, less that without, for each"""
     cpu_us_per_chunk: float
@@ -117,7 +117,7 @@ def endure(crowd: Crowd, folder: Path) -> Endured:
     first, last = statistics.median(rss[:tenth]), statistics.median(rss[-tenth:])
     return Endured(
         rss_growth=last / first,
-        bytes_per_sample=(first - before) / crowd.samples,
+        bytes_per_sample=(first - before) / statistics.median(held[:tenth]),
         bytes_per_session=(before - alone) / crowd.sessions,
         cpu_us_per_chunk=used_s / sum(chunks) * 1e6,
         chunks_per_s=sum(chunks) / crowd.window_s,

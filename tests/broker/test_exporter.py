@@ -156,6 +156,7 @@ def test_before_the_first_turn_a_broker_is_starting(exporter):
         ({}, ""),
         ({"phase": "waiting for weights"}, "the learner has to publish them"),
         ({"phase": "training"}, "the learner has the next batch"),
+        ({"phase": "handing out"}, "they have no room"),
         ({"phase": "draining"}, "leases are still coming back"),
         ({"phase": "drained"}, "april drain --end"),
         ({"phase": "drained", "learner_silent_s": None, "workers": 0}, "april drain --end"),
