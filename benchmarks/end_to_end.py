@@ -1,8 +1,8 @@
 """`april run` against TRL's GRPOTrainer, end to end: generated-and-trained tokens/s, and time to a mean reward of 0.8.
 
 Both from the start of their processes to the end of the last step, on the quickstart's policy, prompts and verifier,
-with the same loss, learning rate, samples a step, sampling, fp32 and two cores; lengths are long-tailed. The seeds
-are paired, and who goes first alternates.
+with the same loss (April's tokens that are stale are corrected as by default, TRL has none), learning rate, samples a
+step, sampling and fp32; lengths are long-tailed. The seeds are paired, and who goes first alternates.
 """
 
 import os

@@ -1,5 +1,6 @@
 """What benchmarks make of their measurements, on figures whose result can be seen."""
 
+import asyncio
 from dataclasses import fields
 from importlib import import_module
 from math import inf
@@ -117,3 +118,33 @@ def test_the_confidence_interval_is_students(module):
     half_width = module("learning").half_width
     assert half_width([1.0, 3.0]) == pytest.approx(12.71)
     assert half_width([1.0, 2.0, 3.0]) == pytest.approx(4.303 / 3**0.5)
+
+
+def test_of_a_server_s_answer_what_it_did_not_find_in_its_cache_is_computed_again(module):
+    """A prompt of 8 tokens, a response of 20 that was leased and 5 more; one answer begins, another goes on."""
+    worker = watching(module, Has(_take=lambda run, event: None, _change_weights=None))
+    run = Has(received=0, request=Has(id=7, tokens=np.zeros(28)), generated=[1] * 5)
+    for received, found in ((0, 30), (0, 0), (3, 0)):
+        run.received = received
+        worker.engine._take(run, {"meta_info": {"completion_tokens": 1, "cached_tokens": found}})
+    assert worker.reading.recomputed == 3 + 25
+
+
+def test_a_server_is_updated_from_the_change_of_its_weights_to_its_next_token(module):
+    async def change(load, expected):
+        engine.generated_tokens += 4
+
+    engine = Has(_take=None, _change_weights=change, live=3, generated_tokens=10)
+    worker = watching(module, engine)
+    asyncio.run(engine._change_weights(None, {}))
+    assert worker._updating[1] == 14, "what the old weights still brought is no sign of the new"
+
+
+def watching(module, engine):
+    """A worker that watches this engine of a server."""
+    forced_worker = module("forced_worker")
+    worker = forced_worker.ForcedWorker.__new__(forced_worker.ForcedWorker)
+    worker.engine, worker.works = engine, {7: Has(tokens=[np.zeros(8)])}
+    worker.reading, worker._updating = forced_worker.Reading(0.0), None
+    worker._watch_server(engine)
+    return worker
