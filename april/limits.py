@@ -22,8 +22,8 @@ class Limits:
 
 FROM_PEER = Limits(frame_bytes=4 << 20, frames=3, arrays=4, message_bytes=8 << 20, body_bytes=256 << 10)
 """to the broker or the learner's publisher: the largest are chunks, four arrays at most"""
-FROM_BROKER = Limits(frame_bytes=1 << 30, frames=2 + 0xFFFF, arrays=0xFFFF, message_bytes=16 << 30, body_bytes=1 << 20)
-"""to a peer: the largest are batches, two or four arrays for each sample"""
+FROM_BROKER = Limits(frame_bytes=1 << 30, frames=2 + 0xFFFF, arrays=0xFFFF, message_bytes=16 << 30, body_bytes=64 << 20)
+"""to a peer: the largest are batches, two or four arrays for each sample, and the manifests of large models"""
 
 UPLOAD_QUEUE_MESSAGES = 128
 """messages of one connection that wait in the receiver's memory; more wait in the sender's"""

@@ -8,7 +8,7 @@ import orjson
 from april.broker.filters import GroupFilters
 from april.broker.journal import Journal, JournalError
 from april.broker.prompts import PromptBook
-from april.broker.recorder import replace_file
+from april.broker.recorder import read_summary, replace_file
 from april.config import Config, ConfigError
 from april.environments.base import check_environment
 from april.environments.turns import turn_end_ids
@@ -82,14 +82,22 @@ def check_resume(config: Config) -> list[str]:
         Journal(run_dir / "journal").close()
     except JournalError as error:
         raise ConfigError(f"run {config.run.name} cannot be resumed: {error}") from None
-    summary = read_json(run_dir / "summary.json")
-    if summary.get("state") == "finished" and summary.get("steps", 0) >= config.schedule.max_steps:
+    summary = read_summary(run_dir / "summary.json")
+    exported = config.exported_policy.is_dir()
+    if exported and summary.get("state") == "finished" and summary.get("steps", 0) >= config.schedule.max_steps:
         raise ConfigError(
             f"run {config.run.name} is finished at {summary['steps']} steps; "
             f"raise key 'schedule.max_steps' = {config.schedule.max_steps} to train it further"
         )
-    before = tomllib.loads((run_dir / "config.toml").read_text()) if (run_dir / "config.toml").exists() else {}
-    return differences(before, tomllib.loads(config.to_toml()))
+    return differences(read_toml(run_dir / "config.toml"), tomllib.loads(config.to_toml()))
+
+
+def read_toml(path: Path) -> dict:
+    """Nothing where there is no such file, or a damaged one."""
+    try:
+        return tomllib.loads(path.read_text())
+    except (FileNotFoundError, tomllib.TOMLDecodeError):
+        return {}
 
 
 def differences(before: dict, after: dict, prefix: str = "") -> list[str]:
@@ -106,10 +114,6 @@ def differences(before: dict, after: dict, prefix: str = "") -> list[str]:
 def mark_ended(run_dir: Path, state: str) -> None:
     """Let summary.json not say "running" of a run whose broker could not say how it ended."""
     path = run_dir / "summary.json"
-    summary = read_json(path)
+    summary = read_summary(path)
     if summary.get("state") == "running":
         replace_file(path, orjson.dumps(summary | {"state": state}, option=orjson.OPT_INDENT_2))
-
-
-def read_json(path: Path) -> dict:
-    return orjson.loads(path.read_bytes()) if path.exists() else {}

@@ -15,6 +15,7 @@ from typing import NoReturn, Protocol
 import orjson
 
 from april import clock, wire
+from april.broker.recorder import read_summary, replace_file
 from april.client import BrokerConnection, BrokerUnreachable
 from april.config import BrokerSection, Config, ScorerSection, WorkerSection
 from april.devices import environment_of
@@ -25,10 +26,12 @@ POLL_MS = 200
 STATUS_S = 0.5
 HELLO_S = 2.0
 """longest wait for a broker's welcome before the processes are looked at again"""
-START_S = 120.0
-"""longest start of the broker: imports, dataset, replay of the journal"""
 STOP_S = 600.0
-"""longest wait for a run that was asked to stop, its last checkpoint included; then its processes are killed"""
+"""longest wait for a run that was asked to stop, its last checkpoint included, beyond the longest step"""
+KILL_S = 30.0
+"""longest wait for a process that was killed: one that a driver or a dead file system holds stays behind"""
+ASK_AGAIN_S = 5.0
+"""between two requests to stop: a broker that is just being restarted takes none"""
 CLOSE_S = 5.0
 """longest wait for workers and broker to leave in order after a failure"""
 HOPELESS = {REFUSED: "refuses to work", RUN_FAILED: "says that the run has failed"}
@@ -36,6 +39,7 @@ HOPELESS = {REFUSED: "refuses to work", RUN_FAILED: "says that the run has faile
 LONGEST_DELAY_S = 60.0
 """between two starts of a part that keeps dying; the first restart is at once"""
 TAIL_LINES = 25
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 THREAD_SETTINGS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
@@ -96,7 +100,8 @@ class Part:
         if self.process:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(KILL_S)
 
     def last_lines(self) -> str:
         lines = self.log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
@@ -121,6 +126,8 @@ class Supervisor:
         self._started: list[Part] = []
         self.connection: BrokerConnection | None = None
         self.stop_by: float | None = None
+        self._stop_s = config.learner.hung_s + STOP_S
+        self._ask_at = 0.0
         self._stop_signals = 0
         self._over = False
         self._read_only = ""
@@ -131,9 +138,10 @@ class Supervisor:
     def run(self) -> str:
         self.logs.mkdir(parents=True, exist_ok=True)
         config_path = self.run_dir / "config.toml"
-        config_path.write_text(self.config.to_toml())
+        replace_file(config_path, self.config.to_toml().encode())
         (self.run_dir / "address").unlink(missing_ok=True)
-        previous = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        heeded = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        previous = {number: signal.signal(number, self._on_signal) for number in heeded}
         try:
             self.broker = self._part("broker", ["broker", str(config_path)], self.config.broker)
             self._start(self.broker)
@@ -187,12 +195,14 @@ class Supervisor:
     def _wait_for_broker(self) -> str | None:
         """The broker's address; None if the user stops the run before there is one."""
         address_file = self.run_dir / "address"
-        deadline = clock.now() + START_S
+        longest_s = self.config.broker.hung_s
+        deadline = clock.now() + longest_s
         while not address_file.exists():
             if self.broker.status is not None:
                 raise RunFailed(f"the broker ended at its start:\n{self.broker.last_lines()}")
             if clock.now() > deadline:
-                raise RunFailed(f"the broker did not start within {START_S:g} s:\n{self.broker.last_lines()}")
+                late = f"the broker did not start within 'broker.hung_s' = {longest_s:g} s"
+                raise RunFailed(f"{late}; raise it if the dataset takes longer to read:\n{self.broker.last_lines()}")
             if self._stop_signals:
                 return None
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -210,13 +220,13 @@ class Supervisor:
             self._show()
             if self.broker.status == 0:
                 return self._broker_ended()
-            if self._stop_signals and self.stop_by is None:
+            if self._stop_signals and not self._over and clock.now() >= self._ask_at:
                 self._ask_to_stop()
             ending = self._over or self.stop_by is not None
             for part in (self.broker, self.learner) if ending else (self.broker, self.learner, *self.workers):
                 self._tend(part)
             if self.stop_by is not None and clock.now() > self.stop_by:
-                raise RunFailed(f"the run did not stop within {STOP_S:g} s and was killed")
+                raise RunFailed(f"the run did not stop within {self._stop_s:g} s and was killed")
 
     def _tend(self, part: Part) -> None:
         """Restart a part that is dead or hung, unless that has been tried too often without a step trained since."""
@@ -247,21 +257,24 @@ class Supervisor:
             part.heard_at = clock.now()
 
     def _fail(self, part: Part, reason: str) -> NoReturn:
-        """Let workers hand in what they have and the broker close the books, then give up."""
+        """Let workers hand in what they have, the learner write a checkpoint, and the broker close the books; then give
+        up."""
         if part is not self.broker:
+            self.view.note(f"{reason}; the run is ended")
             self._stop_run(reason, "failed")
-            deadline = clock.now() + CLOSE_S
+            deadline = clock.now() + (CLOSE_S if part is self.learner else self._stop_s)
             while clock.now() < deadline and self.broker.status is None:
+                if self.learner.status is not None:
+                    deadline = min(deadline, clock.now() + CLOSE_S)
                 self._poll_status()
         raise RunFailed(f"{reason}; its last lines:\n{part.last_lines()}")
 
     def _broker_ended(self) -> str:
-        deadline = clock.now() + CLOSE_S
-        for part in (self.learner, *self.workers):
+        for part, wait_s in ((self.learner, self._stop_s), *((worker, CLOSE_S) for worker in self.workers)):
             with contextlib.suppress(subprocess.TimeoutExpired):
-                part.process.wait(timeout=max(0.1, deadline - clock.now()))
+                part.process.wait(timeout=wait_s)
         self._show_new_steps()
-        if self._stop_signals:
+        if self._stop_signals or read_summary(self.run_dir / "summary.json").get("state") == "stopped":
             return "stopped"
         if self.learner.status != 0:
             raise RunFailed(f"learner ended with status {self.learner.status}:\n{self.learner.last_lines()}")
@@ -269,12 +282,18 @@ class Supervisor:
 
     def _on_signal(self, number: int, frame) -> None:
         self._stop_signals += 1
+        if number == signal.SIGHUP:
+            leave_terminal()
         if self._stop_signals > 2:
             raise RunFailed("stopped at once, at the third signal")
 
     def _ask_to_stop(self) -> None:
-        self.view.note("stopping: what is acknowledged is kept, the learner writes a checkpoint; Ctrl-C twice: at once")
-        self.stop_by = clock.now() + STOP_S
+        if self.stop_by is None:
+            self.view.note(
+                "stopping: what is acknowledged is kept, the learner writes a checkpoint; Ctrl-C twice: at once"
+            )
+            self.stop_by = clock.now() + self._stop_s
+        self._ask_at = clock.now() + ASK_AGAIN_S
         self._stop_run("stopped by the user", "stopped")
 
     def _stop_run(self, reason: str, state: str) -> None:
@@ -346,3 +365,11 @@ class Supervisor:
                     return
                 self._metrics_read += len(line)
                 self.view.step(orjson.loads(line))
+
+
+def leave_terminal() -> None:
+    """What is written from now on goes nowhere: the terminal is gone, and writing to it would fail."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for stream in (1, 2):
+        os.dup2(nowhere, stream)
+    os.close(nowhere)

@@ -119,7 +119,9 @@ def rows_of(outcomes: list[Outcome], wanted: float) -> list[Row]:
     for name in [name for name in SCHEDULES if name != "sync"]:
         pairs = list(zip(by_name[name], by_name["sync"], strict=True))
         ratios = [ratio_of_times(ours.course, theirs.course, wanted) for ours, theirs in pairs]
+        sooner = [theirs - ours for ours, theirs in zip(times[name], times["sync"], strict=True)]
         rows.append(Row(f"time_to_reward_{name}_vs_sync", ratios, "ratio"))
+        rows.append(Row(f"time_to_reward_{name}_vs_sync_p", [sign_flip_p(sooner)], "p"))
         for measure, of in (("reward_at_end", end_reward), ("heldout", lambda one: one.held_out)):
             gaps = [of(theirs) - of(ours) for ours, theirs in pairs]
             unit = "accuracy" if measure == "heldout" else "reward"

@@ -28,6 +28,8 @@ class RunStarted(Event):
     max_response_tokens: int
     support: bool = False
     """of each training token, because the distribution is cut"""
+    temperature: float = 1.0
+    """of the policy whose log-probabilities lie beside the tokens"""
 
 
 class BrokerStarted(Event):

@@ -117,7 +117,7 @@ class LedgerState:
         self.header = event
 
     def _on_BrokerStarted(self, event: events.BrokerStarted, reference: Any) -> None:
-        self.epoch, self._grants = event.epoch, 0
+        self.epoch, self._grants, self.dead_in_a_row = event.epoch, 0, 0
 
     def _on_GroupOpened(self, event: events.GroupOpened, reference: Any) -> None:
         ordinal = -1

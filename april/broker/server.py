@@ -52,7 +52,7 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 BIND_S, BIND_AGAIN_S = 10.0, 0.2
 """longest wait for the port of a broker that was killed, and how often it is tried"""
 LEAVE_S = 600.0
-"""longest wait at the end of a run for workers and learner to say goodbye"""
+"""longest wait at the end of a run for workers and learner to say goodbye, or as long as a learner may be silent"""
 LEAVE_AFTER_SIGNAL_S = 60.0
 """the same after a signal"""
 
@@ -104,7 +104,7 @@ class Server:
         replace_file(self.address_file, self.address.encode())
         self.exporter = start_exporter(config)
         self._photographer, self._sync_times = Photographer(), SyncTimes()
-        self._leave_s = LEAVE_S
+        self._leave_s = max(LEAVE_S, config.learner.hung_s)
         self._signal = ""
         self._retry_at = 0.0
         self._unsent: list[Outgoing] = []
@@ -149,6 +149,8 @@ class Server:
         try:
             while over_since is None or clock.now() - over_since < self._leave_s:
                 self.turn()
+                if self.steps_aside:
+                    return log.info("drained, and told to leave by %s: peers wait for the next broker", self._signal)
                 if self.service.everyone_left():
                     break
                 if self.service.over and over_since is None:
@@ -156,6 +158,11 @@ class Server:
             self.address_file.unlink(missing_ok=True)
         finally:
             self.close()
+
+    @property
+    def steps_aside(self) -> bool:
+        """Told to leave while drained: another broker of this run, here or elsewhere, goes on from its journal."""
+        return bool(self._signal) and self.service.ledger.draining and not self.service.over
 
     def turn(self) -> None:
         """Handle what has arrived, and send the answers that a sync has covered.
@@ -183,7 +190,7 @@ class Server:
         caught_up = self._drain()
         if self.door and self.door.watch() and not self.service.read_only:
             self._end_revoked()
-        if self._signal:
+        if self._signal and not self.steps_aside:
             self.service.stop(f"signal {self._signal}", "stopped", clock.now())
         self.service.tick(clock.now(), caught_up)
         self._send(self.service.sessions.take_at_once())
@@ -226,6 +233,7 @@ class Server:
     def _recover(self) -> None:
         """Once there is room again, go on from what is on disk, as after a crash; peers say hello again."""
         self._retry_at = clock.now() + RETRY_S
+        over, state = self.service.over, self.service.state
         try:
             probe_disk(self.journal.folder)
             self.journal.close()
@@ -234,6 +242,8 @@ class Server:
             log.error("there is still no going on: %s", error)
         else:
             self.service.begin(clock.now())
+            if over:
+                self.service.stop(over, state, clock.now())
             log.warning("the journal can be written again; going on as epoch %d", self.service.ledger.epoch)
 
     def _drain(self) -> bool:

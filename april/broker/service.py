@@ -72,6 +72,8 @@ class Service:
         self.started_at = now
         self.over = ""
         """why there will be no batch any more; empty while the run goes on"""
+        self.learner_came = False
+        """since the broker started"""
         self.state = "running"
         self.failed_handshakes: Counter[str] = Counter()
         """by cause, as the server sees them"""
@@ -119,6 +121,7 @@ class Service:
             self.ledger.rules.min_group_size,
             self.ledger.rules.max_response_tokens,
             self.config.sampling.is_cut,
+            self.config.sampling.temperature,
         )
         if self.ledger.header is None:
             self.ledger.commit(header)
@@ -143,10 +146,12 @@ class Service:
 
         `peer` is whom the connection's key belongs to, None without CURVE: then the role that a session states counts.
         """
+        token = 0
         try:
             if peer and not peer.role:
                 raise AccessDenied("this key is not on the allow-list")
             received = wire.decode(frames, limits.FROM_PEER)
+            token = getattr(received.message, "token", 0)
             answer = self._answer_read_only if self.read_only else self._dispatch
             answer(route, received, now, peer)
         except AccessDenied as error:
@@ -154,7 +159,7 @@ class Service:
             self.sessions.refuse("access denied", f"{wire.DENIED}{error}", route)
         except wire.WireError as error:
             self.audit.say("bad message: %s", error)
-            self.sessions.refuse(error.cause, f"bad message: {error}", route)
+            self.sessions.refuse(error.cause, f"bad message: {error}", route, token)
 
     def _dispatch(self, route: bytes, received: wire.Received, now: float, peer: Peer | None) -> None:
         message = received.message
@@ -210,7 +215,7 @@ class Service:
             for answer in self.sessions.take_outgoing()
             if answer.session in monitors
         ]
-        self.read_only, self.state = reason, "read only"
+        self.read_only, self.state = reason, self.state if self.over else "read only"
 
     def _hello(self, route: bytes, received: wire.Received, now: float, peer: Peer | None) -> None:
         hello = received.message
@@ -228,6 +233,7 @@ class Service:
         if hello.role in HOLDERS:
             lost = self.workers.hello(session, hello, now)
         elif hello.role == "learner":
+            self.learner_came = True
             self.learner.hello(session)
         else:
             self._close_namesakes(session)
@@ -395,8 +401,11 @@ class Service:
             self._write_summary(now)
 
     def everyone_left(self) -> bool:
-        """The run is over and no worker, scorer or learner is connected any more."""
-        return bool(self.over) and not self.sessions.holders() and self.sessions.of_role("learner") is None
+        """The run is over and no worker, scorer or learner is connected any more. Where all steps are done, the learner
+        has to come once if the policy that it exports is missing."""
+        here = self.sessions.holders() or self.sessions.of_role("learner")
+        awaited = self.state == "finished" and not (self.learner_came or self.config.exported_policy.is_dir())
+        return bool(self.over) and not here and not awaited
 
     def close(self, now: float) -> None:
         self._write_summary(now)

@@ -285,6 +285,8 @@ class WorkerDesk:
             return False
         if session.version is None or not session.control_route or self._load(session) >= session.capacity:
             return False
+        if len(self.ledger.held.get(session.uid, ())) >= self.config.security.max_leases:
+            return False
         return self.sessions.has_credit(session, self.service.credit_bytes)
 
     def _load(self, session: Session) -> int:

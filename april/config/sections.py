@@ -460,6 +460,11 @@ class Config(Section):
         return self.run.dir / self.run.name
 
     @property
+    def exported_policy(self) -> Path:
+        """Where the learner leaves what it has trained, as a Hugging Face folder."""
+        return self.run_dir / "checkpoints/policy"
+
+    @property
     def context_tokens(self) -> int | None:
         """Longest prompt and response together that the model takes; None if its folder does not say."""
         return self._model_shape.get("max_position_embeddings")
@@ -477,7 +482,8 @@ class Config(Section):
 
     @property
     def _model_shape(self) -> dict[str, Any]:
-        return json.loads((self.model.path / "config.json").read_text())
+        path = self.model.path / "config.json"
+        return json.loads(path.read_text()) if path.exists() else {}
 
     @property
     def engine_python(self) -> Path:

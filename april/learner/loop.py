@@ -74,11 +74,14 @@ def run(config: Config, trainer: Trainer, source: Source | None, publisher: Publ
     gradient is passed: it lies in `nonfinite/` of the run folder, and the weights are published again under the next
     name. `Diverged` is raised after `learner.max_nonfinite` in a row.
 
+    While rank 0 waits for a broker that cannot write, the others wait for it in a group whose deadline is days, not in
+    the collectives of what comes next.
+
     The metrics given to `consumed` add to the trainer's: what the step had to wait for, in `wait_s` for the batch,
     `publish_wait_s` for the last weights to be sent, `gather_s` to collect them, `checkpoint_s` to copy the state;
     `train_s`; and `publish_s` and the publisher's own figures of the weights that batch k was trained on.
     """
-    group = handover_group()
+    group, meeting = handover_group(), handover_group()
     saved_step = trainer.restore()
     branch, frontier = share_numbers(source.start(saved_step) if source else (0, 0), group)
     handover = Handover(trainer, source, group)
@@ -96,10 +99,12 @@ def run(config: Config, trainer: Trainer, source: Source | None, publisher: Publ
         nonfinite_in_a_row = nonfinite_in_a_row + 1 if metrics["nonfinite"] else 0
         if source:
             report(config, source, batch, metrics)
+        dist.barrier(meeting)
         costs = {}
         if trainer.step_count % config.learner.checkpoint_every == 0:
             began = time.perf_counter()
             say_durable(trainer, source, wait=True)
+            dist.barrier(meeting)
             trainer.start_save()
             saved_step = trainer.step_count
             costs["checkpoint_s"] = time.perf_counter() - began

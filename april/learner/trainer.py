@@ -204,7 +204,7 @@ class Trainer:
 
     def export(self) -> None:
         """Write the policy as a Hugging Face folder, `checkpoints/policy`."""
-        checkpoint.export(self.policy, self.config.model.path, self.directory / "policy")
+        checkpoint.export(self.policy, self.config.model.path, self.config.exported_policy)
 
 
 def uses_bf16(section: LearnerSection, device: torch.device) -> bool:

@@ -157,7 +157,7 @@ def length_ratio(run: Run) -> str:
 def times(run: Run) -> str:
     wall_s = run.summary.get("wall_s")
     rollout_s = sum(step.get("rollout_s") or 0 for step in run.steps)
-    learner_s = sum(dig(step, "learner", "step_s") or 0 for step in run.steps)
+    learner_s = sum(dig(step, "learner", "train_s") or 0 for step in run.steps)
     parts = [(wall_s, "in all"), (rollout_s, "generating"), (learner_s, "training")]
     return ", ".join(f"{duration(seconds)} {name}" for seconds, name in parts if seconds)
 
@@ -170,11 +170,9 @@ def buffer_peak(run: Run) -> str:
 
 
 def restarts(run: Run) -> str:
-    """A count, or counts by process."""
-    found = run.summary.get("restarts")
-    if isinstance(found, dict):
-        return ", ".join(f"{name} {times}" for name, times in found.items() if times)
-    return str(found) if found else ""
+    """Of broker and learner, which the run's books count."""
+    starts = run.summary.get("starts") or {}
+    return ", ".join(f"{name} {count - 1}" for name, count in starts.items() if count > 1)
 
 
 def number(value: float | None, digits: int = 3) -> str:

@@ -200,6 +200,12 @@ class WeightReceiver:
             version, self._loaded = self._loaded, None
         return version
 
+    def drop_announced(self) -> None:
+        """Weights that were to come over a lane that has ended."""
+        with self._lock:
+            if self._staged and self._staged.manifest:
+                self._staged = None
+
     def stage(self, staged: Staged) -> None:
         with self._lock:
             self._staged = staged
@@ -246,6 +252,7 @@ class LearnerConnection:
         """Drop the lane, which tells a learner that waits on it at once."""
         if self.lane and self.receiver.server:
             self.receiver.server.leave(self.lane.lane)
+            self.receiver.drop_announced()
         self.lane = self.group = None
 
     def _speak(self) -> None:
@@ -260,7 +267,13 @@ class LearnerConnection:
             self._send(wire.LaneJoin(receiver.uid, receiver.name, device, receiver.held, ranks))
 
     def _send(self, message: wire.Message) -> None:
-        self.socket.send_multipart(wire.encode(message))
+        """A learner that has been away for so long that no more fits into the queue is another one when it is back."""
+        try:
+            self.socket.send_multipart(wire.encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            log.warning("the learner takes nothing any more; its lane ends")
+            self.leave()
+            self._ask_again_at = clock.now() + INVITATION_S
 
     def _receive(self, frames: list) -> None:
         try:

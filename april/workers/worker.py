@@ -15,6 +15,7 @@ from april.client import HEARTBEAT_S, BrokerConnection
 from april.config import Config
 from april.data.tokenizer import Tokenizer
 from april.environments.turns import Observed, Turns
+from april.limits import clip
 from april.version import Version
 from april.workers.engines.base import Chunk, Engine, EngineError, Request
 from april.workers.intake import Intake
@@ -345,6 +346,7 @@ class Worker:
         work = self.works.get(token)
         if work is None or work.closing or self._is_handed_over(token) or (work.finished and cause == "abort"):
             return
+        error = clip(error)
         if error:
             log.warning("a sample goes back, %s: %s", cause, error, extra=self._ids(token))
         work.closing = wire.GiveBack(token, work.length, cause, error)

@@ -32,8 +32,10 @@ LINGER_S = 0.005
 class WatchedServer(server.Server):
     def turn(self) -> None:
         super().turn()
-        tokens = self.service.ledger.tokens
-        state.set_phase(phase(self.service), tokens["generated"] + tokens["evaluation"])
+        tokens, recorder = self.service.ledger.tokens, self.service.recorder
+        unsynced = recorder.accepted - recorder.acknowledged
+        unsynced_tokens = sum(count for (what, _), count in unsynced.items() if what == "tokens")
+        state.set_phase(phase(self.service), tokens["generated"] + tokens["evaluation"] - unsynced_tokens)
 
     def _send_one(self, message) -> bool:
         for promise in promises(message):

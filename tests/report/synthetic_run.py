@@ -87,7 +87,7 @@ def make_records(steps: int, workers: int, rng: random.Random) -> list[dict]:
                     "off_policy_share": stale / tokens,
                     f"version_share_{step}": 1 - stale / tokens,
                     f"version_share_{step - 1}": stale / tokens,
-                    "step_s": 0.6,
+                    "train_s": 0.6,
                 },
             }
         )
@@ -175,7 +175,7 @@ def make_summary(records: list[dict]) -> dict:
             {"step": step, "version": [0, step], "accuracy": 0.88 - 0.4 * math.exp(-step / 8), "prompts": 256}
             for step in evaluated
         ],
-        "restarts": {"worker-1": 1},
+        "starts": {"broker": 1, "learner": 2},
     }
 
 

@@ -66,7 +66,7 @@ def test_table_states_the_closed_ledger_in_numbers(tmp_path):
     text = rendered(run_dir)
     assert ledger.closed and f"{ledger.generated:,} generated = {ledger.trained:,} trained" in text
     assert "discarded (aborted)" in text
-    assert "30 of 30" in text and "steps 0 → 30, 256 prompts" in text and "worker-1 1" in text
+    assert "30 of 30" in text and "steps 0 → 30, 256 prompts" in text and "learner 1" in text
 
 
 @pytest.mark.parametrize("changes", [{"ledger_closed": False}, {"tokens": {"generated": 10, "trained": 9}}])

@@ -172,10 +172,10 @@ def test_a_server_that_is_slow_to_change_its_weights_holds_nobody_up(fleet, tiny
     before = drive(fleet, LONG[:2], tokens=40)
     hung, call = asyncio.Event(), second._client.call
 
-    async def hang(path, *arguments):
+    async def hang(path, *arguments, **deadline):
         if path == "/pause_generation":
             await hung.wait()
-        return await call(path, *arguments)
+        return await call(path, *arguments, **deadline)
 
     monkeypatch.setattr(second._client, "call", hang)
     change = second.begin(second.take_weights(V1, tiny_model(seed=1).weights()))

@@ -203,9 +203,11 @@ class SGLangEngine:
     async def take_weights(self, version: Version, tensors: "Mapping[str, torch.Tensor]") -> None:
         """`load_weights` beside everything else: what is submitted meanwhile waits, steps and cancels go on."""
         self._check_ready()
-        checked, ranks = self._push.check(tensors), self.info.get("tp_size", 1)
-        load = self._push.load(self._client, checked, self._change(version), ranks)
-        await self._update(version, load, self._foretell(tensors))
+        checked = await asyncio.to_thread(self._push.check, tensors)
+        foretold = await asyncio.to_thread(self._foretell, tensors)
+        self._check_ready()
+        load = self._push.load(self._client, checked, self._change(version), self.info.get("tp_size", 1))
+        await self._update(version, load, foretold)
 
     async def take_broadcast(self, version: Version, manifest: "LaneManifest", post: Callable[[], None]) -> None:
         """The same with weights that the learner broadcasts to the server itself, once `post` has been called."""
@@ -446,6 +448,13 @@ class SGLangEngine:
 
     async def _tend(self) -> None:
         """Look after the server until it is given up: capacity while it is well, a restart when it is dead or hung."""
+        try:
+            await self._watch()
+        except Exception as error:
+            log.exception("nobody looks after the %s server any more", self.server_name)
+            self._fatal = EngineError(f"looking after the {self.server_name} server failed: {error!r}")
+
+    async def _watch(self) -> None:
         while not self._fatal:
             looked_at = clock.now()
             with contextlib.suppress(TimeoutError):

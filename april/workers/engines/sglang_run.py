@@ -1,6 +1,7 @@
 """One request on SGLang: what is asked of the server, and what is kept of the events it answers with."""
 
 import asyncio
+import math
 import uuid
 import zlib
 from dataclasses import dataclass, field
@@ -95,6 +96,8 @@ class Run:
             self.supports += [np.array(support, np.int32) for support in supports]
         else:
             logprobs = [entry[0] for entry in entries]
+        if not all(logprob is not None and math.isfinite(logprob) for logprob in logprobs):
+            raise ServerRefuses("the server sent a log-probability that is not finite")
         self.received, self.version = total, version
         self.pending += ids
         self.generated += ids

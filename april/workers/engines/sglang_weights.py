@@ -8,7 +8,9 @@ memory with a server on the same machine. Weights that the learner broadcasts to
 import asyncio
 import base64
 import contextlib
+import fcntl
 import io
+import os
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     import torch
 
 SHARED_MEMORY = Path("/dev/shm")
+SNAPSHOT_PREFIX = "april-weights-"
 UPDATE_S = 3600.0
 """no limit of its own: the engine's update has one"""
 
@@ -67,33 +70,54 @@ class DiskSnapshot(Checked):
     def __init__(self, model: Path, folder: Path | None = None):
         super().__init__(model)
         place = folder or (SHARED_MEMORY if SHARED_MEMORY.is_dir() else None)
-        self._folder = Path(tempfile.mkdtemp(prefix="april-weights-", dir=place))
+        for left in Path(place or tempfile.gettempdir()).glob(f"{SNAPSHOT_PREFIX}*"):
+            remove_if_left(left)
+        self._folder = Path(tempfile.mkdtemp(prefix=SNAPSHOT_PREFIX, dir=place))
+        self._claim = claim(self._folder)
         with contextlib.suppress(FileNotFoundError):
             shutil.copy(model / "config.json", self._folder)
 
     async def load(self, client: SGLangClient, tensors: "Mapping[str, torch.Tensor]", change: dict, ranks: int) -> None:
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
 
         file = self._folder / "model.safetensors"
-        await asyncio.to_thread(save_file, dict(tensors), file)
         try:
+            await asyncio.to_thread(save_file, dict(tensors), file)
             await client.call("/update_weights_from_disk", {"model_path": str(self._folder)} | change, UPDATE_S)
         except EngineError as error:
             if "Weights were updated" in str(error):
                 raise HalfLoaded(str(error)) from None
             raise
+        except (OSError, SafetensorError) as error:
+            raise EngineError(f"the weights cannot be written to {file} ({error}); make room there") from None
         finally:
             file.unlink(missing_ok=True)
 
     def close(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
+        os.close(self._claim)
+
+
+def claim(folder: Path) -> int:
+    """A lock that ends with this process, whichever way it ends."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return descriptor
+
+
+def remove_if_left(folder: Path) -> None:
+    """By a process that was killed: nobody has a claim to it any more."""
+    with contextlib.suppress(OSError):
+        os.close(claim(folder))
+        shutil.rmtree(folder)
 
 
 class LocalTensors(Checked):
     """Handles of shared memory, pickled as SGLang expects them, one copy for each of its tensor-parallel ranks."""
 
     async def load(self, client: SGLangClient, tensors: "Mapping[str, torch.Tensor]", change: dict, ranks: int) -> None:
-        payloads = [share(tensors) for _ in range(ranks)]
+        payloads = [await asyncio.to_thread(share, tensors) for _ in range(ranks)]
         await within_session(client, self._send(client, payloads, change))
 
     async def _send(self, client: SGLangClient, payloads: list[str], change: dict) -> None:

@@ -7,7 +7,7 @@ verifier's process has a time limit that kills, and an error is no reward.
 
 import logging
 import re
-from functools import cache
+from functools import lru_cache
 
 from april.workers.rewards.answers import END_OF_THINKING, after_phrase, after_thinking, last_boxed
 
@@ -60,7 +60,7 @@ def same_meaning(label: str, text: str) -> bool:
     return bool(answers) and verify(list(gold), answers, timeout_seconds=None, raise_on_error=True)
 
 
-@cache
+@lru_cache(maxsize=10_000)
 def parsed_label(label: str) -> tuple:
     from math_verify import parse
 
