@@ -107,6 +107,8 @@ class Server:
         self._leave_s = max(LEAVE_S, config.learner.hung_s)
         self._signal = ""
         self._retry_at = 0.0
+        self._ended: tuple[str, str] | None = None
+        """reason and state of a run that was over when its disk failed"""
         self._unsent: list[Outgoing] = []
         """answers that wait for the sync under way"""
         self._in_sync: Counter[tuple[str, str]] = Counter()
@@ -233,7 +235,8 @@ class Server:
     def _recover(self) -> None:
         """Once there is room again, go on from what is on disk, as after a crash; peers say hello again."""
         self._retry_at = clock.now() + RETRY_S
-        over, state = self.service.over, self.service.state
+        if self.service.over:
+            self._ended = self.service.over, self.service.state
         try:
             probe_disk(self.journal.folder)
             self.journal.close()
@@ -242,8 +245,8 @@ class Server:
             log.error("there is still no going on: %s", error)
         else:
             self.service.begin(clock.now())
-            if over:
-                self.service.stop(over, state, clock.now())
+            if self._ended:
+                self.service.stop(*self._ended, clock.now())
             log.warning("the journal can be written again; going on as epoch %d", self.service.ledger.epoch)
 
     def _drain(self) -> bool:

@@ -31,6 +31,7 @@ class WorkerDesk:
         self.ledger = service.ledger
         self.sessions = service.sessions
         self.recorder = service.recorder
+        self.max_leases = service.config.security.max_leases
         self.largest_id = (service.config.vocabulary or 1 << 31) - 1
         self.newest_step = 0
         """of the versions that workers have reported"""
@@ -285,7 +286,7 @@ class WorkerDesk:
             return False
         if session.version is None or not session.control_route or self._load(session) >= session.capacity:
             return False
-        if len(self.ledger.held.get(session.uid, ())) >= self.config.security.max_leases:
+        if len(self.ledger.held.get(session.uid, ())) >= self.max_leases:
             return False
         return self.sessions.has_credit(session, self.service.credit_bytes)
 

@@ -127,6 +127,27 @@ def test_an_i_o_error_costs_nothing_that_was_acknowledged_and_waits_for_a_restar
         assert (token, 5) in wait_for(worker, wire.Acknowledged).message.lengths
 
 
+def test_a_run_that_is_stopped_while_the_disk_is_full_stays_stopped_when_it_has_room(config_file, join, monkeypatch):
+    def no_room(*arguments):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(server, "RETRY_S", 0.0)
+    with serving(configuration.load(config_file)) as live:
+        worker, monitor = join(live.address, "worker"), join(live.address, "monitor")
+        token = generate_three(worker, join(live.address, "learner"))
+        with monkeypatch.context() as full:
+            full.setattr(os, "fdatasync", no_room)
+            worker.send(wire.Chunk(token, 3, Version(0, 0)), chunk_arrays(3, 2))
+            while status_of(monitor)["state"] != "read only":
+                pass
+            monitor.request(wire.StopRun("enough"), 10.0)
+        deadline, status = time.monotonic() + 60, {"read_only": "yes"}
+        while status["read_only"] and time.monotonic() < deadline:
+            monitor.hello([])
+            status = status_of(monitor)
+    assert (status["read_only"], status["state"]) == ("", "stopped")
+
+
 def test_an_order_that_did_not_reach_the_disk_is_refused(config_file, join, monkeypatch):
     config = configuration.load(config_file)
     with serving(config) as live:

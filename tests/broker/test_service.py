@@ -179,6 +179,20 @@ def test_status_and_metrics_tell_the_ledger(talk, worker, learner, config_file):
     assert tokens["generated"] == sum(parts) and summary["ledger_closed"]
 
 
+def test_a_broker_of_a_finished_run_waits_for_the_learner_that_has_yet_to_export_its_policy(talk):
+    talk.service.stop("all steps are done", "finished", talk.now)
+    assert not talk.service.everyone_left()
+    learner = FakeLearner(talk)
+    learner.join()
+    learner.say(wire.Goodbye())
+    assert talk.service.everyone_left()
+    talk.restart_broker()
+    talk.service.stop("all steps are done", "finished", talk.now)
+    assert not talk.service.everyone_left()
+    talk.config.exported_policy.mkdir(parents=True)
+    assert talk.service.everyone_left()
+
+
 def test_workers_that_claim_absurd_counts_do_not_keep_the_status_from_being_told(talk):
     for number in range(3):
         worker = FakeWorker(talk, f"w{number}")

@@ -90,10 +90,11 @@ def test_an_operator_drains_restarts_and_requeues(start_broker, run_dir, capsys,
             return "nothing leased" in said(capsys, "status", run)
 
         wait_until(drained, broker, 60)
+        broker.process.terminate()
+        assert broker.wait() == 1
+        assert not peers.worker.find("Stop"), "who is drained waits for the next broker"
     finally:
         peers.close()
-    broker.process.kill()
-    broker.process.wait()
     logged = [orjson.loads(line) for line in broker.output.splitlines()]
     (death,) = [line for line in logged if "is dead" in line["message"]]
     assert (death["run"], death["group"], death["sample"]) == ("small", *dead.sample)

@@ -1,5 +1,7 @@
 """What is kept of the events of one request, in the forms that an SGLang server gives them."""
 
+import os
+
 import numpy as np
 import pytest
 
@@ -7,6 +9,7 @@ from april.limits import CUT_CHUNK_TOKENS, FROM_PEER, SUPPORT_IDS
 from april.workers.engines.base import Request
 from april.workers.engines.sglang_client import ServerRefuses
 from april.workers.engines.sglang_run import Run
+from april.workers.engines.sglang_weights import claim, remove_if_left
 from tests.workers.engine_driving import V0, prompt
 
 WHOLE = list(range(10, 18))
@@ -47,6 +50,29 @@ def test_tokens_with_logprobs_of_others_are_refused():
         with pytest.raises(ServerRefuses, match="those of others"):
             run.take(wrong, V0)
     assert run.generated == []
+
+
+def test_a_logprob_that_is_no_number_is_refused():
+    run, wrong = Run(Request(1, prompt(), 20)), event(WHOLE, 8)
+    for value in (None, float("-inf")):
+        wrong["meta_info"]["output_token_logprobs"][3][0] = value
+        with pytest.raises(ServerRefuses, match="not finite"):
+            run.take(wrong, V0)
+    assert run.generated == []
+
+
+def test_what_a_killed_worker_has_left_of_its_weights_is_removed_and_what_lives_stays(tmp_path):
+    held, left = tmp_path / "held", tmp_path / "left"
+    for folder in (held, left):
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(b"weights")
+    lock = claim(held)
+    for folder in (held, left):
+        remove_if_left(folder)
+    assert (held / "model.safetensors").exists() and not left.exists()
+    os.close(lock)
+    remove_if_left(held)
+    assert not held.exists()
 
 
 @pytest.mark.parametrize("cumulative", [False, True])
