@@ -224,7 +224,6 @@ def broker_command(options, overrides: list[str]) -> int:
         print(f"april broker: {error}", file=sys.stderr)
         return 1
     if server.steps_aside:
-        print("april broker: it was told to leave while drained; start another one", file=sys.stderr)
         return 1
     if server.service.state == "failed":
         print(f"april broker: the run has failed: {server.service.over}", file=sys.stderr)
