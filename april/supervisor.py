@@ -39,7 +39,6 @@ HOPELESS = {REFUSED: "refuses to work", RUN_FAILED: "says that the run has faile
 LONGEST_DELAY_S = 60.0
 """between two starts of a part that keeps dying; the first restart is at once"""
 TAIL_LINES = 25
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 THREAD_SETTINGS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
@@ -140,8 +139,7 @@ class Supervisor:
         config_path = self.run_dir / "config.toml"
         replace_file(config_path, self.config.to_toml().encode())
         (self.run_dir / "address").unlink(missing_ok=True)
-        heeded = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-        previous = {number: signal.signal(number, self._on_signal) for number in heeded}
+        previous = {number: signal.signal(number, self._on_signal) for number in stop_signals()}
         try:
             self.broker = self._part("broker", ["broker", str(config_path)], self.config.broker)
             self._start(self.broker)
@@ -365,6 +363,12 @@ class Supervisor:
                     return
                 self._metrics_read += len(line)
                 self.view.step(orjson.loads(line))
+
+
+def stop_signals() -> list[int]:
+    """Which ask for an end in order; a hang-up does not where it is ignored, as under nohup."""
+    outlives_terminal = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [signal.SIGINT, signal.SIGTERM] + ([] if outlives_terminal else [signal.SIGHUP])
 
 
 def leave_terminal() -> None:
