@@ -268,9 +268,10 @@ class Supervisor:
         raise RunFailed(f"{reason}; its last lines:\n{part.last_lines()}")
 
     def _broker_ended(self) -> str:
-        for part, wait_s in ((self.learner, self._stop_s), *((worker, CLOSE_S) for worker in self.workers)):
+        deadline = clock.now() + CLOSE_S
+        for part in (self.learner, *self.workers):
             with contextlib.suppress(subprocess.TimeoutExpired):
-                part.process.wait(timeout=wait_s)
+                part.process.wait(timeout=max(0.1, deadline - clock.now()))
         self._show_new_steps()
         if self._stop_signals or read_summary(self.run_dir / "summary.json").get("state") == "stopped":
             return "stopped"
