@@ -197,7 +197,7 @@ def rows_of(outcomes: list[Outcome], started: float) -> list[Row]:
 
 def main() -> None:
     arguments = parser(__doc__.partition("\n")[0])
-    arguments.add_argument("--all", action="store_true", help="every correction, most of a day on two cores")
+    arguments.add_argument("--all", action="store_true", help="every correction, hours on two cores")
     arguments.add_argument("--only", nargs="+", choices=CORRECTIONS, metavar="NAME", help="these corrections")
     arguments.add_argument(
         "--levels", nargs="+", type=int, default=LEVELS, metavar="K", help="these levels of staleness"
