@@ -69,9 +69,12 @@ def test_what_a_killed_worker_has_left_of_its_weights_is_removed_and_what_lives_
     lock = claim(held)
     for folder in (held, left):
         remove_if_left(folder)
+    assert left.exists(), "it may have been made a moment ago"
+    for folder in (held, left):
+        remove_if_left(folder, idle_s=0.0)
     assert (held / "model.safetensors").exists() and not left.exists()
     os.close(lock)
-    remove_if_left(held)
+    remove_if_left(held, idle_s=0.0)
     assert not held.exists()
 
 

@@ -13,6 +13,7 @@ import io
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 SHARED_MEMORY = Path("/dev/shm")
 SNAPSHOT_PREFIX = "april-weights-"
+IDLE_S = 60.0
+"""for which a folder without a claim has not been touched before it counts as left"""
 UPDATE_S = 3600.0
 """no limit of its own: the engine's update has one"""
 
@@ -106,11 +109,12 @@ def claim(folder: Path) -> int:
     return descriptor
 
 
-def remove_if_left(folder: Path) -> None:
-    """By a process that was killed: nobody has a claim to it any more."""
+def remove_if_left(folder: Path, idle_s: float = IDLE_S) -> None:
+    """By a process that was killed: nobody has a claim to it any more, nor has just made it to claim it."""
     with contextlib.suppress(OSError):
-        os.close(claim(folder))
-        shutil.rmtree(folder)
+        if time.time() - folder.stat().st_mtime >= idle_s:
+            os.close(claim(folder))
+            shutil.rmtree(folder)
 
 
 class LocalTensors(Checked):
