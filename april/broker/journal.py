@@ -13,6 +13,7 @@ import itertools
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -35,6 +36,9 @@ READ_BYTES = 4 << 20
 CACHED_BYTES, LET_GO_BYTES, PAGE_BYTES = 64 << 20, 1 << 20, 4096
 """of what was written last, the system keeps so much in its page cache for reading; older pages are let go, so much at
 a time, and used again: taking fresh memory for every record costs more than copying it"""
+KEPT_BYTES, KEPT_FROM = 32 << 20, 16 << 10
+"""the last records of at least so many bytes stay in memory, so many bytes of them: most are
+read once and soon, and the page cache would have them copied and checked again"""
 SUFFIX = ".msgpack"
 
 Reference = tuple[int, int]
@@ -71,6 +75,9 @@ class Journal:
         self._unwritten: dict[int, tuple[Event, list[Part]]] = {}
         self._in_sync: dict[int, tuple[Event, list[Part]]] = {}
         """by position, what was appended since the last sync began, and what that one writes"""
+        self._kept: dict[int, tuple[Event, list[Part]]] = {}
+        self._kept_lengths: deque[Reference] = deque()
+        self._kept_bytes = 0
         self._records = 0
         self._failed: JournalError | None = None
         self._syncer = ThreadPoolExecutor(1, thread_name_prefix="journal-sync")
@@ -109,9 +116,21 @@ class Journal:
         reference = (self.end, length)
         self._pending += pieces
         self._unwritten[self.end] = event, list(arrays)
+        if length >= KEPT_FROM:
+            self._keep(reference)
         self._records += 1
         self.end += length
         return reference
+
+    def _keep(self, reference: Reference) -> None:
+        position, length = reference
+        self._kept[position] = self._unwritten[position]
+        self._kept_lengths.append(reference)
+        self._kept_bytes += length
+        while self._kept_bytes > KEPT_BYTES:
+            oldest, length = self._kept_lengths.popleft()
+            del self._kept[oldest]
+            self._kept_bytes -= length
 
     @property
     def synced(self) -> int:
@@ -230,8 +249,9 @@ class Journal:
     def read(self, reference: Reference) -> tuple[Event, list[Part]]:
         """The event behind a reference that `append` or `replay` gave, and its arrays."""
         position, length = reference
-        if appended := self._unwritten.get(position) or self._in_sync.get(position):
-            return appended
+        for appended in (self._unwritten, self._in_sync, self._kept):
+            if position in appended:
+                return appended[position]
         start = self._starts[bisect.bisect_right(self._starts, position) - 1]
         record = records.decode(os.pread(self._files[start], length, position - start))
         if record is None or record.length != length:

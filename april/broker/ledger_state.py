@@ -343,11 +343,12 @@ class LedgerState:
     def _on_BatchConsumed(self, event: events.BatchConsumed, reference: Any) -> None:
         for group in self.deliveries[event.step]:
             created = [sample.sampled for sample in group.samples]
-            trained = [] if event.discarded else [sample.sampled for sample in group.live_samples]
+            live = group.live_samples
+            trained = created if len(live) == len(created) else [sample.sampled for sample in live]
             self._move(group, GroupState.DISCARDED if event.discarded else GroupState.TRAINED)
             if event.discarded:
                 self._count_discarded(group, event.discarded, 1)
-            self.cohorts.finish(group.ordinal, created, trained)
+            self.cohorts.finish(group.ordinal, created, [] if event.discarded else trained)
         self.consumed = event.step + 1
         self.frontier = max(self.frontier, self.consumed)
 

@@ -7,7 +7,8 @@ import gc
 GC_THRESHOLDS = (50_000, 20, 100)
 """looking for garbage among the ledger's objects is worth it less often than usual"""
 LARGE_BLOCK_BYTES = 1 << 20
-M_MMAP_THRESHOLD = -3
+KEPT_FREE_BYTES = 64 << 20
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """from glibc's malloc.h"""
 
 
@@ -16,9 +17,12 @@ def settle() -> None:
 
     glibc takes a large block from the system and returns it whole, but raises what is large to the size of each one
     that is freed; a snapshot's image would soon fall between objects that live on. Here it stays at
-    `LARGE_BLOCK_BYTES`.
+    `LARGE_BLOCK_BYTES`. What is free at the end of the heap is kept, up to `KEPT_FREE_BYTES`: otherwise the pages of
+    messages go back as they are handled, and have to be faulted in again.
     """
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
     with contextlib.suppress(AttributeError):
-        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
+        mallopt(M_TRIM_THRESHOLD, KEPT_FREE_BYTES)

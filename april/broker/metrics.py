@@ -136,8 +136,8 @@ class Photographer:
                 training=generating, evaluation=evaluating, scoring=len(ledger.leases) - generating - evaluating
             ),
             "april_longest_lease_seconds": single(queues.longest_lease_s),
-            "april_chunks_accepted_total": {(use,): acknowledged["chunks", use] for use in USES},
-            "april_tokens_accepted_total": {(use,): acknowledged["tokens", use] for use in USES},
+            "april_chunks_accepted_total": {(use,): acknowledged.get(("chunks", use), 0) for use in USES},
+            "april_tokens_accepted_total": {(use,): acknowledged.get(("tokens", use), 0) for use in USES},
             "april_tokens_resumed_total": by_name(cached=ledger.resumed["cached"], moved=ledger.resumed["moved"]),
             "april_tokens": by_name(**{name: account[name] for name in ("trained", "delivered", "ready", "open")}),
             "april_tokens_discarded_total": by_name(**account["discarded"]),

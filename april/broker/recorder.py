@@ -60,7 +60,7 @@ class Recorder:
         self.rollout_tokens = sum(step["rollout_tokens"] for step in self.steps.values())
         self.accepted: Counter[tuple[str, str]] = Counter()
         """`chunks` and `tokens` since the broker started, by use: `training` or `evaluation`"""
-        self.acknowledged: Counter[tuple[str, str]] = Counter()
+        self.acknowledged: dict[tuple[str, str], int] = {}
         """those of them that are on disk"""
         self.environment: Counter[str] = Counter()
         """since the broker started: observations, their tokens, and answers that failed"""
@@ -148,7 +148,8 @@ class Recorder:
         groups = ledger.deliveries[step]
         samples = [sample for group in groups for sample in group.samples if sample.state is SampleState.DONE]
         ages = tokens_by_age(groups, step)
-        lengths = Counter(sample.sampled for sample in samples)
+        sizes = [sample.sampled for sample in samples]
+        lengths = Counter(sizes)
         created = ledger.cohorts.created - self._settled
         self._settled = ledger.cohorts.created.copy()
         drift = self._measure_drift(ledger, now)
@@ -160,7 +161,7 @@ class Recorder:
             "reward_details": mean_details(samples),
             "groups": len(groups),
             "samples": len(samples),
-            "tokens": sum(sample.sampled for sample in samples),
+            "tokens": sum(sizes),
             "rollout_s": round(self._step_generating_s, 4),
             "rollout_tokens": self._step_tokens,
             "rollout_tokens_per_s": per_second(self._step_tokens, self._step_generating_s),
@@ -286,8 +287,8 @@ def tokens_by_age(groups: list[Group], step: int) -> Counter[int]:
     for group in groups:
         for sample in group.samples:
             if sample.state is SampleState.DONE:
-                for start, end, version in sample.segments:
-                    ages[step - version.step] += end - start
+                for sampled_at, tokens in sample.segments.tokens_by_step():
+                    ages[step - sampled_at] += tokens
     return ages
 
 

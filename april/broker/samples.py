@@ -66,7 +66,7 @@ class Sample:
     @property
     def sampled(self) -> int:
         """Its tokens without observations."""
-        return sum(end - start for start, end, _ in self.segments)
+        return self.segments.tokens
 
     @property
     def observations(self) -> list[tuple[int, int]]:
@@ -89,7 +89,8 @@ class Sample:
     @property
     def first_step(self) -> int:
         """A worker must be at this step or later to go on with it, so that versions never decrease."""
-        return max(self.group.opened_at, self.segments.last_step)
+        opened_at = self.group.opened_at
+        return max(opened_at, self.segments.last_step) if self.length else opened_at
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -157,7 +158,8 @@ class Lease:
     @property
     def samples(self) -> list[Sample]:
         """All that it is on: where a group is scored together, those that live; `sample` is the first of them."""
-        return self.sample.group.live_samples if self.on_group else [self.sample]
+        group = self.sample.group
+        return group.live_samples if self.scoring and group.together else [self.sample]
 
     @property
     def on_group(self) -> bool:

@@ -18,7 +18,9 @@ class Segments(Sequence[Segment]):
     __slots__ = ("_numbers",)
 
     def __init__(self, segments: Iterable[Segment] = ()):
-        self._numbers = array("I", [number for start, end, version in segments for number in (start, end, *version)])
+        self._numbers = array("I")
+        for start, end, version in segments:
+            self._numbers.extend((start, end, *version))
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Segments":
@@ -37,6 +39,17 @@ class Segments(Sequence[Segment]):
             numbers[-3] = end
         else:
             numbers.extend((start, end, *version))
+
+    @property
+    def tokens(self) -> int:
+        """Of all of them."""
+        numbers = self._numbers
+        return numbers[1] - numbers[0] if len(numbers) == WIDTH else sum(numbers[1::WIDTH]) - sum(numbers[::WIDTH])
+
+    def tokens_by_step(self) -> Iterator[tuple[int, int]]:
+        """(policy step, tokens) of each."""
+        numbers = iter(self._numbers)
+        return ((step, end - start) for start, end, _, step in zip(numbers, numbers, numbers, numbers, strict=True))
 
     @property
     def end(self) -> int:

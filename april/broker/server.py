@@ -7,7 +7,7 @@ import math
 import os
 import signal
 import time
-from collections import Counter, deque
+from collections import deque
 from functools import partial
 from pathlib import Path
 
@@ -111,7 +111,7 @@ class Server:
         """reason and state of a run that was over when its disk failed"""
         self._unsent: list[Outgoing] = []
         """answers that wait for the sync under way"""
-        self._in_sync: Counter[tuple[str, str]] = Counter()
+        self._in_sync: dict[tuple[str, str], int] = {}
         """what has been accepted once that has ended, as the recorder counts"""
         self._late: dict[bytes, deque[Outgoing]] = {}
 
@@ -185,8 +185,11 @@ class Server:
 
     def _wait(self, timeout_ms: int) -> None:
         """For a message, or the end of a sync."""
-        if any(ready == self._synced for ready, _ in self._poller.poll(timeout_ms)):
-            os.eventfd_read(self._synced)
+        while ready := dict(self._poller.poll(timeout_ms)):
+            if self._synced in ready:
+                os.eventfd_read(self._synced)
+            if self.socket in ready or self.journal.syncing:
+                return
 
     def _work(self) -> None:
         caught_up = self._drain()
@@ -202,7 +205,7 @@ class Server:
             return
         self._finish_sync()
         self._unsent = self.service.sessions.take_outgoing()
-        self._in_sync = self.service.recorder.accepted.copy()
+        self._in_sync = dict(self.service.recorder.accepted)
         in_a_thread = self.journal.unsynced_bytes > SMALL_SYNC_BYTES or sockets.has_message(self.socket)
         self.journal.begin_sync(aside=in_a_thread and not self.journal.segment_full)
         if not self.journal.sync_runs:

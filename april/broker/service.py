@@ -36,7 +36,9 @@ from april.security.audit import Audit
 
 log = logging.getLogger(__name__)
 
-PROMPTS_CACHED = 64
+ROWS_CACHED = 16
+PROMPTS_CACHED, LARGEST_CACHED = 1024, 16 << 10
+"""and the most bytes of one: longer prompts are read again when their batch is delivered"""
 FILTERED_ROUNDS = 20
 """rounds of which every group is filtered out before the run is given up"""
 DEAD_ROUNDS = 2
@@ -85,8 +87,9 @@ class Service:
         self.schedule = make_schedule(config.schedule, prompts)
         self.filters = GroupFilters(config.schedule)
         self.snapshots = SnapshotStore(journal.folder)
-        self.read_prompt = lru_cache(maxsize=PROMPTS_CACHED)(self._read_prompt)
-        """prompt ids by their place in the journal; the samples of a group are mostly handed out one after the other"""
+        self.row_of = lru_cache(maxsize=ROWS_CACHED)(self._row_of)
+        """the samples of a group are mostly handed out one after the other"""
+        self._short_prompt = lru_cache(maxsize=PROMPTS_CACHED)(self._read_prompt)
         self._recover()
         self.sessions.number_from(self.ledger.epoch)
         max_steps, tensorboard = config.schedule.max_steps, config.operations.tensorboard
@@ -419,6 +422,11 @@ class Service:
 
     # --- payloads -------------------------------------------------------------------------------------------
 
+    def read_prompt(self, reference: Reference) -> wire.Packed:
+        """Prompt ids by their place in the journal."""
+        _, length = reference
+        return self._short_prompt(reference) if length <= LARGEST_CACHED else self._read_prompt(reference)
+
     def _read_prompt(self, reference: Reference) -> wire.Packed:
         _, [(checksum, data)] = self.journal.read(reference)
         return wire.Packed("i4", checksum, data)
@@ -445,7 +453,7 @@ class Service:
                 return event.state
         return b""
 
-    def row_of(self, evaluation: bool, epoch: int, row: int) -> Row:
+    def _row_of(self, evaluation: bool, epoch: int, row: int) -> Row:
         return self.prompts.evaluation_rows[row] if evaluation else self.prompts.row(epoch, row)
 
     def reward_of(self, row: Row) -> str:

@@ -181,15 +181,16 @@ class Sessions:
         self._acknowledging[session.id] = session
 
     def take_outgoing(self) -> list[Outgoing]:
-        """What is to be sent now: one acknowledgement for each worker that has earned some, then the rest."""
-        acknowledgements = []
+        """What is to be sent now, connection by connection: its acknowledgement, then the rest."""
+        by_route: dict[bytes, list[Outgoing]] = {}
         for session in self._acknowledging.values():
             message = wire.Acknowledged(list(session.lengths.items()), session.done)
-            acknowledgements.append(Outgoing(session.data_route, message, [], session.id))
+            by_route.setdefault(session.data_route, []).append(Outgoing(session.data_route, message, [], session.id))
             session.lengths, session.done = {}, []
-        self._acknowledging = {}
-        outgoing, self.outgoing = acknowledgements + self.outgoing, []
-        return outgoing
+        for outgoing in self.outgoing:
+            by_route.setdefault(outgoing.route, []).append(outgoing)
+        self._acknowledging, self.outgoing = {}, []
+        return [outgoing for of_route in by_route.values() for outgoing in of_route]
 
     def answer_heartbeat(self, session: Session, lost: list[int]) -> None:
         """At once, since no crash can make it wrong: a lease that is called lost is not taken up again."""

@@ -124,9 +124,9 @@ class WorkerDesk:
         if dtypes not in (wire.CHUNK_ARRAYS, wire.CHUNK_ARRAYS[:2]):
             raise wire.WireError("a chunk carries ids int32, logprobs float32, and their supports, if any, int32")
         ids, logprobs, *support = received.arrays
-        if not len(ids) or ids.shape != logprobs.shape or ids.min() < 0 or not np.isfinite(logprobs).all():
-            raise wire.WireError("a chunk has at least one token, ids from 0, and a finite logprob for each")
-        self._check_ids(ids)
+        if not len(ids) or ids.shape != logprobs.shape or not np.isfinite(logprobs).all():
+            raise wire.WireError("a chunk has at least one token, and a finite logprob for each")
+        self._check_tokens(ids)
         if support:
             self._check_support(ids, Support(*support))
         if not self._holds(session.uid, message.token):
@@ -151,11 +151,11 @@ class WorkerDesk:
         if [packed.dtype for packed in received.packed] != ["i4"]:
             raise wire.WireError("an observation carries ids int32")
         [ids] = received.arrays
-        if not len(ids) or ids.min() < 0 or len(message.state) > limits.STATE_BYTES:
+        if not len(ids) or len(message.state) > limits.STATE_BYTES:
             raise wire.WireError(
-                f"an observation has at least one token, ids from 0, and a state of at most {limits.STATE_BYTES} bytes"
+                f"an observation has at least one token, and a state of at most {limits.STATE_BYTES} bytes"
             )
-        self._check_ids(ids)
+        self._check_tokens(ids)
         if not self._holds(session.uid, message.token):
             return self._refuse(session, received, "the lease is not current")
         lease, nobodys = self.ledger.leases[message.token], [wire.pack(np.zeros(len(ids), "<f4"))]
@@ -169,19 +169,21 @@ class WorkerDesk:
             self.recorder.observed(len(ids), message.failed)
         self._answer(session, received, lease, verdict, 0, now)
 
-    def _check_ids(self, ids: np.ndarray) -> None:
-        if ids.max() > self.largest_id:
-            raise wire.WireError(f"the policy's token ids end at {self.largest_id}")
+    def _check_tokens(self, ids: np.ndarray) -> None:
+        self._check_ids(ids)
         if len(ids) > limits.CHUNK_TOKENS:
             raise wire.WireError(f"a chunk has at most {limits.CHUNK_TOKENS} tokens")
 
+    def _check_ids(self, ids: np.ndarray) -> None:
+        if ids.view("<u4").max() > self.largest_id:  # a negative one is larger than any
+            raise wire.WireError(f"the policy's token ids are from 0 to {self.largest_id}")
+
     def _check_support(self, ids: np.ndarray, support: Support) -> None:
-        if not support.holds(ids) or support.ids.min() < 0 or support.counts.max() > limits.SUPPORT_IDS:
+        if not support.holds(ids) or support.counts.max() > limits.SUPPORT_IDS:
             raise wire.WireError(
-                f"a support has at most {limits.SUPPORT_IDS} ids, from 0, and the token that was drawn among them"
+                f"a support has at most {limits.SUPPORT_IDS} ids, and the token that was drawn among them"
             )
-        if support.ids.max() > self.largest_id:
-            raise wire.WireError(f"the policy's token ids end at {self.largest_id}")
+        self._check_ids(support.ids)
 
     def _answer(
         self, session: Session, received: wire.Received, lease: Lease, verdict: Verdict, sampled: int, now: float
@@ -291,7 +293,8 @@ class WorkerDesk:
         return self.sessions.has_credit(session, self.service.credit_bytes)
 
     def _load(self, session: Session) -> int:
-        return self.ledger.load[session.uid, False] + self.ledger.load[session.uid, True]
+        of_key = self.ledger.load.get
+        return of_key((session.uid, False), 0) + of_key((session.uid, True), 0)
 
     def _fullness(self, session: Session) -> float:
         return self._load(session) / session.capacity
@@ -311,12 +314,13 @@ class WorkerDesk:
         self.send_grant(session, lease)
 
     def _evaluation_share_left(self, session: Session) -> bool:
-        return self.ledger.load[session.uid, True] < self.config.evaluation.share * session.capacity
+        return self.ledger.load.get((session.uid, True), 0) < self.config.evaluation.share * session.capacity
 
     def send_grant(self, session: Session, lease: Lease) -> None:
         sample, group, sampling = lease.sample, lease.sample.group, self.config.sampling
         drawn = self.config.evaluation if group.evaluation else sampling
-        row, observations = self.service.row_of(group.evaluation, group.epoch, group.row), sample.observations
+        row = self.service.row_of(group.evaluation, group.epoch, group.row)
+        observations = sample.observations if sample.length else []
         grant = wire.Grant(
             token=lease.token,
             group=group.id,

@@ -81,8 +81,8 @@ def amiss(counts, support):
         (amiss([1, 1], [2, 3]), "drawn among them"),
         (amiss([0, 2, 1], [2, 3, 4]), "drawn among them"),
         (amiss([-1, 3, 1], [2, 3, 4]), "drawn among them"),
-        (amiss([2, 1, 1], [2, -1, 3, 4]), "drawn among them"),
-        (amiss([2, 1, 1], [2, 10_000, 3, 4]), "token ids end at"),
+        (amiss([2, 1, 1], [2, -1, 3, 4]), "ids are from 0 to"),
+        (amiss([2, 1, 1], [2, 10_000, 3, 4]), "ids are from 0 to"),
         (amiss([SUPPORT_IDS + 1, 1, 1], [2] * (SUPPORT_IDS + 1) + [3, 4]), f"at most {SUPPORT_IDS} ids"),
     ],
 )

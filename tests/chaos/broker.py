@@ -15,6 +15,7 @@ import random
 import sys
 import time
 import zlib
+from collections import Counter
 
 from april import clock, wire
 from april.broker import server, service, snapshot, status
@@ -33,7 +34,7 @@ class WatchedServer(server.Server):
     def turn(self) -> None:
         super().turn()
         tokens, recorder = self.service.ledger.tokens, self.service.recorder
-        unsynced = recorder.accepted - recorder.acknowledged
+        unsynced = recorder.accepted - Counter(recorder.acknowledged)
         unsynced_tokens = sum(count for (what, _), count in unsynced.items() if what == "tokens")
         state.set_phase(phase(self.service), tokens["generated"] + tokens["evaluation"] - unsynced_tokens)
 
