@@ -9,10 +9,8 @@ new segment, so that a restart reads one snapshot and what follows it. `reclaim`
 import bisect
 import contextlib
 import fcntl
-import itertools
 import logging
 import os
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,6 +20,7 @@ from pathlib import Path
 import msgspec
 
 from april.broker import records
+from april.broker.disk import BLOCK_BYTES, Uncached, open_uncached, sync_folder, write_and_sync
 from april.broker.events import AnyEvent, Event
 from april.broker.records import Part
 
@@ -30,15 +29,16 @@ log = logging.getLogger(__name__)
 SEGMENT_BYTES = 512 << 20
 SEGMENT_RECORDS = 250_000
 """a segment ends after this many records at the latest: they bound the time of a restart as the bytes do"""
-BUFFERS_PER_WRITE = 1000
-"""the kernel takes at most 1024"""
 READ_BYTES = 4 << 20
-CACHED_BYTES, LET_GO_BYTES, PAGE_BYTES = 64 << 20, 1 << 20, 4096
+CACHED_BYTES, LET_GO_BYTES = 64 << 20, 1 << 20
 """of what was written last, the system keeps so much in its page cache for reading; older pages are let go, so much at
 a time, and used again: taking fresh memory for every record costs more than copying it"""
-KEPT_BYTES, KEPT_FROM = 32 << 20, 16 << 10
+KEPT_BYTES, KEPT_FROM = 64 << 20, 16 << 10
 """the last records of at least so many bytes stay in memory, so many bytes of them: most are
 read once and soon, and the page cache would have them copied and checked again"""
+UNCACHED_FROM = 128 << 10
+"""where most of what is synced at once, and at least so many bytes of it, stays in memory anyway, it is written past
+the page cache"""
 SUFFIX = ".msgpack"
 
 Reference = tuple[int, int]
@@ -78,11 +78,15 @@ class Journal:
         self._kept: dict[int, tuple[Event, list[Part]]] = {}
         self._kept_lengths: deque[Reference] = deque()
         self._kept_bytes = 0
+        self._kept_unwritten = 0
+        """bytes of those of them that no sync has begun to write"""
         self._records = 0
         self._failed: JournalError | None = None
         self._syncer = ThreadPoolExecutor(1, thread_name_prefix="journal-sync")
         self._syncing: tuple[int, Callable[[], float]] | None = None
         """position up to which the sync under way reaches, and how to wait for it"""
+        self._uncached: Uncached | None = None
+        """the newest segment, past the page cache"""
         self._aside: Future | None = None
         self.on_sync_ended: Callable[[], None] = lambda: None
         """called in the thread of a sync aside"""
@@ -92,14 +96,22 @@ class Journal:
         self._decoder = msgspec.msgpack.Decoder(AnyEvent)
         if not self._files:
             self._begin_segment(0)
+        else:
+            self._uncached = open_uncached(self._path(self._starts[-1]))
         self.end = self._synced = self._starts[-1] + self._size(self._starts[-1])
         self._cached_from = self._synced
         self.bytes_on_disk = sum(map(self._size, self._starts))
 
+    def _path(self, start: int) -> Path:
+        return self.folder / f"{start:020d}{SUFFIX}"
+
     def _begin_segment(self, position: int) -> None:
-        path = self.folder / f"{position:020d}{SUFFIX}"
+        path = self._path(position)
         self._files[position] = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
         self._starts.append(position)
+        if self._uncached:
+            self._uncached.close()
+        self._uncached = open_uncached(path)
         self._records = 0
         sync_folder(self.folder)
 
@@ -127,6 +139,7 @@ class Journal:
         self._kept[position] = self._unwritten[position]
         self._kept_lengths.append(reference)
         self._kept_bytes += length
+        self._kept_unwritten += length
         while self._kept_bytes > KEPT_BYTES:
             oldest, length = self._kept_lengths.popleft()
             del self._kept[oldest]
@@ -155,8 +168,10 @@ class Journal:
         if self._synced < self.end:
             start = self._starts[-1]
             old = self._old_pages()
-            sync = partial(write_and_sync, self._files[start], self._pending, self._synced - start, old)
-            self._pending, self._unwritten, self._in_sync = [], {}, self._unwritten
+            large = self._kept_unwritten >= max(UNCACHED_FROM, self.unsynced_bytes / 2)
+            uncached = self._uncached if large else None
+            sync = partial(write_and_sync, self._files[start], self._pending, self._synced - start, old, uncached)
+            self._pending, self._kept_unwritten, self._unwritten, self._in_sync = [], 0, {}, self._unwritten
             self._aside = self._syncer.submit(sync) if aside else None
             self._syncing = (self.end, self._aside.result if aside else sync)
             if aside:
@@ -182,7 +197,7 @@ class Journal:
             index = max(0, bisect.bisect_right(self._starts, self._cached_from) - 1)
             start, later = self._starts[index], self._starts[index + 1 :]
             at = max(start, self._cached_from)
-            stop = min(until - (until - start) % PAGE_BYTES, later[0] if later else until)
+            stop = min(until - (until - start) % BLOCK_BYTES, later[0] if later else until)
             if at < stop:
                 stretches.append((self._files[start], at - start, stop - at))
             self._cached_from = stop
@@ -242,7 +257,7 @@ class Journal:
             self.bytes_on_disk -= self._size(start)
             os.close(self._files.pop(start))
         self._starts = sorted(self._files)
-        return [self.folder / f"{start:020d}{SUFFIX}" for start in dead]
+        return [self._path(start) for start in dead]
 
     # --- reading --------------------------------------------------------------------------------------------
 
@@ -323,6 +338,8 @@ class Journal:
         if not self._failed:
             self.sync()
         self._syncer.shutdown()
+        if self._uncached:
+            self._uncached.close()
         for file in (*self._files.values(), self._lock):
             os.close(file)
         self._files.clear()
@@ -333,32 +350,3 @@ def good_records(data: bytes) -> Iterator[tuple[int, int]]:
     for form in records.FORM.finditer(data):
         if record := records.decode(data, form.start()):
             yield form.start(), record.synced
-
-
-def write_and_sync(
-    file: int, pieces: list[bytes | memoryview], offset: int, old_pages: Sequence[tuple[int, int, int]] = ()
-) -> float:
-    """Put pieces on disk, one behind the other from `offset` on; how long the sync took (seconds)."""
-    for stretch in old_pages:
-        os.posix_fadvise(*stretch, os.POSIX_FADV_DONTNEED)
-    rest = iter(pieces)
-    while some := list(itertools.islice(rest, BUFFERS_PER_WRITE)):
-        count = os.pwritev(file, some, offset)
-        offset += count
-        left = memoryview(b"".join(some))[count:] if count < sum(map(len, some)) else b""
-        while left:
-            count = os.pwrite(file, left, offset)
-            offset += count
-            left = left[count:]
-    began = time.monotonic()
-    os.fdatasync(file)
-    return time.monotonic() - began
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -20,8 +20,9 @@ import msgspec
 from zlib_ng.zlib_ng import crc32
 
 from april.broker.dead_letters import DeadLetters
+from april.broker.disk import sync_folder
 from april.broker.events import RunStarted
-from april.broker.journal import Reference, sync_folder
+from april.broker.journal import Reference
 from april.broker.ledger_state import LedgerState
 from april.broker.samples import TO_GENERATE, Group, GroupState, Lease, Sample, SampleState
 from april.broker.segments import Segments

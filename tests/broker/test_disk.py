@@ -1,0 +1,82 @@
+"""What is put on disk past the page cache is what would have gone through it."""
+
+import errno
+import os
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from april.broker import disk
+
+NEAR_BLOCKS = st.integers(0, 3).flatmap(lambda n: st.integers(-3, 3).map(lambda d: max(0, n * disk.BLOCK_BYTES + d)))
+BATCHES = st.lists(st.lists(NEAR_BLOCKS, min_size=1, max_size=4), min_size=1, max_size=4)
+
+
+@pytest.fixture
+def uncached(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk, "STAGE_BYTES", 2 * disk.BLOCK_BYTES)
+    (tmp_path / "file").touch()
+    writer = disk.open_uncached(tmp_path / "file")
+    assert writer, "the file system of the tests can do it"
+    yield writer
+    writer.close()
+
+
+def append(path, batches: list[list[int]], uncached) -> bytes:
+    """Sync batches of pieces of these lengths one behind the other; returns what was to be written."""
+    whole, file = b"", os.open(path, os.O_RDWR | os.O_TRUNC)
+    for number, lengths in enumerate(batches):
+        pieces = [os.urandom(length) for length in lengths]
+        disk.write_and_sync(file, pieces, len(whole), uncached=uncached if number % 2 == 0 else None)
+        whole += b"".join(pieces)
+    os.close(file)
+    return whole
+
+
+@settings(max_examples=100, deadline=None)
+@given(batches=BATCHES)
+def test_a_file_is_the_same_whichever_way_its_parts_are_written(batches, tmp_path_factory):
+    path = tmp_path_factory.mktemp("disk") / "file"
+    path.touch()
+    writer = disk.open_uncached(path)
+    assert path.read_bytes() == b"" and append(path, batches, writer) == path.read_bytes()
+    writer.close()
+
+
+def test_more_than_the_stage_holds_goes_in_several_writes(tmp_path, uncached):
+    lengths = [5 * disk.BLOCK_BYTES + 17, 1, 3 * disk.BLOCK_BYTES]
+    assert append(tmp_path / "file", [lengths, lengths, lengths], uncached) == (tmp_path / "file").read_bytes()
+
+
+def test_what_the_disk_does_not_take_whole_goes_through_the_cache(tmp_path, uncached, monkeypatch):
+    """A part of the blocks, or none where the file system wants them aligned otherwise."""
+    real, answers = os.pwritev, iter([512, errno.EINVAL])
+
+    def reluctant(file, buffers, offset):
+        if file != uncached._direct:
+            return real(file, buffers, offset)
+        answer = next(answers)
+        if answer == errno.EINVAL:
+            raise OSError(answer, os.strerror(answer))
+        return real(file, [buffers[0][:answer]], offset)
+
+    monkeypatch.setattr(os, "pwritev", reluctant)
+    lengths = [2 * disk.BLOCK_BYTES]
+    assert append(tmp_path / "file", [lengths, [], lengths], uncached) == (tmp_path / "file").read_bytes()
+    assert next(answers, None) is None, "both were asked for"
+
+
+def test_a_full_disk_says_so(tmp_path, uncached, monkeypatch):
+    def full(file, buffers, offset):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwritev", full)
+    with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
+        append(tmp_path / "file", [[disk.BLOCK_BYTES]], uncached)
+
+
+def test_without_a_way_past_the_cache_there_is_none(tmp_path, monkeypatch):
+    monkeypatch.delattr(os, "O_DIRECT")
+    (tmp_path / "file").touch()
+    assert disk.open_uncached(tmp_path / "file") is None
