@@ -131,6 +131,21 @@ def test_a_scenario_that_cannot_work_is_refused(small, overrides, said):
         load_scenario(small, overrides).make_lengths()
 
 
+def test_a_key_that_is_missing_or_misspelt_is_named(small, tmp_path):
+    bare = tmp_path / "bare.toml"
+    bare.write_text("steps = 4")
+    with pytest.raises(ConfigError, match=r"bare.toml: key 'cost.decode_base_s' is missing; set it"):
+        load_scenario(bare)
+    with pytest.raises(ConfigError, match=r"unknown key 'engines.cuont' = 3; did you mean 'engines.count'"):
+        load_scenario(small, [("engines.cuont", 3)])
+
+
+def test_a_cost_model_beside_named_ones_is_refused(small):
+    small.write_text(SMALL + "[costs.plain]\ndecode_base_s = 0.02")
+    with pytest.raises(ConfigError, match=r"key 'cost' of .* stands beside costs.plain; .* \[costs.measured\]"):
+        load_scenario(small)
+
+
 def test_a_cost_model_that_is_not_there_is_refused(small):
     with pytest.raises(ConfigError, match="h100, mi300x, plain"):
         load_scenario(PUBLISHED, cost="h200")
