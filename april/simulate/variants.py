@@ -61,6 +61,13 @@ def variants(scenario: Scenario) -> dict[str, Scenario]:
     }
 
 
+def over_sampled(scenario: Scenario, groups: int) -> Scenario:
+    """`april` with so many groups in a round, overlapped and resumed as the scenario says."""
+    schedule = scenario.schedule
+    kept = {"overlap": schedule.overlap, "partial_rollout": schedule.partial_rollout}
+    return with_schedule(scenario, "april", over_sampling_batch_size=groups, **kept)
+
+
 def with_schedule(scenario: Scenario, kind: str, **keys) -> Scenario:
     """The scenario under another schedule; of the old one N, n and S are kept."""
     fresh = {"over_sampling_batch_size": None, "in_flight": None, "overlap": False, "partial_rollout": True}

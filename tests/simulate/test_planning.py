@@ -169,6 +169,7 @@ def test_tuning_continuous_chooses_the_samples_in_flight(small):
     scenario = load_scenario(small, [("schedule.kind", "continuous")])
     choice = tune(scenario)
     assert choice.key == "schedule.in_flight" and 1 <= choice.value <= 32
+    assert "\n20 " in tune(scenario.with_keys(engines__slots=10)).table, "all slots are tried, too"
 
 
 def test_a_fit_finds_the_costs_that_made_the_timings(tmp_path):
