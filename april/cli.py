@@ -316,7 +316,7 @@ def report_command(options, overrides: list[str]) -> int:
 def simulate_command(options, overrides: list[str]) -> int:
     from april.simulate import command
 
-    scenario = command.read(options.scenario, options.cost, overrides)
+    scenario = command.read_decided(options.scenario, options.cost, overrides)
     if options.experiment:
         command.experiment(options.experiment, scenario, options.out)
     elif options.sweep:

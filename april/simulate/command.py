@@ -17,9 +17,22 @@ def read(path: Path, cost: str | None, overrides: list[str]) -> Scenario:
     return load_scenario(path, parse_overrides(overrides), cost)
 
 
+def read_decided(path: Path, cost: str | None, overrides: list[str]) -> Scenario:
+    """The same where the schedule has a number for everything. Raises ConfigError."""
+    scenario = read(path, cost, overrides)
+    if key := scenario.schedule.automatic_key:
+        raise ConfigError(
+            f"key 'schedule.{key}' = 'auto' is for a run and `april tune`, which choose; give a number to simulate it"
+        )
+    return scenario
+
+
 def compare(scenario: Scenario) -> None:
-    """The table of all schedules."""
-    print(table([columns(evaluate(name, one)) for name, one in variants(scenario).items()], COLUMNS))
+    """The table of all schedules that the bound admits, and why it refuses the others."""
+    admitted, refused = variants(scenario)
+    print(table([columns(evaluate(name, one)) for name, one in admitted.items()], COLUMNS))
+    for name, error in refused.items():
+        print(f"left out: {name}: {error}")
 
 
 def sweep(scenario: Scenario, out: Path) -> None:
