@@ -1,5 +1,6 @@
 """Scenarios, lengths, traces, tuning, calibration and the commands around the simulated pipeline."""
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -9,11 +10,14 @@ from april.cli import main
 from april.config import ConfigError
 from april.simulate.calibrate import Timing, fit, measure
 from april.simulate.costs import EngineCost
+from april.simulate.experiments import buffers
 from april.simulate.lengths import Lengths, LengthsSection
 from april.simulate.probe import EngineProbe
 from april.simulate.scenario import Scenario, load_scenario
+from april.simulate.sweep import sweeps
 from april.simulate.trace import TracedGroup, read_trace, write_trace
 from april.simulate.tune import tune
+from april.simulate.variants import variants
 from april.version import Version
 from april.workers.engines.base import EngineError
 from april.workers.engines.decoder import read_shape
@@ -43,6 +47,7 @@ decode_running_s = 0.0001
 decode_kv_s = 0.0
 prefill_s = 0.00001
 """
+ONLY_FRESH = ["--schedule.kind", "sync", "--over-sampling-batch-size", "4", "--schedule.max_staleness", "0"]
 
 
 @pytest.fixture
@@ -268,6 +273,32 @@ def test_the_commands_print_and_draw(small, tmp_path, capsys):
     assert "schedule.over_sampling_batch_size = " in capsys.readouterr().out
 
 
+def test_a_schedule_that_the_bound_refuses_is_left_out_and_said_to_be(small, capsys):
+    """Overlap with N' = 2 N needs S = 2."""
+    assert main(["simulate", str(small), "--schedule.max_staleness", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "left out: april, N' = 8, overlap: key 'schedule.over_sampling_batch_size' = 8 exceeds 4" in out
+    assert "continuous, 16 in flight" in out and out.count("left out") == 1
+
+
+def test_what_a_scenario_says_of_its_schedule_is_kept_where_something_else_is_compared(small):
+    dropped = load_scenario(small, [("schedule.partial_rollout", False), ("schedule.overlap", True), ("steps", 1)])
+    found = [outcome for _, outcome in [*sweeps(dropped)[0].points, *buffers(dropped)[1]]]
+    assert all(one.scenario.schedule.overlap and not one.scenario.schedule.partial_rollout for one in found)
+    flowing = load_scenario(small, [("schedule.kind", "continuous"), ("schedule.in_flight", 11), ("steps", 1)])
+    assert "continuous, 11 in flight" in variants(flowing)[0]
+    _, flights, bounds, engines = sweeps(flowing)
+    assert 11 in [count for count, _ in flights.points]
+    assert {one.scenario.schedule.in_flight for sweep in (bounds, engines) for _, one in sweep.points} == {11}
+
+
+def test_without_matplotlib_there_are_tables_and_the_way_to_pictures(small, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["simulate", str(small), "--sweep", "--out", str(tmp_path), "--steps", "3"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("april-rl[report]") == out.count("consumed/s") == 4
+
+
 def test_tuning_takes_lengths_from_a_trace(small, tmp_path, capsys):
     trace = tmp_path / "trace.jsonl"
     write_trace(trace, [TracedGroup(5, [100, 100])])
@@ -277,9 +308,19 @@ def test_tuning_takes_lengths_from_a_trace(small, tmp_path, capsys):
     assert "april trace" in capsys.readouterr().err
 
 
-def test_what_cannot_work_ends_with_a_sentence(small, capsys):
-    assert main(["simulate", str(small), "--engines.slots", "0"]) == 2
-    assert "engines.slots" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--engines.slots", "0"], "engines.slots"),
+        (["--over-sampling-batch-size", "auto"], "'schedule.over_sampling_batch_size' = 'auto' is for"),
+        (["--schedule.kind", "continuous", "--schedule.in_flight", "auto"], "'schedule.in_flight' = 'auto' is for"),
+        (["--experiment", "buffers", *ONLY_FRESH], "'schedule.max_staleness' = 0 admits no N' above N"),
+        (["--sweep", *ONLY_FRESH], "'schedule.max_staleness' = 0 admits no N' above N"),
+    ],
+)
+def test_what_cannot_work_ends_with_a_sentence(small, capsys, words, said):
+    assert main(["simulate", str(small), *words]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_changing_a_key_of_a_scenario_keeps_the_others():
