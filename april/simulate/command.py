@@ -7,14 +7,18 @@ from april.config.overrides import parse_overrides
 from april.simulate import experiments, pictures
 from april.simulate.scenario import Scenario, load_scenario
 from april.simulate.sweep import sweeps
+from april.simulate.trace import budget_of, read_trace, write_trace
 from april.simulate.tune import tune
 from april.simulate.variants import COLUMNS, columns, evaluate, table, variants
 
 EXPERIMENTS = ("lengths", "buffers", "versions")
 
 
-def read(path: Path, cost: str | None, overrides: list[str]) -> Scenario:
-    return load_scenario(path, parse_overrides(overrides), cost)
+def read(path: Path, cost: str | None, overrides: list[str], trace: Path | None = None) -> Scenario:
+    """`trace`: lengths in place of the scenario's, with the budget that they were generated under."""
+    keys = {"family": "trace", "path": str(trace), "longest_tokens": budget_of(read_trace(trace))} if trace else {}
+    lengths = [(f"lengths.{key}", value) for key, value in keys.items()]
+    return load_scenario(path, [*lengths, *parse_overrides(overrides)], cost)
 
 
 def read_decided(path: Path, cost: str | None, overrides: list[str]) -> Scenario:
@@ -56,7 +60,6 @@ def choose(scenario: Scenario, mean_staleness: float | None) -> None:
 
 def trace(run_dir: Path, out: Path) -> None:
     from april.simulate.recording import record_trace
-    from april.simulate.trace import write_trace
 
     recording = record_trace(run_dir)
     groups = recording.groups

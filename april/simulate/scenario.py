@@ -97,11 +97,11 @@ class Scenario(Section):
 
 def check_scenario(scenario: Scenario) -> Scenario:
     check_schedule(scenario.schedule)
-    longest = scenario.lengths.longest_tokens + scenario.lengths.prompt_tokens
+    longest = scenario.make_lengths().longest_context
     if longest > scenario.cost.kv_tokens:
         raise ConfigError(
             f"key 'cost.kv_tokens' = {scenario.cost.kv_tokens} is less than the longest response with its prompt, "
-            f"{longest} tokens; lower lengths.longest_tokens or give the engine more memory"
+            f"{longest} tokens; raise it, or lower lengths.longest_tokens"
         )
     return scenario
 

@@ -78,7 +78,9 @@ def test_a_resumed_run_chooses_by_the_lengths_in_its_journal(load):
     chosen, why = resolve(config, resumed=True)
     assert "of the run so far" in why
     assert 4 < chosen.schedule.over_sampling_batch_size <= 6 * 4
-    assert read_trace(config.run_dir / "lengths.jsonl") == [TracedGroup(9, list(pair)) for pair in lengths]
+    assert read_trace(config.run_dir / "lengths.jsonl") == [
+        TracedGroup(9, list(pair), config.sampling.max_response_tokens) for pair in lengths
+    ]
     assert "too few lengths" in resolve(config)[1], "another run of that name has its own folder"
 
 

@@ -9,9 +9,11 @@ import pytest
 from april.cli import main
 from april.config import ConfigError
 from april.simulate.calibrate import Timing, fit, measure
+from april.simulate.command import read
 from april.simulate.costs import EngineCost
 from april.simulate.experiments import buffers
 from april.simulate.lengths import Lengths, LengthsSection
+from april.simulate.pipeline import Pipeline
 from april.simulate.probe import EngineProbe
 from april.simulate.scenario import Scenario, load_scenario
 from april.simulate.sweep import sweeps
@@ -306,6 +308,30 @@ def test_tuning_takes_lengths_from_a_trace(small, tmp_path, capsys):
     assert "schedule.over_sampling_batch_size = " in capsys.readouterr().out
     assert main(["tune", str(small), "--trace", str(tmp_path / "none")]) == 2
     assert "april trace" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("group", "words", "budget"),
+    [
+        (TracedGroup(5, [100, 90], 3000), [], 3000),
+        (TracedGroup(5, [100, 5000]), [], 5000),
+        (TracedGroup(5, [100, 5000]), ["--lengths.longest_tokens", "70"], 70),
+    ],
+    ids=["of the run", "unknown", "another is asked for"],
+)
+def test_a_trace_brings_the_budget_of_its_run(small, tmp_path, group, words, budget):
+    trace = tmp_path / "trace.jsonl"
+    write_trace(trace, [group])
+    scenario = read(small, None, words, trace)
+    assert scenario.lengths.longest_tokens == Pipeline(scenario).ledger.rules.max_response_tokens == budget
+
+
+def test_a_traced_prompt_has_to_fit_into_the_cache_with_its_own_responses(small, tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    write_trace(trace, [TracedGroup(900, [10], 500), TracedGroup(5, [500], 500)])
+    assert read(small, None, ["--cost.kv_tokens", "910"], trace).cost.kv_tokens == 910
+    with pytest.raises(ConfigError, match=r"'cost.kv_tokens' = 909 is less .* 910 tokens"):
+        read(small, None, ["--cost.kv_tokens", "909"], trace)
 
 
 @pytest.mark.parametrize(
