@@ -79,18 +79,21 @@ def calibrate(model: Path, slots: int, out: Path, overrides: list[str]) -> None:
     from april.simulate.calibrate import fit, measure
 
     try:
-        from april.simulate.probe import make_probe
-        from april.workers.engines.base import EngineError
+        from april.simulate.probe import probe_of
     except ImportError:
         raise ConfigError("calibrating needs torch; run `pip install 'april-rl[worker]'`") from None
-    probe, name = make_probe(model, slots, overrides)
-    try:
+    check_writable(out)
+    with probe_of(model, slots, overrides) as (probe, name):
         fitted = fit(measure(probe), f"measured on the {name} engine with {slots} slots", probe.engine.kv_tokens)
-    except EngineError as error:
-        raise ConfigError(str(error)) from None
-    finally:
-        probe.engine.close()
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(fitted.to_toml())
     print(fitted.describe())
+    out.write_text(fitted.to_toml())
     print(out)
+
+
+def check_writable(out: Path) -> None:
+    """Before there is something to lose. Raises ConfigError."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.open("a").close()
+    except OSError as error:
+        raise ConfigError(f"option '--out' = {str(out)!r} cannot be written ({error.strerror}); give a file") from None

@@ -1,10 +1,13 @@
 """Scenarios, lengths, traces, tuning, calibration and the commands around the simulated pipeline."""
 
+import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from april.cli import main
 from april.config import ConfigError
@@ -211,6 +214,12 @@ def test_a_fit_has_no_negative_costs():
     assert cost.decode_kv_s == 0 and cost.decode_running_s >= 0 and cost.decode_base_s > 0
 
 
+def test_a_prefill_too_short_to_be_timed_has_no_say():
+    timings = [exact_timing(COST, running, kv, running, 2 * running) for running in (1, 2, 8) for kv in (100, 1000)]
+    timings[0] = replace(timings[0], prefill_s=0.0)
+    assert np.abs(fit(timings, "").errors).max() < 1e-6
+
+
 def exact_timing(cost, running, kv, admissions, admitted):
     """As an engine would have it that follows the model to the letter."""
     step_s = cost.decode_base_s + cost.decode_running_s * running + cost.decode_kv_s * kv
@@ -230,6 +239,25 @@ def test_calibrating_times_the_engine_of_a_run(policy_folder, tmp_path, capsys):
     assert "prefill = " in capsys.readouterr().out
     assert main(["calibrate", "--model", str(policy_folder), "--out", str(path), "--worker.engine", "none"]) == 2
     assert "worker.engine" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--engine.pause", "in_place"], "key 'engine.pause' = 'in_place' leaves no prefill"),
+        (["--model", "WEIGHTLESS"], "holds no .safetensors file"),
+        (["--worker.device", "cuda"], "key 'worker.device' = 'cuda' finds no accelerator"),
+        (["--out", "."], "option '--out' = '.' cannot be written"),
+    ],
+)
+def test_calibrating_what_cannot_be_ends_with_a_sentence(policy_folder, tmp_path, capsys, monkeypatch, words, said):
+    """Before anything is measured."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    shutil.copytree(policy_folder, tmp_path / "weightless", ignore=shutil.ignore_patterns("*.safetensors"))
+    words = [str(tmp_path / "weightless") if word == "WEIGHTLESS" else word for word in words]
+    out = tmp_path / "cost.toml"
+    assert main(["calibrate", "--model", str(policy_folder), "--slots", "2", "--out", str(out), *words]) == 2
+    assert said in capsys.readouterr().err
 
 
 class Stalled:
