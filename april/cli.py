@@ -316,7 +316,7 @@ def report_command(options, overrides: list[str]) -> int:
 def simulate_command(options, overrides: list[str]) -> int:
     from april.simulate import command
 
-    scenario = command.read(options.scenario, options.cost, overrides)
+    scenario = command.read_decided(options.scenario, options.cost, overrides)
     if options.experiment:
         command.experiment(options.experiment, scenario, options.out)
     elif options.sweep:
@@ -329,9 +329,8 @@ def simulate_command(options, overrides: list[str]) -> int:
 def tune_command(options, overrides: list[str]) -> int:
     from april.simulate import command
 
-    if options.trace:
-        overrides = [*overrides, "--lengths.family", "trace", "--lengths.path", str(options.trace)]
-    command.choose(command.read(options.scenario, options.cost, overrides), options.mean_staleness)
+    scenario = command.read(options.scenario, options.cost, overrides, options.trace)
+    command.choose(scenario, options.mean_staleness)
     return 0
 
 

@@ -211,7 +211,7 @@ def simulate_published(options) -> tuple[list[Row], dict]:
             if part == "extreme":
                 rows += extreme_rows(results, base)
                 continue
-            outcomes = [(name, results.start(scenario)) for name, scenario in variants(base).items()]
+            outcomes = [(name, results.start(scenario)) for name, scenario in variants(base)[0].items()]
             tables[part] = [
                 [
                     dict(zip(COLUMNS, [name, *columns(found[seed].result())[1:]], strict=True))

@@ -106,7 +106,7 @@ COLUMNS: dict[str, tuple[Callable[[Outcome], float], str]] = {
 def schedules(kind: str, base: Scenario) -> dict[str, Scenario]:
     """Those of `april simulate`; contexts are computed again after an update, and kept where the engine can."""
     found = {}
-    for name, one in variants(base).items():
+    for name, one in variants(base)[0].items():
         if "recomputed" not in name:
             found[name] = one
         if name in found and kind == "torch" and one.schedule.kind == "continuous":

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from april.config.checks import check
 from april.config.overrides import known_keys, parse_overrides, set_key
-from april.config.sections import Config, ConfigError
+from april.config.sections import Config, ConfigError, Section
 
 
 def load(path: str | Path | Sequence[Path], overrides: Sequence[str] = (), inputs: bool = True) -> Config:
@@ -57,12 +57,13 @@ def validate(tree: dict) -> Config:
         raise ConfigError(sentence(error.errors()[0])) from None
 
 
-def sentence(error: dict) -> str:
-    """One sentence from a pydantic error: the key, the value, what was expected."""
+def sentence(error: dict, model: type[Section] = Config, listing: str = "`april run --help`") -> str:
+    """One sentence from a pydantic error of `model`, whose keys `listing` lists: the key, the value, what was
+    expected."""
     key = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
-        close = difflib.get_close_matches(key, known_keys(), n=1, cutoff=0.5)
-        mend = f"did you mean {close[0]!r}?" if close else "`april run --help` lists the keys"
+        close = difflib.get_close_matches(key, known_keys(model), n=1, cutoff=0.5)
+        mend = f"did you mean {close[0]!r}?" if close else f"{listing} lists the keys"
         return f"unknown key {key!r} = {error['input']!r}; {mend}"
     if error["type"] == "missing":
         key = {"model": "model.path", "data": "data.path"}.get(key, key)

@@ -51,10 +51,10 @@ def set_key(tree: dict, key: str, value: Any) -> None:
     tree[name] = value
 
 
-def known_keys() -> dict[str, Any]:
+def known_keys(model: type[Section] = Config) -> dict[str, Any]:
     """Every key of the configuration with its pydantic field, in order of declaration."""
     keys = {}
-    for name, field in Config.model_fields.items():
+    for name, field in model.model_fields.items():
         section = field.annotation
         if isinstance(section, type) and issubclass(section, Section):
             keys.update({f"{name}.{key}": inner for key, inner in section.model_fields.items()})

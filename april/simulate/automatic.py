@@ -87,11 +87,12 @@ def seen_lengths(config: Config) -> tuple[LengthsSection, str] | None:
 def planned(config: Config, scenario: Scenario, lengths: LengthsSection) -> Scenario:
     """The scenario with the run's own schedule, budget and slots, and no longer than the start of a run may take."""
     schedule = config.schedule.model_copy(update={config.schedule.automatic_key: None})
+    engines = config.worker.count * len(config.lanes_of("worker"))
     batch = schedule.rollout_batch_size * schedule.n_samples_per_prompt
     changes = {
         "schedule": schedule,
         "lengths": lengths.model_copy(update={"longest_tokens": config.sampling.max_response_tokens}),
-        "engines": scenario.engines.model_copy(update={"count": config.worker.count, "slots": config.worker.slots}),
+        "engines": scenario.engines.model_copy(update={"count": engines, "slots": config.worker.slots}),
         "steps": max(LEAST_STEPS, TUNED_RESPONSES // batch),
         "limit_responses": TUNED_RESPONSES,
     }

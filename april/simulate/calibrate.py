@@ -136,8 +136,9 @@ def fit(timings: list[Timing], source: str, kv_tokens: int | None = None) -> Fit
 
 
 def least_squares(terms: list[list[float]], seconds: list[float]) -> list[float]:
-    """Coefficients >= 0 of the terms for which predicted over measured is nearest to 1."""
-    design = np.array(terms) / np.array(seconds)[:, None]
+    """Coefficients >= 0 of the terms for which predicted over measured is nearest to 1, where any time was measured."""
+    measured = np.array(seconds) > 0
+    design = np.array(terms)[measured] / np.array(seconds)[measured, None]
     free = list(range(design.shape[1]))
     while True:
         solved, *_ = np.linalg.lstsq(design[:, free], np.ones(len(design)), rcond=None)

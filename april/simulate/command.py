@@ -7,19 +7,36 @@ from april.config.overrides import parse_overrides
 from april.simulate import experiments, pictures
 from april.simulate.scenario import Scenario, load_scenario
 from april.simulate.sweep import sweeps
+from april.simulate.trace import budget_of, read_trace, write_trace
 from april.simulate.tune import tune
 from april.simulate.variants import COLUMNS, columns, evaluate, table, variants
 
 EXPERIMENTS = ("lengths", "buffers", "versions")
 
 
-def read(path: Path, cost: str | None, overrides: list[str]) -> Scenario:
-    return load_scenario(path, parse_overrides(overrides), cost)
+def read(path: Path, cost: str | None, overrides: list[str], trace: Path | None = None) -> Scenario:
+    """`trace`: lengths in place of the scenario's, with the budget that they were generated under."""
+    keys = {"family": "trace", "path": str(trace), "longest_tokens": budget_of(read_trace(trace))} if trace else {}
+    lengths = [(f"lengths.{key}", value) for key, value in keys.items()]
+    return load_scenario(path, [*lengths, *parse_overrides(overrides)], cost)
+
+
+def read_decided(path: Path, cost: str | None, overrides: list[str]) -> Scenario:
+    """The same where the schedule has a number for everything. Raises ConfigError."""
+    scenario = read(path, cost, overrides)
+    if key := scenario.schedule.automatic_key:
+        raise ConfigError(
+            f"key 'schedule.{key}' = 'auto' is for a run and `april tune`, which choose; give a number to simulate it"
+        )
+    return scenario
 
 
 def compare(scenario: Scenario) -> None:
-    """The table of all schedules."""
-    print(table([columns(evaluate(name, one)) for name, one in variants(scenario).items()], COLUMNS))
+    """The table of all schedules that the bound admits, and why it refuses the others."""
+    admitted, refused = variants(scenario)
+    print(table([columns(evaluate(name, one)) for name, one in admitted.items()], COLUMNS))
+    for name, error in refused.items():
+        print(f"left out: {name}: {error}")
 
 
 def sweep(scenario: Scenario, out: Path) -> None:
@@ -43,7 +60,6 @@ def choose(scenario: Scenario, mean_staleness: float | None) -> None:
 
 def trace(run_dir: Path, out: Path) -> None:
     from april.simulate.recording import record_trace
-    from april.simulate.trace import write_trace
 
     recording = record_trace(run_dir)
     groups = recording.groups
@@ -63,18 +79,21 @@ def calibrate(model: Path, slots: int, out: Path, overrides: list[str]) -> None:
     from april.simulate.calibrate import fit, measure
 
     try:
-        from april.simulate.probe import make_probe
-        from april.workers.engines.base import EngineError
+        from april.simulate.probe import probe_of
     except ImportError:
         raise ConfigError("calibrating needs torch; run `pip install 'april-rl[worker]'`") from None
-    probe, name = make_probe(model, slots, overrides)
-    try:
+    check_writable(out)
+    with probe_of(model, slots, overrides) as (probe, name):
         fitted = fit(measure(probe), f"measured on the {name} engine with {slots} slots", probe.engine.kv_tokens)
-    except EngineError as error:
-        raise ConfigError(str(error)) from None
-    finally:
-        probe.engine.close()
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(fitted.to_toml())
     print(fitted.describe())
+    out.write_text(fitted.to_toml())
     print(out)
+
+
+def check_writable(out: Path) -> None:
+    """Before there is something to lose. Raises ConfigError."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.open("a").close()
+    except OSError as error:
+        raise ConfigError(f"option '--out' = {str(out)!r} cannot be written ({error.strerror}); give a file") from None

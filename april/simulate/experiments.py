@@ -6,7 +6,8 @@ import numpy as np
 
 from april.broker.lengths import describe
 from april.simulate.scenario import Scenario
-from april.simulate.variants import Outcome, evaluate, table, with_schedule
+from april.simulate.sweep import admitted
+from april.simulate.variants import Outcome, evaluate, over_sampled, table
 
 GROUPS = 4096
 """whose lengths make the histogram"""
@@ -31,11 +32,12 @@ def lengths(scenario: Scenario) -> tuple[str, np.ndarray]:
 
 
 def buffers(scenario: Scenario) -> tuple[str, list[tuple[float, Outcome]]]:
-    """N' = 1.5, 2, 3 x N: throughput against the largest buffer."""
+    """N' = 1.5, 2, 3 x N: throughput against the largest buffer. Raises ConfigError."""
     groups = scenario.schedule.rollout_batch_size
-    factors = [factor for factor in FACTORS if factor <= scenario.schedule.max_staleness + 1]
-    aprils = [with_schedule(scenario, "april", over_sampling_batch_size=round(factor * groups)) for factor in factors]
-    points = [(factor, evaluate(f"{factor:g} N", one)) for factor, one in zip(factors, aprils, strict=True)]
+    points = [
+        (factor, evaluate(f"{factor:g} N", over_sampled(scenario, round(factor * groups))))
+        for factor in admitted(scenario, FACTORS)
+    ]
     lines = [
         [
             outcome.name, f"{outcome.consumed_per_s:,.0f}", f"{outcome.measures.buffer_peak_tokens:,}",

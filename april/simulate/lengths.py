@@ -56,6 +56,16 @@ class Lengths:
         """Length of its prompt (tokens)."""
         return int(self._block(group // BLOCK_GROUPS)[0][group % BLOCK_GROUPS])
 
+    @property
+    def longest_context(self) -> int:
+        """Of a prompt and its response together (tokens)."""
+        section = self.section
+        if self.trace:
+            return max(
+                group.prompt_tokens + min(max(group.response_tokens), section.longest_tokens) for group in self.trace
+            )
+        return section.prompt_tokens + section.longest_tokens
+
     def sample(self, groups: int) -> np.ndarray:
         """int [groups, n]: lengths of the first groups."""
         return np.array([self.of(group) for group in range(groups)])

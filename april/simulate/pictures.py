@@ -12,15 +12,18 @@ from april.simulate.variants import Outcome
 MAX_STEPS = 200
 
 
-def draw(path: Path, picture: Callable[[], object]) -> Path:
-    """Write what `picture` makes as PNG, in the report's style."""
-    from matplotlib import rc_context, rcParamsDefault
+def draw(path: Path, picture: Callable[[], object]) -> str:
+    """Write what `picture` makes as PNG, in the report's style; where it is, or why there is none."""
+    try:
+        from matplotlib import rc_context, rcParamsDefault
+    except ImportError:
+        return f"{path}: no picture without matplotlib; run `pip install 'april-rl[report]'`"
 
     with rc_context({**rcParamsDefault, **STYLE}):
         figure = picture()
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=140, facecolor="white")
-    return path
+    return str(path)
 
 
 def sweep_picture(sweep: Sweep):

@@ -2,20 +2,22 @@
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from april.config import ConfigError
 from april.config.loading import validate
 from april.config.overrides import parse_overrides, set_key
 from april.simulate.calibrate import Timing
 from april.version import Version
 from april.workers.engines.base import Chunk, Engine, EngineError, Request
 from april.workers.engines.torch_engine import load_folder_weights
-from april.workers.process import make_engine
+from april.workers.process import device_of, make_engine
 
 STEPS, SETTLE_STEPS = 128, 16
 """decode steps that are timed together, and those before them"""
@@ -116,16 +118,24 @@ def unhindered_s() -> float:
     return time.perf_counter() - waited_ns / 1e9
 
 
-def make_probe(model: Path, slots: int, overrides: list[str]) -> tuple[EngineProbe, str]:
-    """The engine that a worker of a run with these keys would have, and its name. Raises ConfigError."""
+@contextmanager
+def probe_of(model: Path, slots: int, overrides: list[str]) -> Iterator[tuple[EngineProbe, str]]:
+    """The engine that a worker of a run with these keys would have, and its name. Raises ConfigError, also for what
+    the engine refuses meanwhile."""
     tree = {"model": {"path": str(model)}, "data": {}, "worker": {"slots": slots}}
     for key, value in parse_overrides(overrides):
         set_key(tree, key, value)
     config = validate(tree)
+    if config.engine.pause == "in_place":
+        raise ConfigError(
+            "key 'engine.pause' = 'in_place' leaves no prefill to be timed after new weights; leave it out, and set "
+            "weights.keep_kv = true in the scenario"
+        )
     torch.set_num_threads(config.worker.threads)
-    device = config.worker.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    engine = make_engine(config, device, "calibrate")
     clock = unhindered_s if config.worker.engine == "torch" else time.perf_counter
-    return EngineProbe(engine, config.vocabulary, slots, load_folder_weights(model), clock), config.worker.engine
+    try:
+        with closing(make_engine(config, device_of(config), "calibrate")) as engine:
+            tensors = load_folder_weights(model)
+            yield EngineProbe(engine, config.vocabulary, slots, tensors, clock), config.worker.engine
+    except EngineError as error:
+        raise ConfigError(str(error)) from None

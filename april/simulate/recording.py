@@ -59,8 +59,9 @@ def record_trace(run_dir: Path) -> Recording:
     generating = (group.id for group in ledger.open_groups() if group.id in opened and group.id not in complete)
     oldest = min(generating, default=math.inf)
     settled = [group for group in opened if group < oldest]
+    budget = ledger.rules.max_response_tokens
     groups = [
-        TracedGroup(opened[group].prompt_tokens, [lengths[group][index] for index in sorted(lengths[group])])
+        TracedGroup(opened[group].prompt_tokens, [lengths[group][index] for index in sorted(lengths[group])], budget)
         for group in settled
         if group in complete
     ]
@@ -85,8 +86,9 @@ def restore(journal: Path) -> tuple[Ledger, int]:
 
 def rules_of(header: RunStarted) -> Rules:
     return Rules(
-        header.batch_groups, header.group_size, header.max_staleness, header.max_attempts, header.min_group_size
-    )
+        header.batch_groups, header.group_size, header.max_staleness, header.max_attempts, header.min_group_size,
+        header.max_response_tokens,
+    )  # fmt: skip
 
 
 def read_events(journal: Path, position: int) -> Iterator[Event]:

@@ -9,6 +9,7 @@ from pydantic import Field, ValidationError
 from april.broker.bound import throughput_cap
 from april.config import ConfigError, ScheduleSection
 from april.config.checks import check_schedule
+from april.config.loading import sentence
 from april.config.overrides import set_key
 from april.config.sections import Section
 from april.simulate.costs import EngineCost
@@ -96,11 +97,11 @@ class Scenario(Section):
 
 def check_scenario(scenario: Scenario) -> Scenario:
     check_schedule(scenario.schedule)
-    longest = scenario.lengths.longest_tokens + scenario.lengths.prompt_tokens
+    longest = scenario.make_lengths().longest_context
     if longest > scenario.cost.kv_tokens:
         raise ConfigError(
             f"key 'cost.kv_tokens' = {scenario.cost.kv_tokens} is less than the longest response with its prompt, "
-            f"{longest} tokens; lower lengths.longest_tokens or give the engine more memory"
+            f"{longest} tokens; raise it, or lower lengths.longest_tokens"
         )
     return scenario
 
@@ -114,6 +115,11 @@ def load_scenario(path: Path, overrides: list[tuple[str, object]] = (), cost: st
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"scenario {path} cannot be read ({error}); mend it") from None
     costs = tree.pop("costs", {})
+    if costs and "cost" in tree:
+        raise ConfigError(
+            f"key 'cost' of {path} stands beside costs.{', costs.'.join(costs)}; leave one out, or move it to "
+            "[costs.measured]"
+        )
     if costs:
         name = cost or next(iter(costs))
         if name not in costs:
@@ -123,11 +129,9 @@ def load_scenario(path: Path, overrides: list[tuple[str, object]] = (), cost: st
         raise ConfigError(f"option '--cost' = {cost!r}: {path} has no [costs.{cost}]; add it or leave the option out")
     for key, value in overrides:
         set_key(tree, key, value)
+    tree.setdefault("cost", {})
     try:
         return check_scenario(Scenario.model_validate(tree))
     except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"]))
-        raise ConfigError(
-            f"key {key!r} = {first['input']!r} of {path} is refused: {first['msg']}; mend it there or with --{key}"
-        ) from None
+        found = sentence(error.errors()[0], Scenario, "april/simulate/scenario.py")
+        raise ConfigError(f"scenario {path}: {found}") from None

@@ -7,12 +7,14 @@ import msgspec
 from april.config import ConfigError
 
 
-class TracedGroup(msgspec.Struct, forbid_unknown_fields=True):
+class TracedGroup(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """A line of a trace."""
 
     prompt_tokens: int
     response_tokens: list[int]
     """of each sample that was generated to its end"""
+    max_response_tokens: int = 0
+    """that the run allowed a response; 0: unknown"""
 
 
 def read_trace(path: Path) -> list[TracedGroup]:
@@ -32,6 +34,11 @@ def read_trace(path: Path) -> list[TracedGroup]:
     if not groups:
         raise ConfigError(f"trace {path} has no group; record one with `april trace` of a run that has trained")
     return groups
+
+
+def budget_of(groups: list[TracedGroup]) -> int:
+    """The run's budget of a response (tokens), or the longest response where that is more or the trace does not say."""
+    return max(max(group.max_response_tokens, *group.response_tokens) for group in groups)
 
 
 def write_trace(path: Path, groups: list[TracedGroup]) -> None:

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 from april.config import ConfigError
 from april.simulate.scenario import Scenario
-from april.simulate.variants import Outcome, evaluate, table, with_schedule
+from april.simulate.variants import Outcome, evaluate, over_sampled, table, with_schedule
 
 FACTORS = (1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0)
-"""N' over N, or samples in flight over N * n, that are tried; the latter also below 1"""
+"""N' over N, or samples in flight over N * n, that are tried; the latter also below 1, and all slots"""
 FEWER_IN_FLIGHT = (0.25, 0.5, 0.75, 1.0)
 WITHIN = 0.02
 """a choice is as good as the best if it consumes at most this share less"""
@@ -58,23 +58,18 @@ def tune(scenario: Scenario, most_staleness: float | None = None) -> Choice:
 
 
 def candidates(scenario: Scenario) -> tuple[str, list[Outcome]]:
-    """(the key, what its values give, the smallest first)."""
+    """(the key, what its values give, the smallest first). Where the bound admits nothing above N, N' is N."""
     schedule = scenario.schedule
     groups, n = schedule.rollout_batch_size, schedule.n_samples_per_prompt
     if schedule.kind == "continuous":
         most = min(schedule.batches_in_reach * groups * n, scenario.engines.count * scenario.engines.slots)
-        wanted = {round(factor * groups * n) for factor in (*FEWER_IN_FLIGHT, *FACTORS)}
+        wanted = {most, *(round(factor * groups * n) for factor in (*FEWER_IN_FLIGHT, *FACTORS))}
         values = sorted(value for value in wanted if 1 <= value <= most)
         make = {value: with_schedule(scenario, "continuous", in_flight=value) for value in values}
         key = "schedule.in_flight"
     else:
         wanted = {round(factor * groups) for factor in FACTORS}
         values = sorted(value for value in wanted if groups < value <= schedule.batches_in_reach * groups)
-        keep = {"overlap": schedule.overlap, "partial_rollout": schedule.partial_rollout}
-        make = {value: with_schedule(scenario, "april", over_sampling_batch_size=value, **keep) for value in values}
+        make = {value: over_sampled(scenario, value) for value in values or [groups]}
         key = "schedule.over_sampling_batch_size"
-    if not make:
-        raise ConfigError(
-            f"key 'schedule.max_staleness' = {schedule.max_staleness} admits no {key} to choose from; raise it"
-        )
     return key, [evaluate(str(value), one) for value, one in make.items()]

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from april.config import ConfigError
 from april.simulate.limit import no_barrier_limit
 from april.simulate.measures import Measures
 from april.simulate.pipeline import simulate
@@ -39,26 +40,40 @@ def evaluate(name: str, scenario: Scenario) -> Outcome:
     )
 
 
-def variants(scenario: Scenario) -> dict[str, Scenario]:
-    """`scenario` gives N, n, N' (2 N if it has none), S and everything that is not a schedule."""
+def variants(scenario: Scenario) -> tuple[dict[str, Scenario], dict[str, ConfigError]]:
+    """(those that the bound admits, why it refuses the others). `scenario` gives N, n, N' (2 N if it has none), S,
+    samples in flight beside those of N' and N, and everything that is not a schedule."""
     schedule = scenario.schedule
     groups, n = schedule.rollout_batch_size, schedule.n_samples_per_prompt
     over = schedule.groups_per_round if schedule.groups_per_round > groups else 2 * groups
-    peak = over * n
-    return {
-        f"sync, N = {groups}": with_schedule(scenario, "sync"),
-        f"sync, N = {over}": with_schedule(scenario, "sync", rollout_batch_size=over),
-        f"april, N' = {over}": with_schedule(scenario, "april", over_sampling_batch_size=over),
-        f"april, N' = {over}, work dropped": with_schedule(
-            scenario, "april", over_sampling_batch_size=over, partial_rollout=False
-        ),
-        f"april, N' = {over}, overlap": with_schedule(scenario, "april", over_sampling_batch_size=over, overlap=True),
-        f"continuous, {peak // 2} in flight": with_schedule(scenario, "continuous", in_flight=peak // 2),
-        f"continuous, {peak} in flight": with_schedule(scenario, "continuous", in_flight=peak),
-        f"continuous, {peak}, cache recomputed": with_schedule(scenario, "continuous", in_flight=peak).with_keys(
-            weights__keep_kv=False
-        ),
+    peak, april = over * n, {"kind": "april", "over_sampling_batch_size": over}
+    recomputed = scenario.with_keys(weights__keep_kv=False)
+    wanted = {
+        f"sync, N = {groups}": (scenario, {"kind": "sync"}),
+        f"sync, N = {over}": (scenario, {"kind": "sync", "rollout_batch_size": over}),
+        f"april, N' = {over}": (scenario, april),
+        f"april, N' = {over}, work dropped": (scenario, april | {"partial_rollout": False}),
+        f"april, N' = {over}, overlap": (scenario, april | {"overlap": True}),
+        **{
+            f"continuous, {count} in flight": (scenario, {"kind": "continuous", "in_flight": count})
+            for count in sorted({peak // 2, peak, schedule.in_flight or peak})
+        },
+        f"continuous, {peak}, cache recomputed": (recomputed, {"kind": "continuous", "in_flight": peak}),
     }
+    admitted, refused = {}, {}
+    for name, (base, keys) in wanted.items():
+        try:
+            admitted[name] = with_schedule(base, **keys)
+        except ConfigError as error:
+            refused[name] = error
+    return admitted, refused
+
+
+def over_sampled(scenario: Scenario, groups: int) -> Scenario:
+    """`april` with so many groups in a round, overlapped and resumed as the scenario says."""
+    schedule = scenario.schedule
+    kept = {"overlap": schedule.overlap, "partial_rollout": schedule.partial_rollout}
+    return with_schedule(scenario, "april", over_sampling_batch_size=groups, **kept)
 
 
 def with_schedule(scenario: Scenario, kind: str, **keys) -> Scenario:

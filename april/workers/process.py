@@ -34,11 +34,7 @@ def run_worker(config: Config, address: str, name: str) -> NoReturn:
 
     log_to_stderr(name, config.operations.log_format, run=config.run.name, worker=name)
     torch.set_num_threads(config.worker.threads)
-    device = config.worker.device if wanted(config)[1] else "cpu"
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("key 'worker.device' = 'cuda' finds no accelerator here; use 'auto' or 'cpu'")
+    device = device_of(config)
     if device == "cpu" and SUPERVISED in os.environ:
         give_way()
     keys = load_keys(config.security.keys, "worker")
@@ -109,6 +105,18 @@ def make_intakes(
         receiver = WeightReceiver(config.weights, f"{uid}-{lane}", lane, device, keys, server, up)
         intakes.append(ServerIntake(part, receiver))
     return intakes
+
+
+def device_of(config: Config) -> str:
+    """What a worker's engine runs on here, "cuda" or "cpu". Raises ConfigError."""
+    import torch
+
+    device = config.worker.device if wanted(config)[1] else "cpu"
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("key 'worker.device' = 'cuda' finds no accelerator here; use 'auto' or 'cpu'")
+    return device
 
 
 def make_engine(config: Config, device: str, name: str) -> "Engine":

@@ -7,7 +7,9 @@ from april.broker.ledger import Ledger
 from april.broker.plan import ledger_rules
 from april.cli import main
 from april.config import ConfigError
-from april.simulate.automatic import resolve, resolve_as_recorded
+from april.simulate.automatic import PLAIN_COST, planned, resolve, resolve_as_recorded
+from april.simulate.lengths import LengthsSection
+from april.simulate.scenario import Scenario
 from april.simulate.trace import TracedGroup, read_trace
 from tests.simulate.journals import add_group, recorded
 
@@ -76,8 +78,38 @@ def test_a_resumed_run_chooses_by_the_lengths_in_its_journal(load):
     chosen, why = resolve(config, resumed=True)
     assert "of the run so far" in why
     assert 4 < chosen.schedule.over_sampling_batch_size <= 6 * 4
-    assert read_trace(config.run_dir / "lengths.jsonl") == [TracedGroup(9, list(pair)) for pair in lengths]
+    assert read_trace(config.run_dir / "lengths.jsonl") == [
+        TracedGroup(9, list(pair), config.sampling.max_response_tokens) for pair in lengths
+    ]
     assert "too few lengths" in resolve(config)[1], "another run of that name has its own folder"
+
+
+@pytest.mark.parametrize(
+    ("kind", "overrides", "value"),
+    [
+        ("april", ["--schedule.max_staleness", "0"], 4),
+        ("april", ["--schedule.max_staleness", "1", "--schedule.overlap"], 4),
+        ("continuous", ["--worker.count", "1", "--worker.slots", "1"], 1),
+    ],
+    ids=["no staleness", "none beside overlap", "slots for an eighth of a batch"],
+)
+def test_a_run_that_has_started_can_be_resumed_however_little_there_is_to_choose(load, kind, overrides, value):
+    config = load(kind, *overrides)
+    resolve(config)
+    write_journal(config, [(3, 24), (5, 6), (4, 4), (20, 9)] * (5 + 1))
+    chosen, why = resolve(config, resumed=True)
+    assert getattr(chosen.schedule, AUTO[kind]) == value and "of the run so far" in why
+
+
+@pytest.mark.parametrize(
+    "servers",
+    [["--engine.servers", "2"], ["--engine.url", "http://a:1,http://b:1"]],
+    ids=["started", "kept by others"],
+)
+def test_every_server_of_a_worker_has_its_slots(load, servers):
+    config = load("continuous", "--engine", "sglang", *servers)
+    engines = planned(config, Scenario(cost=PLAIN_COST), LengthsSection()).engines
+    assert (engines.count, engines.slots) == (2 * 2, 8)
 
 
 def test_lengths_of_fewer_groups_than_may_wait_for_a_straggler_are_not_enough(load):

@@ -190,7 +190,9 @@ def test_complete_groups_do_not_pile_up_behind_a_straggler():
 
 
 def test_every_variant_of_a_scenario_runs():
-    for name, one in variants(scenario(steps=3)).items():
+    admitted, refused = variants(scenario(steps=3))
+    assert len(admitted) == 8 and not refused
+    for name, one in admitted.items():
         assert simulate(one).consumed_per_s > 0, name
 
 

@@ -1,19 +1,28 @@
 """Scenarios, lengths, traces, tuning, calibration and the commands around the simulated pipeline."""
 
+import shutil
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from april.cli import main
 from april.config import ConfigError
 from april.simulate.calibrate import Timing, fit, measure
+from april.simulate.command import read
 from april.simulate.costs import EngineCost
+from april.simulate.experiments import buffers
 from april.simulate.lengths import Lengths, LengthsSection
+from april.simulate.pipeline import Pipeline
 from april.simulate.probe import EngineProbe
 from april.simulate.scenario import Scenario, load_scenario
+from april.simulate.sweep import sweeps
 from april.simulate.trace import TracedGroup, read_trace, write_trace
 from april.simulate.tune import tune
+from april.simulate.variants import variants
 from april.version import Version
 from april.workers.engines.base import EngineError
 from april.workers.engines.decoder import read_shape
@@ -43,6 +52,7 @@ decode_running_s = 0.0001
 decode_kv_s = 0.0
 prefill_s = 0.00001
 """
+ONLY_FRESH = ["--schedule.kind", "sync", "--over-sampling-batch-size", "4", "--schedule.max_staleness", "0"]
 
 
 @pytest.fixture
@@ -131,6 +141,21 @@ def test_a_scenario_that_cannot_work_is_refused(small, overrides, said):
         load_scenario(small, overrides).make_lengths()
 
 
+def test_a_key_that_is_missing_or_misspelt_is_named(small, tmp_path):
+    bare = tmp_path / "bare.toml"
+    bare.write_text("steps = 4")
+    with pytest.raises(ConfigError, match=r"bare.toml: key 'cost.decode_base_s' is missing; set it"):
+        load_scenario(bare)
+    with pytest.raises(ConfigError, match=r"unknown key 'engines.cuont' = 3; did you mean 'engines.count'"):
+        load_scenario(small, [("engines.cuont", 3)])
+
+
+def test_a_cost_model_beside_named_ones_is_refused(small):
+    small.write_text(SMALL + "[costs.plain]\ndecode_base_s = 0.02")
+    with pytest.raises(ConfigError, match=r"key 'cost' of .* stands beside costs.plain; .* \[costs.measured\]"):
+        load_scenario(small)
+
+
 def test_a_cost_model_that_is_not_there_is_refused(small):
     with pytest.raises(ConfigError, match="h100, mi300x, plain"):
         load_scenario(PUBLISHED, cost="h200")
@@ -154,6 +179,7 @@ def test_tuning_continuous_chooses_the_samples_in_flight(small):
     scenario = load_scenario(small, [("schedule.kind", "continuous")])
     choice = tune(scenario)
     assert choice.key == "schedule.in_flight" and 1 <= choice.value <= 32
+    assert "\n20 " in tune(scenario.with_keys(engines__slots=10)).table, "all slots are tried, too"
 
 
 def test_a_fit_finds_the_costs_that_made_the_timings(tmp_path):
@@ -188,6 +214,12 @@ def test_a_fit_has_no_negative_costs():
     assert cost.decode_kv_s == 0 and cost.decode_running_s >= 0 and cost.decode_base_s > 0
 
 
+def test_a_prefill_too_short_to_be_timed_has_no_say():
+    timings = [exact_timing(COST, running, kv, running, 2 * running) for running in (1, 2, 8) for kv in (100, 1000)]
+    timings[0] = replace(timings[0], prefill_s=0.0)
+    assert np.abs(fit(timings, "").errors).max() < 1e-6
+
+
 def exact_timing(cost, running, kv, admissions, admitted):
     """As an engine would have it that follows the model to the letter."""
     step_s = cost.decode_base_s + cost.decode_running_s * running + cost.decode_kv_s * kv
@@ -207,6 +239,25 @@ def test_calibrating_times_the_engine_of_a_run(policy_folder, tmp_path, capsys):
     assert "prefill = " in capsys.readouterr().out
     assert main(["calibrate", "--model", str(policy_folder), "--out", str(path), "--worker.engine", "none"]) == 2
     assert "worker.engine" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--engine.pause", "in_place"], "key 'engine.pause' = 'in_place' leaves no prefill"),
+        (["--model", "WEIGHTLESS"], "holds no .safetensors file"),
+        (["--worker.device", "cuda"], "key 'worker.device' = 'cuda' finds no accelerator"),
+        (["--out", "."], "option '--out' = '.' cannot be written"),
+    ],
+)
+def test_calibrating_what_cannot_be_ends_with_a_sentence(policy_folder, tmp_path, capsys, monkeypatch, words, said):
+    """Before anything is measured."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    shutil.copytree(policy_folder, tmp_path / "weightless", ignore=shutil.ignore_patterns("*.safetensors"))
+    words = [str(tmp_path / "weightless") if word == "WEIGHTLESS" else word for word in words]
+    out = tmp_path / "cost.toml"
+    assert main(["calibrate", "--model", str(policy_folder), "--slots", "2", "--out", str(out), *words]) == 2
+    assert said in capsys.readouterr().err
 
 
 class Stalled:
@@ -252,6 +303,32 @@ def test_the_commands_print_and_draw(small, tmp_path, capsys):
     assert "schedule.over_sampling_batch_size = " in capsys.readouterr().out
 
 
+def test_a_schedule_that_the_bound_refuses_is_left_out_and_said_to_be(small, capsys):
+    """Overlap with N' = 2 N needs S = 2."""
+    assert main(["simulate", str(small), "--schedule.max_staleness", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "left out: april, N' = 8, overlap: key 'schedule.over_sampling_batch_size' = 8 exceeds 4" in out
+    assert "continuous, 16 in flight" in out and out.count("left out") == 1
+
+
+def test_what_a_scenario_says_of_its_schedule_is_kept_where_something_else_is_compared(small):
+    dropped = load_scenario(small, [("schedule.partial_rollout", False), ("schedule.overlap", True), ("steps", 1)])
+    found = [outcome for _, outcome in [*sweeps(dropped)[0].points, *buffers(dropped)[1]]]
+    assert all(one.scenario.schedule.overlap and not one.scenario.schedule.partial_rollout for one in found)
+    flowing = load_scenario(small, [("schedule.kind", "continuous"), ("schedule.in_flight", 11), ("steps", 1)])
+    assert "continuous, 11 in flight" in variants(flowing)[0]
+    _, flights, bounds, engines = sweeps(flowing)
+    assert 11 in [count for count, _ in flights.points]
+    assert {one.scenario.schedule.in_flight for sweep in (bounds, engines) for _, one in sweep.points} == {11}
+
+
+def test_without_matplotlib_there_are_tables_and_the_way_to_pictures(small, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["simulate", str(small), "--sweep", "--out", str(tmp_path), "--steps", "3"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("april-rl[report]") == out.count("consumed/s") == 4
+
+
 def test_tuning_takes_lengths_from_a_trace(small, tmp_path, capsys):
     trace = tmp_path / "trace.jsonl"
     write_trace(trace, [TracedGroup(5, [100, 100])])
@@ -261,9 +338,43 @@ def test_tuning_takes_lengths_from_a_trace(small, tmp_path, capsys):
     assert "april trace" in capsys.readouterr().err
 
 
-def test_what_cannot_work_ends_with_a_sentence(small, capsys):
-    assert main(["simulate", str(small), "--engines.slots", "0"]) == 2
-    assert "engines.slots" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("group", "words", "budget"),
+    [
+        (TracedGroup(5, [100, 90], 3000), [], 3000),
+        (TracedGroup(5, [100, 5000]), [], 5000),
+        (TracedGroup(5, [100, 5000]), ["--lengths.longest_tokens", "70"], 70),
+    ],
+    ids=["of the run", "unknown", "another is asked for"],
+)
+def test_a_trace_brings_the_budget_of_its_run(small, tmp_path, group, words, budget):
+    trace = tmp_path / "trace.jsonl"
+    write_trace(trace, [group])
+    scenario = read(small, None, words, trace)
+    assert scenario.lengths.longest_tokens == Pipeline(scenario).ledger.rules.max_response_tokens == budget
+
+
+def test_a_traced_prompt_has_to_fit_into_the_cache_with_its_own_responses(small, tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    write_trace(trace, [TracedGroup(900, [10], 500), TracedGroup(5, [500], 500)])
+    assert read(small, None, ["--cost.kv_tokens", "910"], trace).cost.kv_tokens == 910
+    with pytest.raises(ConfigError, match=r"'cost.kv_tokens' = 909 is less .* 910 tokens"):
+        read(small, None, ["--cost.kv_tokens", "909"], trace)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--engines.slots", "0"], "engines.slots"),
+        (["--over-sampling-batch-size", "auto"], "'schedule.over_sampling_batch_size' = 'auto' is for"),
+        (["--schedule.kind", "continuous", "--schedule.in_flight", "auto"], "'schedule.in_flight' = 'auto' is for"),
+        (["--experiment", "buffers", *ONLY_FRESH], "'schedule.max_staleness' = 0 admits no N' above N"),
+        (["--sweep", *ONLY_FRESH], "'schedule.max_staleness' = 0 admits no N' above N"),
+    ],
+)
+def test_what_cannot_work_ends_with_a_sentence(small, capsys, words, said):
+    assert main(["simulate", str(small), *words]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_changing_a_key_of_a_scenario_keeps_the_others():

@@ -13,6 +13,9 @@ from april.version import Version
 from tests.simulate.journals import add_group, recorded
 from tests.simulate.test_pipeline import HARD, SCHEDULES, scenario
 
+BUDGET = 100
+"""tokens that a response of `small_ledger` may have"""
+
 
 def record_simulated(run_dir, schedule, **keys):
     """(the simulated run of which the folder has a journal, what is recorded of it, lengths of as many groups)."""
@@ -46,7 +49,7 @@ def test_what_discards_have_cut_short_is_counted_and_said(circumstances, tmp_pat
 
 
 def small_ledger():
-    ledger = Ledger(Rules(batch_groups=4, group_size=2, max_staleness=5))
+    ledger = Ledger(Rules(batch_groups=4, group_size=2, max_staleness=5, max_response_tokens=BUDGET))
     ledger.start_learner(0)
     return ledger
 
@@ -64,7 +67,7 @@ def test_a_group_behind_an_unfinished_one_is_left_out_and_a_torn_tail_is_passed_
             add_group(ledger, lengths, evaluation=evaluation, size=2)
     (segment,) = (tmp_path / "journal").glob("*.msgpack")
     segment.write_bytes(segment.read_bytes() + b"\x93\xcf")
-    assert record_trace(tmp_path).groups == [TracedGroup(11, [40, 5])], "it need not be scored"
+    assert record_trace(tmp_path).groups == [TracedGroup(11, [40, 5], BUDGET)], "it need not be scored"
     assert segment.read_bytes().endswith(b"\x93\xcf"), "nothing was touched"
     with pytest.raises(ConfigError, match="no journal"):
         record_trace(tmp_path / "journal")
@@ -84,7 +87,7 @@ def test_of_a_long_run_it_is_the_groups_since_the_older_snapshot(tmp_path):
                 store.close()
         *older, _ = sorted(journal.folder.glob("*.msgpack"))
         older[0].unlink()
-    assert record_trace(tmp_path).groups == [TracedGroup(9, [n, n]) for n in (*range(20, 26), *range(30, 36))]
+    assert record_trace(tmp_path).groups == [TracedGroup(9, [n, n], BUDGET) for n in (*range(20, 26), *range(30, 36))]
 
 
 def test_the_command_says_what_it_has_written_and_what_is_missing(tmp_path, capsys):
@@ -94,7 +97,7 @@ def test_the_command_says_what_it_has_written_and_what_is_missing(tmp_path, caps
         ledger.discard(add_group(ledger, [3, None]), "aborted")
     out = tmp_path / "lengths.jsonl"
     assert main(["trace", str(tmp_path), "--out", str(out)]) == 0
-    assert read_trace(out) == [TracedGroup(9, [7, 8])]
+    assert read_trace(out) == [TracedGroup(9, [7, 8], BUDGET)]
     printed = capsys.readouterr().out
     assert "1 groups, 2 responses, 15 tokens" in printed and "1 of 2 groups were discarded unfinished" in printed
     ledger = small_ledger()
