@@ -152,7 +152,6 @@ def run_command(options, overrides: list[str]) -> int:
     from april import preflight
     from april.broker.plan import advice, describe_plan
     from april.devices import describe_placement, place, visible_devices
-    from april.report.html import write_report
     from april.report.live import LiveView
     from april.simulate.automatic import resolve
     from april.supervisor import RunFailed, Supervisor
@@ -178,12 +177,9 @@ def run_command(options, overrides: list[str]) -> int:
             state = Supervisor(config, view, placed).run()
         except RunFailed as error:
             state, failure = "failed", str(error)
-    preflight.mark_ended(config.run_dir, state)
-    if (config.run_dir / "metrics.jsonl").exists():
-        print_status(config.run_dir)
-        print(f"report: {write_report(config.run_dir)}")
     if failure:
         print(f"april run: {failure}", file=sys.stderr)
+    report_end(config.run_dir, state)
     return {"finished": 0, "stopped": INTERRUPTED, "failed": 1}[state]
 
 
@@ -381,6 +377,20 @@ def target_of(options):
     from april.operate import Target
 
     return Target(options.run, options.connect, options.keys)
+
+
+def report_end(run_dir: Path, state: str) -> None:
+    """Show and write what became of a run; what keeps that from being done says nothing of how the run ended."""
+    from april.preflight import mark_ended
+    from april.report.html import write_report
+
+    try:
+        mark_ended(run_dir, state)
+        if (run_dir / "metrics.jsonl").exists():
+            print_status(run_dir)
+            print(f"report: {write_report(run_dir)}")
+    except Exception as error:
+        print(f"april run: no report: {error}; mend that, then `april report {run_dir}`", file=sys.stderr)
 
 
 def print_status(run_dir: Path) -> None:

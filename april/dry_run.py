@@ -26,6 +26,7 @@ WEIGHT_BYTES = 2
 JOURNAL_BYTES = 8
 """of a token, its id and its log-probability"""
 LABEL_WIDTH = 11
+NO_REPORT = "none without matplotlib; `pip install 'april-rl[report]'`"
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,7 @@ def describe(config: Config) -> str:
         "lanes": describe_lanes(config, shape),
         "groups": indented(describe_groups(config)),
         "journal": f"up to {size(samples * longest_bytes)} a step",
+        "report": "" if importlib.util.find_spec("matplotlib") else NO_REPORT,
         "advice": advice(config),
     }
     return "\n".join(f"{label:{LABEL_WIDTH}}{text}" for label, text in lines.items() if text)

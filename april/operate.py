@@ -43,11 +43,12 @@ class Target:
         return (orjson.loads(path.read_bytes()) if path.is_file() else {"total": 0, "letters": []}), False
 
     def ask(self, message: wire.Message) -> wire.Received:
-        """The broker's answer. Raises BrokerUnreachable, and BrokerRefused with the broker's reason."""
+        """The broker's answer. Raises BrokerUnreachable, also where it is another run's broker that answers, and
+        BrokerRefused with the broker's reason."""
         address, keys = self._address(), load_keys(self._keys(), "monitor")
         connection = BrokerConnection(address, "monitor", "operator", uuid.uuid4().hex, PATIENCE_S, keys)
         try:
-            connection.hello(leases=[])
+            self._check_run(connection.hello(leases=[]).run, address)
             answer = connection.request(message, PATIENCE_S)
             connection.send(wire.Goodbye())
         finally:
@@ -69,12 +70,23 @@ class Target:
             raise BrokerUnreachable(f"run folder {self.run_dir} has no {ADDRESS_FILE} file: no broker runs there")
         return path.read_text()
 
+    def _check_run(self, run: str, address: str) -> None:
+        """An address that a killed broker has left may have become that of another run."""
+        own = self._config().get("run", {}).get("name", run)
+        if run != own:
+            raise BrokerUnreachable(
+                f"the broker at {address} is that of run {run!r}, not of {self.run_dir}; give that run's folder, or "
+                f"start the broker of {own!r} first"
+            )
+
     def _keys(self) -> Path | None:
-        config = self.run_dir / "config.toml" if self.run_dir else None
-        if self.keys or config is None or not config.is_file():
-            return self.keys
-        keys = tomllib.loads(config.read_text()).get("security", {}).get("keys")
+        keys = self.keys or self._config().get("security", {}).get("keys")
         return Path(keys) if keys else None
+
+    def _config(self) -> dict[str, Any]:
+        """What the run's broker was started with; nothing where only an address is given."""
+        path = self.run_dir / "config.toml" if self.run_dir else None
+        return tomllib.loads(path.read_text()) if path and path.is_file() else {}
 
 
 def content(answer: wire.Received) -> dict[str, Any]:

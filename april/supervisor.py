@@ -257,8 +257,8 @@ class Supervisor:
     def _fail(self, part: Part, reason: str) -> NoReturn:
         """Let workers hand in what they have, the learner write a checkpoint, and the broker close the books; then give
         up."""
+        self.view.note(f"{reason}; the run is ended")
         if part is not self.broker:
-            self.view.note(f"{reason}; the run is ended")
             self._stop_run(reason, "failed")
             deadline = clock.now() + (CLOSE_S if part is self.learner else self._stop_s)
             while clock.now() < deadline and self.broker.status is None:

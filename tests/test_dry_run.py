@@ -1,5 +1,6 @@
 """The published experiments as configurations: every combination resolves, says what it needs and what is missing."""
 
+import importlib.util
 import itertools
 import json
 import tomllib
@@ -142,6 +143,13 @@ def test_a_run_that_lacks_nothing_says_so(config_file, capsys):
     assert cli.main(["run", str(config_file), "--dry-run"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "nothing is missing"
     assert not (config_file.parent / "runs").exists()
+
+
+def test_a_run_starts_without_what_its_report_needs_but_says_so(config_file, capsys, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
+    assert cli.main(["run", str(config_file), "--dry-run"]) == 0
+    assert "none without matplotlib; `pip install 'april-rl[report]'`" in capsys.readouterr().out
 
 
 def test_later_files_win_and_overrides_win_over_all(config_file, tmp_path):

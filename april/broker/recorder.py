@@ -3,7 +3,8 @@
 import logging
 import math
 import os
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,10 @@ DRIFT_S = 30.0
 """least time between two looks at the drift of lengths"""
 BYTES_PER_TOKEN = 8
 """an int32 id and a float32 logprob"""
+PACE_STEPS = 10
+"""the newest steps, whose pace the estimate of the time left takes"""
+LAST_STEPS = 3
+"""of which the summary has the mean reward"""
 
 
 class Recorder:
@@ -47,8 +52,19 @@ class Recorder:
         self.started_at = started_at
         self.sessions = sessions
         self.metrics_path = run_dir / "metrics.jsonl"
-        self.steps: dict[int, dict[str, Any]] = read_steps(self.metrics_path)
-        """by batch, from 0"""
+        self.steps: dict[int, dict[str, Any]] = {}
+        """by batch, from 0: those that a learner can go back to, and the last before them"""
+        self.step_times: deque[float] = deque(maxlen=PACE_STEPS)
+        """of the newest steps that were trained since the broker started"""
+        self.first_reward: float | None = None
+        self.generating_s, self.rollout_tokens = 0.0, 0
+        self._forgotten_ages: Counter[int] = Counter()
+        """tokens by staleness of the batches that are not in `steps` any more"""
+        first_kept = ledger.first_kept_step
+        for record in read_steps(self.metrics_path):
+            self.generating_s += record["rollout_s"]
+            self.rollout_tokens += record["rollout_tokens"]
+            self._remember(record, first_kept)
         before = read_summary(run_dir / "summary.json")
         self.wall_before_s = before.get("wall_s", 0.0)
         self.peak_tokens = before.get("buffer_peak", {}).get("tokens", 0)
@@ -56,8 +72,6 @@ class Recorder:
         self.refused_before = before.get("tokens", {}).get("refused", 0)
         self.replays = Counter({"same": 0, "different": 0} | before.get("replays", {}))
         """steps that were trained again, by whether their loss was the one that had been logged"""
-        self.generating_s = sum(step["rollout_s"] for step in self.steps.values())
-        self.rollout_tokens = sum(step["rollout_tokens"] for step in self.steps.values())
         self.accepted: Counter[tuple[str, str]] = Counter()
         """`chunks` and `tokens` since the broker started, by use: `training` or `evaluation`"""
         self.acknowledged: dict[tuple[str, str], int] = {}
@@ -70,8 +84,6 @@ class Recorder:
         self._step_generating_s = 0.0
         self._step_tokens = 0
         self._aborted_samples = 0
-        self._ages: Counter[int] = Counter()
-        self._summed_steps = 0
         self._settled = ledger.cohorts.created.copy()
         """lengths of the cohorts that were settled at the last step"""
         self._drift: Drift | None = None
@@ -124,10 +136,25 @@ class Recorder:
             record = self._describe(step, ledger, learner, now)
             with self.metrics_path.open("ab") as file:
                 file.write(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE))
-            self.steps[step] = without_lanes(record)
+            self._remember(record, ledger.first_kept_step)
+            self.step_times.append(record["time"])
             if self.tensorboard:
                 self.tensorboard.step(record)
         return self.steps[step]
+
+    def _remember(self, record: dict[str, Any], first_kept: int) -> None:
+        """Without its lanes; of what lies before `first_kept`, where no learner can go back to, only sums stay."""
+        step = record["step"] - 1
+        self.steps[step] = {key: value for key, value in record.items() if key != "lanes"}
+        if step == 0:
+            self.first_reward = record["reward"]
+        while self.steps and (oldest := next(iter(self.steps))) < first_kept - LAST_STEPS:
+            self._forgotten_ages += ages_of(self.steps.pop(oldest))
+
+    @property
+    def newest(self) -> dict[str, Any]:
+        """The last line that was written, without its lanes; empty before the first."""
+        return next(reversed(self.steps.values()), {})
 
     def _compare(self, step: int, replayed: dict[str, float]) -> None:
         """Whatever was trained after it followed from the first logging, so that a replay with another loss leads to
@@ -223,7 +250,9 @@ class Recorder:
     def write_summary(self, ledger: Ledger, state: str, now: float, data: dict[str, int]) -> None:
         """`data`: counts of the training prompts."""
         last = [
-            self.steps[step]["reward"] for step in range(ledger.consumed - 3, ledger.consumed) if step in self.steps
+            self.steps[step]["reward"]
+            for step in range(ledger.consumed - LAST_STEPS, ledger.consumed)
+            if step in self.steps
         ]
         summary = {
             "run": self.run,
@@ -232,7 +261,7 @@ class Recorder:
             "max_steps": self.max_steps,
             "wall_s": round(self.wall_before_s + now - self.started_at, 2),
             "reward": {
-                "first": self.steps[0]["reward"] if last and 0 in self.steps else None,
+                "first": self.first_reward if last else None,
                 "last3": round(sum(last) / len(last), 6) if last else None,
             },
             "evaluation": [ledger.evaluated[step] for step in sorted(ledger.evaluated)],
@@ -250,15 +279,8 @@ class Recorder:
         replace_file(self.run_dir / "summary.json", orjson.dumps(summary, option=orjson.OPT_INDENT_2))
 
     def _ages_until(self, consumed: int) -> Counter[int]:
-        """Tokens by staleness of the batches below `consumed`, summed up once."""
-        if consumed < self._summed_steps:
-            self._ages, self._summed_steps = Counter(), 0
-        for step in range(self._summed_steps, consumed):
-            if step in self.steps:
-                by_age = self.steps[step]["staleness"]["tokens_by_age"]
-                self._ages.update({int(age): tokens for age, tokens in by_age.items()})
-        self._summed_steps = consumed
-        return self._ages
+        """Tokens by staleness of the batches below `consumed`."""
+        return sum((ages_of(line) for step, line in self.steps.items() if step < consumed), self._forgotten_ages)
 
 
 def same_loss(logged: float | None, replayed: float) -> bool:
@@ -302,30 +324,26 @@ def describe_ages(ages: Counter[int]) -> dict[str, Any]:
     }
 
 
+def ages_of(line: dict[str, Any]) -> Counter[int]:
+    return Counter({int(age): tokens for age, tokens in line["staleness"]["tokens_by_age"].items()})
+
+
 def per_second(tokens: int, seconds: float) -> float:
     return round(tokens / seconds, 1) if seconds > 0 else 0.0
 
 
-def read_steps(path: Path) -> dict[int, dict[str, Any]]:
-    """The lines that an earlier broker of this run wrote, by batch; a torn last line is cut off."""
-    steps: dict[int, dict[str, Any]] = {}
+def read_steps(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines that an earlier broker of this run wrote; a torn last line is cut off."""
     if not path.exists():
-        return steps
+        return
     with path.open("rb") as file:
         good = 0
         for line in file:
             if not line.endswith(b"\n"):
                 os.truncate(path, good)
-                break
-            record = orjson.loads(line)
-            steps[record["step"] - 1] = without_lanes(record)
+                return
+            yield orjson.loads(line)
             good += len(line)
-    return steps
-
-
-def without_lanes(record: dict[str, Any]) -> dict[str, Any]:
-    """What is kept in memory of a step."""
-    return {key: value for key, value in record.items() if key != "lanes"}
 
 
 def read_summary(path: Path) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
 
 from zlib_ng.zlib_ng import crc32
 
@@ -462,9 +461,6 @@ class Service:
 
     def _scored_together(self, evaluation: bool, epoch: int, row: int) -> bool:
         return self.reward_of(self.row_of(evaluation, epoch, row)).startswith(GROUP_REWARD)
-
-    def recent_steps(self, count: int) -> list[dict[str, Any]]:
-        return [self.recorder.steps[step] for step in sorted(self.recorder.steps)[-count:]]
 
 
 def join(pieces: Iterable[wire.Packed]) -> wire.Packed:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from april.broker.ledger import Ledger
@@ -10,14 +11,10 @@ from april.broker.samples import GroupState
 if TYPE_CHECKING:
     from april.broker.service import Service
 
-ETA_STEPS = 10
-"""the newest steps, whose pace the estimate takes"""
-
 
 def status(service: "Service", now: float) -> dict[str, Any]:
     ledger, schedule = service.ledger, service.config.schedule
-    recent = service.recent_steps(ETA_STEPS)
-    last = recent[-1] if recent else {}
+    last = service.recorder.newest
     return {
         "run": service.config.run.name,
         "state": service.state,
@@ -32,7 +29,7 @@ def status(service: "Service", now: float) -> dict[str, Any]:
         "leased": ledger.generating,
         "phase": phase(service),
         "elapsed_s": round(now - service.started_at, 1),
-        "eta_s": eta_s(recent, schedule.max_steps - ledger.consumed),
+        "eta_s": eta_s(service.recorder.step_times, schedule.max_steps - ledger.consumed),
         "reward": last.get("reward"),
         "rollout_tokens_per_s": last.get("rollout_tokens_per_s", 0.0),
         "staleness": last.get("staleness", {"mean": 0.0, "max": 0}),
@@ -106,8 +103,8 @@ def phase(service: "Service") -> str:
     return "handing out"
 
 
-def eta_s(recent: list[dict[str, Any]], steps_left: int) -> float | None:
-    if len(recent) < 2:
+def eta_s(step_times: Sequence[float], steps_left: int) -> float | None:
+    if len(step_times) < 2:
         return None
-    pace_s = (recent[-1]["time"] - recent[0]["time"]) / (len(recent) - 1)
+    pace_s = (step_times[-1] - step_times[0]) / (len(step_times) - 1)
     return round(pace_s * steps_left, 1)

@@ -110,7 +110,7 @@ def to_svg(figure: "Figure", description: str) -> str:
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<style.*?</style>|<!--.*?-->", "", svg, flags=re.DOTALL)
     svg = re.sub(r"font-family: [^;\"]*;?", "", svg)
-    svg = re.sub(r"(\d\.\d\d)\d+", r"\1", svg)
+    svg = re.sub(r"<[^>]*>", lambda tag: re.sub(r"(\d\.\d\d)\d+", r"\1", tag[0]), svg)
     svg = re.sub(r'<g id="[^"]*"', "<g", svg)
     svg = re.sub(
         r'(<svg[^>]*?) width="[^"]*" height="[^"]*"',

@@ -1,6 +1,7 @@
 """What is drawn of many spans and many lengths is still true."""
 
 import math
+import re
 from itertools import pairwise
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from april.report.corrections import corrections_picture, version_dots
+from april.report.drawing import new_figure, to_svg
 from april.report.lanes import busy_share, make_lanes, merge_spans, thin
 from april.report.pictures import length_density
 from april.report.run_folder import Run
@@ -47,6 +49,17 @@ def test_a_worker_outside_the_window_keeps_its_row_in_natural_order():
     lanes = make_lanes(entries, 9.5, 20.0, 100)
     assert [lane.worker for lane in lanes] == ["worker-1", "worker-2", "worker-10"]
     assert [lane.spans for lane in lanes] == [{}, {}, {"generate": [(10, 11)]}]
+
+
+def test_coordinates_are_shortened_and_what_is_read_is_not():
+    matplotlib = pytest.importorskip("matplotlib")
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        figure, (axes,) = new_figure(2.0)
+        axes.plot([0.9, 0.91], [0, 1])
+        axes.set_xticks([0.900, 0.905, 0.910], ["0.900", "0.905", "0.910"])
+        svg = to_svg(figure, "ticks")
+    assert all(f">{label}</text>" in svg for label in ("0.900", "0.905", "0.910"))
+    assert not re.search(r"<[^>]*\d\.\d{3}[^>]*>", svg)
 
 
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=200))

@@ -132,3 +132,17 @@ def test_what_names_no_run_is_refused_with_a_sentence(arguments, named, capsys):
     assert main(arguments) == 2
     error = capsys.readouterr().err
     assert named in error and error.count("\n") == 1
+
+
+def test_a_run_s_stale_address_does_not_lead_to_the_broker_of_another(start_broker, run_dir, capsys):
+    """A killed broker leaves its address, and another run's may get its port."""
+    broker = start_broker()
+    other = run_dir.with_name("other")
+    other.mkdir()
+    (other / "address").write_text(broker.address)
+    (other / "config.toml").write_text((run_dir / "config.toml").read_text().replace('"small"', '"other"'))
+    for command in (["drain"], ["dead-letters", "--requeue", "all"]):
+        assert main([*command, str(other)]) == 1
+        assert "is that of run 'small', not of" in capsys.readouterr().err
+    assert "the run folder says" in said(capsys, "status", str(other))
+    assert "draining" not in said(capsys, "status", str(run_dir))

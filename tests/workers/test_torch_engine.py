@@ -236,3 +236,48 @@ def test_a_queued_request_is_cancelled_without_tokens(make_engine):
 )  # fmt: skip
 def test_frequencies_agree_with_the_distribution_asked_for(make_engine, tiny_model, options):
     assert_frequencies(make_engine(slots=64), tiny_model(), options, seeds=2_000)
+
+
+def poison(engine: TorchEngine, token: int) -> None:
+    """From now on no context that ends with or holds the token has finite logits."""
+    with torch.inference_mode():
+        engine._decoder.embedding[token] = torch.nan
+
+
+def test_a_sequence_without_finite_logits_fails_alone(make_engine, tiny_model):
+    """Nor does it leave anything in the cache for those that come after it."""
+    requests = [Request(i, prompt(seed=i), 20, seed=i) for i in range(3)]
+    whole = drive(make_engine(tiny_model("qwen2")), requests)
+    met = {token for request in requests for token in [*request.tokens.tolist(), *whole[request.id].tokens]}
+    unmet = min(set(range(VOCABULARY)) - met)
+    engine = make_engine(tiny_model("qwen2"))
+    poison(engine, unmet)
+    for request in [Request(9, np.full(30, unmet, np.int32), 20), *requests]:
+        engine.submit(request)
+    assert engine.step() == [] and engine.live == 3
+    ((failed, why),) = engine.failures()
+    assert failed == 9 and why == "weights 0.0 give logits that are not finite"
+    for went_on in (drive(engine), drive(engine, requests)):
+        assert {key: stream.tokens for key, stream in went_on.items()} == {r.id: whole[r.id].tokens for r in requests}
+
+
+def test_a_sequence_that_fails_on_the_way_hands_over_what_it_has(make_engine, tiny_model):
+    """Running alone, it says nothing of the weights."""
+    request = Request(1, prompt(), 20, seed=1)
+    tokens = drive(make_engine(tiny_model("qwen2")), [request])[1].tokens
+    fatal = max(set(tokens[:-1]) - set(request.tokens.tolist()), key=tokens.index)
+    engine = make_engine(tiny_model("qwen2"), chunk_tokens=1000)
+    poison(engine, fatal)
+    engine.submit(request)
+    (chunk,) = [chunk for _ in range(20) for chunk in engine.step()]
+    assert chunk.tokens.tolist() == tokens[: tokens.index(fatal) + 1] and chunk.finish_reason is None
+    assert [key for key, _ in engine.failures()] == [1] and engine.live == 0
+
+
+def test_weights_that_give_none_of_several_sequences_finite_logits_end_the_engine(make_engine, tiny_model):
+    engine = make_engine(tiny_model("qwen2"))
+    poison(engine, 7)
+    for key in (1, 2):
+        engine.submit(Request(key, np.array([7], np.int32), 20))
+    with pytest.raises(EngineError, match="load others"):
+        engine.step()

@@ -134,6 +134,10 @@ class KVCache:
             self._row_of[moved] = row
         self._group_of[slot] = -1
 
+    def wipe(self, slot: int) -> None:
+        """Make the slot's row zeros again, so that the next one there does not read what is not finite."""
+        self.groups[self._group_of[slot]].keys_values[:, :, self._row_of[slot]] = 0
+
     def clear(self) -> None:
         for group in self.groups:
             group.clear()

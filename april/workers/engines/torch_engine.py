@@ -63,6 +63,7 @@ class TorchEngine:
         """running slots whose context is not in the cache"""
         self._cut_off: list[Chunk] = []
         """chunks ended by a change of weights, to be handed over next"""
+        self._failures: list[tuple[int, str]] = []
         self._batch: DecodeBatch | None = None
         """None when the running set has changed, or a sequence needs to be looked at"""
 
@@ -109,8 +110,8 @@ class TorchEngine:
         if self._unfilled:
             self._prefill()
         if self._slot_of:
-            self._decode()
-            chunks += self._collect()
+            lost = self._decode()
+            chunks += self._fail(lost) if len(lost) else self._collect()
         return chunks
 
     @torch.inference_mode()
@@ -128,7 +129,8 @@ class TorchEngine:
         return [chunk for request_id in request_ids for chunk in self.cancel(request_id)]
 
     def failures(self) -> list[tuple[int, str]]:
-        return []
+        failures, self._failures = self._failures, []
+        return failures
 
     def close(self) -> None:
         self._queue.clear()
@@ -175,8 +177,8 @@ class TorchEngine:
         if batch:
             yield np.array(batch)
 
-    def _decode(self) -> None:
-        """Sample one token of every running sequence."""
+    def _decode(self) -> np.ndarray:
+        """Sample one token of every running sequence; or of none, and return the slots whose logits are not finite."""
         batch = self._batch = self._batch or self._new_batch()
         uniform = torch.from_numpy(uniforms(batch.stream, batch.lengths)).to(self.device)
         for span, longest in zip(batch.spans, batch.longest, strict=True):
@@ -185,9 +187,24 @@ class TorchEngine:
         tokens, logprobs = sample(logits, uniform, batch.plan)
         logprobs = logprobs.cpu().numpy()
         if not np.isfinite(logprobs.sum()):
-            raise EngineError(f"weights {self.version} give logits that are not finite; load others")
+            return batch.slots[~np.isfinite(logprobs)]
         batch.append(self._table, tokens, logprobs)
         self.generated_tokens += len(batch.slots)
+        return batch.slots[:0]
+
+    def _fail(self, slots: np.ndarray) -> list[Chunk]:
+        """End sequences that have no finite logits, with what they have; the others draw the same token in the next
+        step. Where several run and none has any, it is the weights: EngineError."""
+        why = f"weights {self.version} give logits that are not finite"
+        if len(slots) == len(self._slot_of) > 1:
+            raise EngineError(f"{why}; load others")
+        chunks = []
+        for slot in map(int, slots):
+            self._failures.append((self._table.request_id[slot], why))
+            chunks += self._hand_over(slot, time.monotonic())
+            self._cache.wipe(slot)
+            self._free_slot(slot)
+        return chunks
 
     def _new_batch(self) -> DecodeBatch:
         """Move sequences that have filled their length group, then lay the running set out anew."""

@@ -1,0 +1,43 @@
+"""What `april run` says at its end is how the run ended, whether or not a report can be made of it."""
+
+import errno
+
+import pytest
+
+from april import cli, preflight
+from april.report import html
+from april.supervisor import RunFailed, Supervisor
+
+
+def no_space(*arguments):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.fixture(params=["damaged", "disk full", "report full"])
+def obstacle(request, monkeypatch):
+    """Something that keeps the report from being written; what is said of it."""
+    if request.param == "damaged":
+        return "metrics.jsonl line 1 is not a step's JSON object"
+    monkeypatch.setattr(
+        *(preflight, "mark_ended") if request.param == "disk full" else (html, "write_report"), no_space
+    )
+    return "No space left on device"
+
+
+@pytest.mark.parametrize(("state", "status"), [("finished", 0), ("stopped", cli.INTERRUPTED), ("failed", 1)])
+def test_a_report_that_cannot_be_written_is_one_line_and_the_status_is_the_run_s(
+    obstacle, state, status, config_file, capsys, monkeypatch
+):
+    def run(supervisor):
+        damaged = b"damaged\n" if "metrics" in obstacle else b""
+        (supervisor.run_dir / "config.toml").write_text(supervisor.config.to_toml())
+        (supervisor.run_dir / "metrics.jsonl").write_bytes(damaged + b'{"step": 1}\n')
+        if state == "failed":
+            raise RunFailed("broker ended with status 1")
+        return state
+
+    monkeypatch.setattr(Supervisor, "run", run)
+    assert cli.main(["run", str(config_file)]) == status
+    *failure, report = capsys.readouterr().err.splitlines()
+    assert report.startswith("april run: no report: ") and obstacle in report
+    assert failure == (["april run: broker ended with status 1"] if state == "failed" else [])
