@@ -84,6 +84,7 @@ COLUMNS: dict[str, tuple[Callable[[Outcome], float], str]] = {
     "consumed/s": (lambda one: one.turn.consumed_per_s, ",.0f"),
     "in rollout": (lambda one: one.turn.consumed_per_rollout_s, ",.0f"),
     "generated/s": (lambda one: one.turn.generated / one.turn.time_s, ",.0f"),
+    "gen. in rollout": (lambda one: one.turn.generated / one.turn.rollout_s, ",.0f"),
     "wasted": (lambda one: one.turn.discarded / one.turn.generated, ".1%"),
     "recomputed": (lambda one: one.turn.recomputed / one.turn.generated, ".1%"),
     "occupied": (lambda one: one.turn.occupancy, ".1%"),

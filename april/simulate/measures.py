@@ -9,6 +9,7 @@ import numpy as np
 
 from april.broker.recorder import BYTES_PER_TOKEN, describe_ages, tokens_by_age
 from april.broker.samples import Group, SampleState
+from april.config import ConfigError
 from april.simulate.scenario import Scenario
 
 if TYPE_CHECKING:
@@ -117,6 +118,8 @@ class Measures:
         self._after = self._totals()
         self._kv_peaks = [engine.kv_peak for engine in self.pipeline.engines]
         self.measured = self._after - self._before
+        if not self.measured.time_s:
+            raise ConfigError(f"key 'steps' = {self.scenario.steps}: so few batches take no time here; measure more")
         del self.pipeline
 
     def _totals(self) -> Totals:
@@ -157,6 +160,10 @@ class Measures:
     @property
     def generated_per_s(self) -> float:
         return self.measured.generated / self.measured.time_s
+
+    @property
+    def generated_per_rollout_s(self) -> float:
+        return self.measured.generated / self.measured.rollout_s
 
     @property
     def wasted_share(self) -> float:

@@ -84,8 +84,8 @@ def with_schedule(scenario: Scenario, kind: str, **keys) -> Scenario:
 
 
 COLUMNS = (
-    "", "consumed/s", "in rollout", "generated/s", "wasted", "recomputed", "occupied", "stale mean", "max",
-    "off-policy", "step p50 s", "p95 s", "limit/s", "of limit", "cap", "of cap", "KV peak", "buffer peak",
+    "", "consumed/s", "in rollout", "generated/s", "gen. in rollout", "wasted", "recomputed", "occupied", "stale mean",
+    "max", "off-policy", "step p50 s", "p95 s", "limit/s", "of limit", "cap", "of cap", "KV peak", "buffer peak",
 )  # fmt: skip
 
 
@@ -95,10 +95,10 @@ def columns(outcome: Outcome) -> list[str]:
     p50, p95 = m.step_s
     return [
         outcome.name, f"{m.consumed_per_s:,.0f}", f"{m.consumed_per_rollout_s:,.0f}", f"{m.generated_per_s:,.0f}",
-        f"{m.wasted_share:.1%}", f"{m.recomputed_share:.1%}", f"{m.occupancy:.1%}", f"{m.staleness_mean:.2f}",
-        str(m.staleness_max), f"{m.off_policy_share:.1%}", f"{p50:.1f}", f"{p95:.1f}", f"{outcome.limit:,.0f}",
-        f"{outcome.limit_share:.3f}", f"{outcome.cap:.3f}", f"{outcome.cap_share:.3f}", f"{m.kv_peak_share:.0%}",
-        f"{m.buffer_peak_tokens / 1e6:.2f} M",
+        f"{m.generated_per_rollout_s:,.0f}", f"{m.wasted_share:.1%}", f"{m.recomputed_share:.1%}",
+        f"{m.occupancy:.1%}", f"{m.staleness_mean:.2f}", str(m.staleness_max), f"{m.off_policy_share:.1%}",
+        f"{p50:.1f}", f"{p95:.1f}", f"{outcome.limit:,.0f}", f"{outcome.limit_share:.3f}", f"{outcome.cap:.3f}",
+        f"{outcome.cap_share:.3f}", f"{m.kv_peak_share:.0%}", f"{m.buffer_peak_tokens / 1e6:.2f} M",
     ]  # fmt: skip
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from april.broker.events import BatchDelivered, ChunkAccepted
+from april.config import ConfigError
 from april.simulate.costs import EngineCost
 from april.simulate.limit import no_barrier_limit
 from april.simulate.measures import LENGTHS_KEPT, representatives
@@ -271,3 +272,12 @@ def test_a_sample_that_dies_with_its_engines_takes_its_group_along():
     assert ledger.counts["dead_sample"] > 0
     assert ledger.closed
     assert all(engine.load == len(ledger.held.get(engine.name, ())) for engine in pipeline.engines)
+
+
+def test_batches_that_take_no_time_are_no_measurement():
+    """Two batches end at the same instant and train in no time; what lies between them has no speed."""
+    free = {"learner__token_s": 0.0, "weights__transfer_s": 0.0, "lengths__family": "equal", "steps": 1}
+    pairs = scenario(schedule__kind="continuous", schedule__in_flight=16, **free)
+    with pytest.raises(ConfigError, match="'steps' = 1"):
+        for warmup_steps in (2, 3):
+            simulate(pairs.with_keys(warmup_steps=warmup_steps))
