@@ -11,6 +11,7 @@ from contextlib import closing
 import msgpack
 import pytest
 
+from april.broker import journal as journal_module
 from april.broker.events import ChunkAccepted, RoundStarted
 from april.broker.journal import Journal, JournalError
 from april.version import Version
@@ -255,3 +256,60 @@ def test_a_failure_beside_a_write_under_way_leaves_nothing_unsynced_on_disk(tmp_
     journal.fail(OSError(errno.ENOSPC, "No space left on device"))
     journal.close()
     assert sum(path.stat().st_size for path in tmp_path.glob("*.msgpack")) == synced
+
+
+def large(number):
+    """A record's arrays, of a size that stays in memory and is written past the page cache."""
+    data = random.Random(number).randbytes(4 * 20_000 + number % 3)
+    return [(zlib.crc32(data), data)] * 2
+
+
+def test_large_records_between_small_ones_come_back_as_they_were(tmp_path):
+    """From memory, from the disk, and after a cut at any place near the end of a record."""
+    wanted = [(chunk(number), large(number) if number % 5 else ARRAYS) for number in range(60)]
+    ends = []
+    with closing(Journal(tmp_path)) as journal:
+        for number, (event, arrays) in enumerate(wanted):
+            ends.append(sum(journal.append(event, arrays)))
+            if number % 7 == 0:
+                journal.sync()
+    with closing(Journal(tmp_path)) as journal:
+        references = [reference for _, reference in journal.replay()]
+        assert [journal.read(reference) for reference in references] == wanted
+        assert [journal.append(*wanted[1])[0]] == ends[-1:]
+    (path,) = tmp_path.glob("*.msgpack")
+    whole = path.read_bytes()
+    for number in range(0, 60, 9):
+        for length in (ends[number] - 1, ends[number], ends[number] + 1):
+            path.write_bytes(whole[:length])
+            assert len(replayed(tmp_path)) == sum(end <= length for end in ends)
+
+
+def test_a_large_sync_goes_past_the_page_cache_and_a_small_one_through_it(tmp_path, monkeypatch):
+    ways, real = [], journal_module.write_and_sync
+
+    def watched(*arguments):
+        ways.append(arguments[-1] is not None)
+        return real(*arguments)
+
+    monkeypatch.setattr(journal_module, "write_and_sync", watched)
+    with closing(Journal(tmp_path)) as journal:
+        for arrays in ([ARRAYS], [large(0)] * 2, [ARRAYS] * 3000):
+            for one in arrays:
+                journal.append(chunk(0), one)
+            journal.sync()
+    assert ways == [False, True, False]
+
+
+def test_no_more_of_the_last_large_records_stays_in_memory_than_is_meant_to(tmp_path, monkeypatch):
+    monkeypatch.setattr(journal_module, "KEPT_BYTES", 1 << 20)
+    with closing(Journal(tmp_path)) as journal:
+        references = [journal.append(chunk(number), large(number)) for number in range(40)]
+        journal.sync()
+        monkeypatch.setattr(os, "pread", lambda *arguments: pytest.fail("this one should be in memory"))
+        assert [journal.read(reference) for reference in references[-6:]] == [
+            (chunk(number), large(number)) for number in range(34, 40)
+        ]
+        monkeypatch.undo()
+        assert journal.read(references[0]) == (chunk(0), large(0))
+        assert journal._kept_bytes <= 1 << 20 and len(journal._kept) == 6
