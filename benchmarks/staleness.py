@@ -45,8 +45,9 @@ STEPS = 20
 GROUPS, SAMPLES, RESPONSE_TOKENS = 32, 8, 512
 HELD_OUT = 2048
 SLOTS = 128
-COLLAPSED = (0.05, 3)
-"""a run ends early after so many batches in a row below this reward: it costs ten times the time of a healthy one"""
+COLLAPSED = (0.25, 3)
+"""a run ends early after so many batches in a row below this reward, half of that at the start: none has come back from
+there, and its responses grow to the limit"""
 
 WEIGHED = {"proximal": "recomputed", "behaviour_coef": 0.0}
 SEQUENCE = WEIGHED | {"corrections": ["truncated_sequence"]}
