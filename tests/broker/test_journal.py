@@ -1,12 +1,16 @@
 """What was synced is there after any crash; what is damaged is never passed over in silence."""
 
 import errno
+import itertools
 import os
 import random
+import subprocess
+import sys
 import threading
 import time
 import zlib
 from contextlib import closing
+from pathlib import Path
 
 import msgpack
 import pytest
@@ -16,6 +20,7 @@ from april.broker.events import ChunkAccepted, RoundStarted
 from april.broker.journal import Journal, JournalError
 from april.version import Version
 
+ROOT = Path(__file__).parents[2]
 ARRAYS = [(zlib.crc32(data), data) for data in (b"\x01\x00\x00\x00" * 2, b"\xcf" * 8)]
 
 
@@ -313,3 +318,33 @@ def test_no_more_of_the_last_large_records_stays_in_memory_than_is_meant_to(tmp_
         monkeypatch.undo()
         assert journal.read(references[0]) == (chunk(0), large(0))
         assert journal._kept_bytes <= 1 << 20 and len(journal._kept) == 6
+
+
+WRITER = """
+import sys, time
+from pathlib import Path
+from april.broker.journal import Journal
+from tests.broker.test_journal import ARRAYS, chunk, large
+
+journal = Journal(Path(sys.argv[1]))
+number = len(list(journal.replay()))
+while True:
+    for _ in range(1 + number % 4):
+        journal.append(chunk(number), large(number) if number % 5 else ARRAYS)
+        number += 1
+    journal.sync()
+    print(number, flush=True)
+"""
+
+
+def test_what_a_killed_process_had_synced_is_there_whichever_way_it_was_written(tmp_path):
+    promised = 0
+    for kill in range(8):
+        with subprocess.Popen([sys.executable, "-c", WRITER, tmp_path], stdout=subprocess.PIPE, cwd=ROOT) as writer:
+            for line in itertools.islice(writer.stdout, 3 + 2 * kill):
+                promised = int(line)
+            writer.kill()
+        with closing(Journal(tmp_path)) as journal:
+            found = [journal.read(reference) for _, reference in journal.replay()]
+        assert len(found) >= promised
+        assert found == [(chunk(number), large(number) if number % 5 else ARRAYS) for number in range(len(found))]
