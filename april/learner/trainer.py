@@ -203,7 +203,7 @@ class Trainer:
         return kept[0] if len(kept) >= self.config.learner.keep_checkpoints else 0
 
     def export(self) -> None:
-        """Write the policy as a Hugging Face folder, `checkpoints/policy`."""
+        """Write the policy as a Hugging Face folder, `checkpoints/policy`; the others do not wait for rank 0."""
         checkpoint.export(self.policy, self.config.model.path, self.config.exported_policy)
 
 
