@@ -74,7 +74,8 @@ class Trainer:
         prepared = self.objective.prepare(batch)
         costs = [self.cost.of(input_tokens(sample), sample.sampled_tokens) for sample in prepared.samples]
         micro_batches = self.micro_batches(prepared, costs)
-        return ReadyBatch(prepared, micro_batches, flops.PASSES * sum(costs), time.perf_counter() - began)
+        passes = flops.PASSES + (self.reference is not None)
+        return ReadyBatch(prepared, micro_batches, passes * sum(costs), time.perf_counter() - began)
 
     def step(self, batch: Batch, ready: "ReadyBatch | None" = None) -> dict[str, float]:
         """Train on `batch`, which `ready` was made from, and return metrics, equal on all ranks but for speeds.
