@@ -11,10 +11,9 @@ from typing import NamedTuple
 from april.broker.samples import Group, GroupState, SampleState
 from april.config import ConfigError, ScheduleSection
 from april.limits import clip
+from april.spread import has_spread
 
 REASON_CHARACTERS = 40
-SPREAD = 1e-6
-"""accuracies that differ by less are the same"""
 
 
 class CompleteGroup(NamedTuple):
@@ -39,7 +38,7 @@ class FilterFailed(RuntimeError):
 
 def zero_spread(group: CompleteGroup) -> str | None:
     """All samples right, or all wrong, whatever penalties add (dynamic sampling, arXiv 2503.14476, section 3.2)."""
-    return "zero_spread" if max(group.accuracies) - min(group.accuracies) <= SPREAD else None
+    return None if has_spread(group.accuracies) else "zero_spread"
 
 
 def find_filter(name: str) -> Filter:

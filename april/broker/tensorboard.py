@@ -9,6 +9,10 @@ LEFT_OUT = ("step", "time", "lanes", "lengths")
 """of a step's record: its place, and what is no scalar"""
 
 
+NAMED_BY_STEP = "version_share_"
+"""of the learner's figures: each step would have tags of its own; the staleness by age says the same"""
+
+
 class TensorBoard:
     """Writes event files into a folder, with `tensorboard` alone."""
 
@@ -41,11 +45,11 @@ class TensorBoard:
 
 
 def scalars(figures: dict[str, Any], prefix: str = "") -> list[tuple[str, float]]:
-    """(tag, value) of every number in nested mappings, the keys joined by slashes."""
+    """(tag, value) of every number in nested mappings but those named by step, the keys joined by slashes."""
     found = []
     for name, value in figures.items():
         if isinstance(value, dict):
             found += scalars(value, f"{prefix}{name}/")
-        elif isinstance(value, int | float):
+        elif isinstance(value, int | float) and not name.startswith(NAMED_BY_STEP):
             found.append((f"{prefix}{name}", float(value)))
     return found

@@ -4,8 +4,10 @@ Registered with transformers as `packed`. It refuses what it would silently comp
 a key-value cache, sliding windows, soft caps, sinks and dropout.
 """
 
+import logging
 from collections.abc import Callable
 from functools import cache
+from importlib.util import find_spec
 from inspect import signature
 
 import torch
@@ -13,7 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+log = logging.getLogger(__name__)
+
 NAME = "packed"
+FLASH_CAPABILITY = (8, 0)
+"""the least compute capability that flash attention runs on"""
+FLASH_TYPES = (torch.bfloat16, torch.float16)
 
 
 class PackedAttentionError(ValueError):
@@ -35,18 +42,35 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """query [1, H, T, D], key and value [1, H_kv, T, D] -> ([1, T, H, D], None); `seq_lens` add up to T.
 
-    On CPU one scaled-dot-product call a sequence; elsewhere one variable-length flash call, which needs
-    16-bit floats, `cu_seq_lens_q` (int32 [sequences + 1]) and `max_length_q`. `PackedAttentionError` otherwise.
+    By `variable_length` or `each_sequence`, whichever `choice` says; the former needs `cu_seq_lens_q` (int32
+    [sequences + 1]) and `max_length_q`. `PackedAttentionError` for what neither computes.
     """
     refuse_unsupported(query, key, attention_mask, dropout, seq_lens, features)
-    if query.device.type == "cpu":
-        output = each_sequence(query, key, value, seq_lens, scaling)
-    else:
-        output = variable_length(query, key, value, cu_seq_lens_q, max_length_q, scaling)
-    return output, None
+    if chosen(query.device, query.dtype) == "variable_length":
+        return variable_length(query, key, value, cu_seq_lens_q, max_length_q, scaling), None
+    return each_sequence(query, key, value, seq_lens, scaling), None
+
+
+def choice(capability: tuple[int, int] | None, dtype: torch.dtype, importable: bool) -> str:
+    """`variable_length`, one flash call, where that can run; otherwise `each_sequence`, a scaled-dot-product call each.
+
+    `capability` is the accelerator's, None on the CPU; `importable` says whether PyTorch has `varlen_attn`.
+    """
+    flash = importable and dtype in FLASH_TYPES and capability is not None and capability >= FLASH_CAPABILITY
+    return "variable_length" if flash else "each_sequence"
+
+
+@cache
+def chosen(device: torch.device, dtype: torch.dtype) -> str:
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    name = choice(capability, dtype, find_spec("torch.nn.attention.varlen") is not None)
+    log.info("packed attention by %s on %s in %s", name, device, dtype)
+    return name
 
 
 def each_sequence(query: Tensor, key: Tensor, value: Tensor, seq_lens: list[int], scaling: float | None) -> Tensor:
+    if query.device.type != "cpu":  # there the kernels that do not write out the whole square want equally many heads
+        key, value = all_heads(key, query.shape[1]), all_heads(value, query.shape[1])
     parts = zip(*(tensor.split(seq_lens, dim=2) for tensor in (query, key, value)), strict=True)
     shared_kv_heads = query.shape[1] != key.shape[1]
     outputs = [
@@ -59,20 +83,23 @@ def each_sequence(query: Tensor, key: Tensor, value: Tensor, seq_lens: list[int]
 def variable_length(
     query: Tensor, key: Tensor, value: Tensor, cu_seq_lens: Tensor | None, longest: int | None, scaling: float | None
 ) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn  # imported here: CPU builds may lack it
+    from torch.nn.attention.varlen import varlen_attn  # imported here: builds may lack it
 
     if cu_seq_lens is None or longest is None:
         raise PackedAttentionError("cu_seq_lens_q and max_length_q are missing; pass both next to seq_lens")
-    if query.dtype not in (torch.bfloat16, torch.float16):
-        raise PackedAttentionError(f"queries are {query.dtype}; flash attention needs bfloat16 or float16")
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     options = {"scale": scaling, "window_size": (-1, 0)}  # every earlier token, no later one
     if q.shape[1] != k.shape[1]:
         if "enable_gqa" in parameters_of(varlen_attn):
             options["enable_gqa"] = True
         else:  # torch 2.11
-            k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for tensor in (k, v))
+            k, v = all_heads(k, q.shape[1]), all_heads(v, q.shape[1])
     return varlen_attn(q, k, v, cu_seq_lens, cu_seq_lens, longest, longest, **options)[None]
+
+
+def all_heads(tensor: Tensor, heads: int) -> Tensor:
+    """Each of the shared heads, dimension 1, once for every query head that it serves."""
+    return tensor.repeat_interleave(heads // tensor.shape[1], dim=1)
 
 
 @cache

@@ -133,7 +133,7 @@ def prune(directory: Path, keep: int) -> None:
 def export(policy: Policy, source_folder: Path, out_dir: Path) -> None:
     """Write `out_dir`: the weights in the source's own type, with its configuration and tokenizer files. Collective.
 
-    An existing `out_dir` is replaced when the new one is complete.
+    An existing `out_dir` is replaced when the new one is complete. Rank 0 writes; the others do not wait for it.
     """
     state = full_state(policy, AutoConfig.from_pretrained(source_folder).dtype)
     if dist.get_rank() == 0:
@@ -144,7 +144,6 @@ def export(policy: Policy, source_folder: Path, out_dir: Path) -> None:
             if path.is_file() and not WEIGHT_FILES.fullmatch(path.name):
                 shutil.copy(path, partial / path.name)
         replace_folder(partial, out_dir)
-    dist.barrier()
 
 
 def replace_folder(complete: Path, final: Path) -> None:

@@ -1,7 +1,8 @@
 """Floating-point operations of a model's training step: what a forward pass costs by sequence length, and MFU.
 
-Counted as in PaLM, arXiv 2204.02311, appendix B: two operations a parameter and token forward, four backward,
-attention apart, nothing for activations that are computed again. Attention is causal, half of the full square.
+Counted as in PaLM, arXiv 2204.02311, appendix B: two operations a parameter and token forward, four backward, two of
+a reference policy, attention apart, nothing for activations that are computed again. Attention is causal, half of the
+full square.
 """
 
 from dataclasses import dataclass
@@ -10,11 +11,13 @@ import torch
 from torch import nn
 
 PASSES = 3
-"""a training step over a forward pass: backward costs twice as much as forward"""
+"""a training step over a forward pass: backward costs twice as much as forward, a reference policy once"""
 
 PEAK_TFLOPS = {
     "B200": 2250,
+    "H200 NVL": 835,
     "H200": 989,
+    "H100 NVL": 835,
     "H100 PCIe": 756,
     "H100": 989,
     "A100": 312,
@@ -23,7 +26,7 @@ PEAK_TFLOPS = {
     "MI325X": 1307,
     "MI300X": 1307,
 }
-"""dense 16-bit peak by a part of the accelerator's name, from the makers' data sheets"""
+"""dense 16-bit peak by a part of the accelerator's name, the first that fits, from the makers' data sheets"""
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,8 @@ def active_weights(layer: nn.Module, config) -> float:
 
 def peak_tflops(device: torch.device) -> float | None:
     """Dense 16-bit peak of an accelerator that is known, None of others."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
+    return peak_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+
+
+def peak_of(name: str) -> float | None:
     return next((peak for part, peak in PEAK_TFLOPS.items() if part in name), None)

@@ -74,8 +74,8 @@ def run(config: Config, trainer: Trainer, source: Source | None, publisher: Publ
     gradient is passed: it lies in `nonfinite/` of the run folder, and the weights are published again under the next
     name. `Diverged` is raised after `learner.max_nonfinite` in a row.
 
-    While rank 0 waits for a broker that cannot write, the others wait for it in a group whose deadline is days, not in
-    the collectives of what comes next.
+    While rank 0 waits for a broker that cannot write, or writes the last files, the others wait for it in a group whose
+    deadline is days, not in the collectives of what comes next.
 
     The metrics given to `consumed` add to the trainer's: what the step had to wait for, in `wait_s` for the batch,
     `publish_wait_s` for the last weights to be sent, `gather_s` to collect them, `checkpoint_s` to copy the state;
@@ -99,16 +99,15 @@ def run(config: Config, trainer: Trainer, source: Source | None, publisher: Publ
         nonfinite_in_a_row = nonfinite_in_a_row + 1 if metrics["nonfinite"] else 0
         if source:
             report(config, source, batch, metrics)
+        say_durable(trainer, source)
         dist.barrier(meeting)
         costs = {}
         if trainer.step_count % config.learner.checkpoint_every == 0:
             began = time.perf_counter()
-            say_durable(trainer, source, wait=True)
-            dist.barrier(meeting)
+            settle(trainer, source, meeting)
             trainer.start_save()
             saved_step = trainer.step_count
             costs["checkpoint_s"] = time.perf_counter() - began
-        say_durable(trainer, source)
         costs |= release.publish()
         if nonfinite_in_a_row == config.learner.max_nonfinite:
             raise Diverged(
@@ -117,12 +116,12 @@ def run(config: Config, trainer: Trainer, source: Source | None, publisher: Publ
                 f"{config.learner.max_nonfinite} to go on for longer"
             )
     release.finish()
-    say_durable(trainer, source, wait=True)
+    settle(trainer, source, meeting)
     if saved_step != trainer.step_count:
         trainer.start_save()
-        say_durable(trainer, source, wait=True)
-    dist.barrier()
+        settle(trainer, source, meeting)
     trainer.export()
+    dist.barrier(meeting)
 
 
 def report(config: Config, source: Source, batch: Batch, metrics: dict[str, float]) -> None:
@@ -150,6 +149,12 @@ def say_durable(trainer: Trainer, source: Source | None, wait: bool = False) -> 
     step = trainer.saved(wait)
     if source and step is not None:
         source.durable(step, trainer.oldest_checkpoint)
+
+
+def settle(trainer: Trainer, source: Source | None, meeting: dist.ProcessGroup) -> None:
+    """Wait until the checkpoint that is being written is on disk, and the source knows. Collective."""
+    say_durable(trainer, source, wait=True)
+    dist.barrier(meeting)
 
 
 class Handover:

@@ -21,7 +21,7 @@ from april.config import Config
 from april.learner.batch import Batch, TrainSample
 from april.learner.diagnostics import TokenTotals
 from april.learner.losses import corrections
-from april.learner.losses.advantages import ADVANTAGES, has_spread
+from april.learner.losses.advantages import advantages, has_spread
 from april.learner.losses.columns import Spans, log_ratio
 from april.learner.losses.divergence import KL_ESTIMATORS, k1, k2, k3
 from april.learner.losses.normalisation import token_weights
@@ -76,10 +76,10 @@ class Objective:
     def prepare(self, batch: Batch) -> Prepared:
         rewards = [torch.tensor([s.reward for s in group], dtype=torch.float64) for group in batch.groups]
         lengths = [torch.tensor([s.sampled_tokens for s in group], dtype=torch.float64) for group in batch.groups]
-        advantages = ADVANTAGES[self.section.advantage](rewards, lengths)
+        of_groups = advantages(self.section.advantage, rewards, lengths)
         trained = [
             (sample, advantage)
-            for group, of_group in zip(batch.groups, advantages, strict=True)
+            for group, of_group in zip(batch.groups, of_groups, strict=True)
             for sample, advantage in zip(group, of_group.tolist(), strict=True)
             if sample.sampled_tokens and (advantage or self.trains_every_sample)
         ]
@@ -100,8 +100,8 @@ class Objective:
             "zero_spread_groups": float(sum(not has_spread(group) for group in rewards)),
             **version_shares(samples),
         }
-        advantages = np.array([advantage for _, advantage in trained])
-        return Prepared(batch.step, [sample for sample, _ in trained], advantages, weights, metrics)
+        of_samples = np.array([advantage for _, advantage in trained])
+        return Prepared(batch.step, [sample for sample, _ in trained], of_samples, weights, metrics)
 
     def tokens(self, prepared: Prepared, indices: list[int], device: torch.device) -> ResponseTokens:
         """The sampled tokens of the prepared samples `indices`, end to end in that order; at least one sample."""

@@ -17,6 +17,8 @@ from april.version import Version
 
 NEVER = -1e20
 """a logit that softmax makes 0 of, and that stays finite where it is multiplied with a gradient"""
+ALIKE = 0.02
+"""micro-batches whose costs differ by less, as a share of the costliest, are told apart by the lengths in them"""
 DUMMY_TOKENS = 2
 """length of the sequence that a rank without samples runs, so that it joins the others' collectives"""
 
@@ -30,7 +32,8 @@ def plan(
     A micro-batch holds at most `budget_tokens`, except that a longer sample is alone in its own. The number of
     micro-batches is the smallest that the greedy placement reaches: longest first, each into the cheapest
     one with room (LPT, Graham 1969). Micro-batches that run side by side have similar sums of `costs`, one for each
-    sample: its length, if they are not given.
+    sample: its length, if they are not given; and similar mixes of long and short samples, so that what the costs leave
+    out is similar, too.
     """
     if not lengths:
         return []
@@ -46,8 +49,10 @@ def plan(
 def place(
     lengths: list[int], costs: Sequence[float], order: list[int], count: int, budget_tokens: int
 ) -> list[list[int]] | None:
-    """`count` bins sorted by cost, the costliest first; None if the samples do not fit into so few."""
-    bins, tokens, cost = [[] for _ in range(count)], np.zeros(count, np.int64), np.zeros(count)
+    """`count` bins, the costliest first, and among those of like cost those with the longest samples; None if the
+    samples do not fit into so few."""
+    bins, cost = [[] for _ in range(count)], np.zeros(count)
+    tokens, squares = np.zeros((2, count), np.int64)
     for sample in order:
         length = lengths[sample]
         has_room = (tokens == 0) | (tokens + length <= budget_tokens)
@@ -56,8 +61,10 @@ def place(
         cheapest = int(np.argmin(np.where(has_room, cost, np.inf)))
         bins[cheapest].append(sample)
         tokens[cheapest] += length
+        squares[cheapest] += length**2
         cost[cheapest] += costs[sample]
-    return [bins[i] for i in np.argsort(-cost, kind="stable")]
+    coarse = np.floor((1 - cost / cost.max()) / ALIKE)
+    return [bins[i] for i in np.lexsort((-squares, coarse))]
 
 
 def input_tokens(sample: TrainSample) -> int:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from april.config import ConfigError, LearnerSection
+from april.config import LearnerSection
 
 HANDOVER_TIMEOUT = timedelta(days=7)
 """ranks wait this long for rank 0's next batch: generation may take hours, and torchrun ends the ranks of a
@@ -19,17 +19,12 @@ learner whose rank 0 has died, so it owns this wait"""
 def join(section: LearnerSection) -> torch.device:
     """Enter the default group (gloo on CPU; NCCL or RCCL beside gloo on accelerators); this rank's device.
 
-    On one machine gloo can be reached from nowhere else. Raises ConfigError.
+    On one machine gloo can be reached from nowhere else.
     """
     torch.set_num_threads(section.threads)
     kind = section.device
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
-    if kind == "cuda" and section.compute == "fp32":
-        raise ConfigError(
-            "key 'learner.compute' = 'fp32' cannot be on an accelerator, whose packed attention takes 16-bit types; "
-            "use 'bf16' or 'auto', or learner.device = 'cpu'"
-        )
     if sys.platform == "linux" and os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine
     timeout = timedelta(seconds=section.collective_timeout_s)

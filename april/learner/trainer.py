@@ -74,7 +74,8 @@ class Trainer:
         prepared = self.objective.prepare(batch)
         costs = [self.cost.of(input_tokens(sample), sample.sampled_tokens) for sample in prepared.samples]
         micro_batches = self.micro_batches(prepared, costs)
-        return ReadyBatch(prepared, micro_batches, flops.PASSES * sum(costs), time.perf_counter() - began)
+        passes = flops.PASSES + (self.reference is not None)
+        return ReadyBatch(prepared, micro_batches, passes * sum(costs), time.perf_counter() - began)
 
     def step(self, batch: Batch, ready: "ReadyBatch | None" = None) -> dict[str, float]:
         """Train on `batch`, which `ready` was made from, and return metrics, equal on all ranks but for speeds.
@@ -203,7 +204,7 @@ class Trainer:
         return kept[0] if len(kept) >= self.config.learner.keep_checkpoints else 0
 
     def export(self) -> None:
-        """Write the policy as a Hugging Face folder, `checkpoints/policy`."""
+        """Write the policy as a Hugging Face folder, `checkpoints/policy`; the others do not wait for rank 0."""
         checkpoint.export(self.policy, self.config.model.path, self.config.exported_policy)
 
 

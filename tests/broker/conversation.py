@@ -149,8 +149,8 @@ class FakeLearner(Peer):
             self.say(wire.Heartbeat([], 0, self.received_bytes), connection=b"control")
         return parts
 
-    def consume(self, step, discarded="", loss=0.5):
-        self.say(wire.Consumed(step, {"loss": loss}, discarded))
+    def consume(self, step, discarded="", loss=0.5, **figures):
+        self.say(wire.Consumed(step, {"loss": loss, **figures}, discarded))
         assert self.take(wire.Accepted)
 
     def durable(self, step):

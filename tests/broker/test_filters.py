@@ -25,6 +25,10 @@ def test_equal_rewards_are_a_reason(rewards, reason):
     assert zero_spread(group(*rewards)) == reason
 
 
+def test_rewards_that_differ_by_rounding_are_equal():
+    assert zero_spread(group(0.1 + 0.2, 0.3)) == "zero_spread"
+
+
 @pytest.fixture
 def own_filters(tmp_path, monkeypatch):
     (tmp_path / "own_filters.py").write_text(

@@ -16,7 +16,7 @@ def test_steps_and_evaluations_become_scalars(config_file):
     learner.join()
     make_batch(worker)
     learner.fetch(0)
-    learner.consume(0)
+    learner.consume(0, version_share_0=1.0)
     line = orjson.loads((talk.config.run_dir / "metrics.jsonl").read_bytes())
     (file,) = (talk.config.run_dir / "tensorboard").iterdir()
     found = {
@@ -27,4 +27,5 @@ def test_steps_and_evaluations_become_scalars(config_file):
     assert found[1, "reward"] == pytest.approx(line["reward"])
     assert found[1, "learner/loss"] == line["learner"]["loss"] == 0.5
     assert found[1, "tokens_ledger/generated"] == line["tokens_ledger"]["generated"]
+    assert "version_share_0" in line["learner"] and not any("version_share" in tag for _, tag in found)
     assert found[0, "evaluation/pass_at_k/1/value"] == 1.0

@@ -207,8 +207,9 @@ def full_moments(trainer) -> list[dict[str, torch.Tensor]]:
 
 
 def job(config: Config, batches: list[Batch], **actions) -> dict:
-    """Train on `batches` in order; actions: `save_after` (steps), `restore` (bool), `live` (of a `Diary` instead),
-    `compare` (configurations, each on the first batch under the same weights)."""
+    """Train on `batches` in order; actions: `save_after` (steps), `restore` (bool), `live` (of a `Diary` instead;
+    reports of checkpoints and the export come `late_s` later), `compare` (configurations, each on the first batch under
+    the same weights)."""
     return {"config": config.model_dump(mode="json"), "batches": [encode(b).hex() for b in batches], **actions}
 
 

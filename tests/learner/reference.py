@@ -101,25 +101,28 @@ class ReferenceLearner:
     # --- from rewards to advantages -----------------------------------------------------------------------------
 
     def advantages(self, groups) -> list[float]:
-        """One number a sample, group by group."""
+        """One number a sample, group by group; what is rounding is 0."""
+        return [0.0 if abs(advantage) < 1e-9 else advantage for advantage in self.estimated(groups)]
+
+    def estimated(self, groups) -> list[float]:
         rewards = [[sample.reward for sample in group] for group in groups]
         name = self.settings.advantage
         if name == "grpo":
             return [a for group in rewards for a in standardised(group)]
         if name == "rloo":
             return [
-                r - statistics.mean(group[:i] + group[i + 1 :]) if len(set(group)) > 1 else 0.0
+                r - statistics.mean(group[:i] + group[i + 1 :]) if differ(group) else 0.0
                 for group in rewards
                 for i, r in enumerate(group)
             ]
         if name != "reinforce_pp":
-            rewards = [[r - statistics.mean(group) if len(set(group)) > 1 else 0.0 for r in group] for group in rewards]
+            rewards = [[r - statistics.mean(group) if differ(group) else 0.0 for r in group] for group in rewards]
         flat = [r for group in rewards for r in group]
         if name == "dr_grpo":
             return flat
         lengths = [len(sampled(sample)) for group in groups for sample in group]
         by_token = [r for r, length in zip(flat, lengths, strict=True) for _ in range(length)]
-        if len(set(by_token)) < 2:
+        if not differ(by_token):
             return [0.0] * len(flat)
         mean, deviation = statistics.mean(by_token), statistics.stdev(by_token)
         return [(r - mean) / deviation for r in flat]
@@ -254,9 +257,13 @@ def sampled(sample) -> list[int]:
     return [place for place, _ in sampled_under(sample)]
 
 
+def differ(rewards: list[float]) -> bool:
+    return len(rewards) > 0 and max(rewards) - min(rewards) > 1e-6
+
+
 def standardised(rewards: list[float]) -> list[float]:
     """(r - mean) / sample standard deviation; zeros for a group that says nothing."""
-    if len(set(rewards)) < 2:
+    if not differ(rewards):
         return [0.0] * len(rewards)
     mean, deviation = statistics.mean(rewards), statistics.stdev(rewards)
     return [(reward - mean) / deviation for reward in rewards]

@@ -1,6 +1,8 @@
 """Run under torchrun by the learner's tests: trains each job of a folder's jobs.json, writes results.pt."""
 
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import orjson
@@ -40,12 +42,23 @@ def live(job: dict, device: torch.device) -> dict:
     config = Config.model_validate(job["config"])
     diary = Diary(config.model.path, **job["live"]) if dist.get_rank() == 0 else None
     trainer = Trainer(config, device)
+    if diary:
+        diary.durable = late(diary.durable, job.get("late_s", 0.0))
+    trainer.policy.lm.save_pretrained = late(trainer.policy.lm.save_pretrained, job.get("late_s", 0.0))
     loop.run(config, trainer, diary, diary)
     weights = trainer.weights()
     if diary is None:
         return {"weights": weights}
     events = [(what, *(tuple(of) if isinstance(of, tuple) else of for of in rest)) for what, *rest in diary.events]
     return {"weights": weights, "events": events, "losses": [metrics["loss"] for metrics in diary.metrics]}
+
+
+def late(work: Callable, seconds: float) -> Callable:
+    def wait_and_work(*arguments, **options):
+        time.sleep(seconds)
+        return work(*arguments, **options)
+
+    return wait_and_work
 
 
 def compare(job: dict, device: torch.device) -> dict:

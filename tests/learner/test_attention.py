@@ -9,7 +9,7 @@ from learner_setup import VOCAB, make_config, make_sample, settings
 from reference import ReferenceLearner
 
 from april.learner import model
-from april.learner.attention import PackedAttentionError, each_sequence, packed_attention, variable_length
+from april.learner.attention import PackedAttentionError, choice, each_sequence, packed_attention, variable_length
 from april.learner.model import load, score_tokens
 from april.learner.packing import pack
 
@@ -83,6 +83,21 @@ def test_one_variable_length_call_equals_a_call_a_sequence(monkeypatch, varlen_a
     torch.testing.assert_close(
         found.float(), each_sequence(query.float(), key.float(), value.float(), lengths, 0.3), atol=0.01, rtol=0.01
     )
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "importable", "name"),
+    [
+        ((9, 0), torch.bfloat16, True, "variable_length"),
+        ((8, 0), torch.float16, True, "variable_length"),
+        ((7, 5), torch.float16, True, "each_sequence"),
+        ((9, 0), torch.float32, True, "each_sequence"),
+        ((9, 0), torch.bfloat16, False, "each_sequence"),
+        (None, torch.bfloat16, True, "each_sequence"),
+    ],
+)
+def test_flash_attention_is_taken_where_it_can_run(capability, dtype, importable, name):
+    assert choice(capability, dtype, importable) == name
 
 
 def test_padding_rows_and_caches_are_refused(policy):

@@ -31,7 +31,12 @@ def test_restored_ranks_continue_bitwise_and_their_number_may_change(policy_fold
         metrics = alone.step(batch)
         assert metrics["loss"] == pytest.approx(expected["loss"], rel=tolerance)
         assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=tolerance)
-    (resumed,) = run_ranks(2, [job(config, batches[2:], restore=True)], tmp_path / "resumed")
+    alone.save()
+    wider = make_config(policy_folder, tmp_path / "wider")
+    shutil.copytree(alone.directory, wider.run_dir / "checkpoints")
+    shutil.rmtree(alone.directory / "step_000004")
+    jobs = [job(config, batches[2:], restore=True), job(wider, [], restore=True)]
+    resumed, widened = run_ranks(2, jobs, tmp_path / "resumed")
     assert (resumed["restored"], resumed["optimizer_steps"]) == (2, 4)
     assert all(torch.equal(value, resumed["weights"][name]) for name, value in whole["weights"].items())
     for one, other in zip(whole["moments"], resumed["moments"], strict=True):
@@ -39,6 +44,10 @@ def test_restored_ranks_continue_bitwise_and_their_number_may_change(policy_fold
         assert all(torch.equal(one[name], other[name]) for name in one)
     losses = [[metrics["loss"] for metrics in result["metrics"]] for result in (whole, resumed)]
     assert losses[0][2:] == losses[1]
+    assert (widened["restored"], widened["optimizer_steps"]) == (4, 4)
+    assert all(torch.equal(value, widened["weights"][name]) for name, value in alone.weights().items())
+    for one, other in zip(full_moments(alone), widened["moments"], strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from april.learner import flops
+from april.learner.packing import input_tokens
 from april.learner.trainer import Trainer
 
 
@@ -24,6 +25,30 @@ def test_a_forward_pass_costs_what_its_products_do(config):
             lm(torch.zeros(1, length, dtype=torch.int64), use_cache=False)
         full_square = cost.of(length, targets=length) + cost.per_square * length**2
         assert counter.get_total_flops() == pytest.approx(full_square - vectors * length, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H200", 989),
+        ("NVIDIA H200 NVL", 835),
+        ("Tesla T4", None),
+    ],
+)
+def test_a_form_of_an_accelerator_has_a_peak_of_its_own(name, peak):
+    assert flops.peak_of(name) == peak
+
+
+@pytest.mark.parametrize(("kl_coef", "passes"), [(0.0, 3), (0.1, 4)])
+def test_a_reference_policy_is_one_more_forward_pass(kl_coef, passes, one_rank, policy_folder, tmp_path):
+    config = make_config(policy_folder, tmp_path, algorithm={"kl_coef": kl_coef})
+    trainer = Trainer(config, torch.device("cpu"))
+    ready = trainer.prepare(uneven_batch(0, policy_folder))
+    forward = sum(trainer.cost.of(input_tokens(s), s.sampled_tokens) for s in ready.prepared.samples)
+    assert ready.operations == pytest.approx(passes * forward)
 
 
 def test_phases_are_parts_of_the_step_and_its_speed_is_that_of_its_operations(one_rank, policy_folder, tmp_path):

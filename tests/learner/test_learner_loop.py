@@ -182,3 +182,10 @@ def test_two_ranks_live_through_a_run_and_a_replay(policy_folder, tmp_path):
     assert again["events"] == [("start", 2), ("consumed", 2), ("publish", (1, 3)), ("durable", 3, 0)]
     assert again["losses"] == first["losses"][2:]
     assert all(torch.equal(value, again["weights"][name]) for name, value in first["weights"].items())
+
+
+def test_the_ranks_wait_for_a_slow_broker_and_a_slow_disk_longer_than_for_each_other(policy_folder, tmp_path):
+    config = make_config(policy_folder, tmp_path / "run", checkpoint_every=2, collective_timeout_s=5)
+    (result,) = run_ranks(2, [job(config, [], live={"last_step": 4}, late_s=6)], tmp_path / "ranks")
+    assert [event for event in result["events"] if event[0] == "durable"] == [("durable", 2, 0), ("durable", 4, 2)]
+    assert (config.exported_policy / "config.json").is_file()

@@ -9,6 +9,7 @@ import torch
 from april.learner.losses import corrections
 from april.learner.losses.advantages import (
     ADVANTAGES,
+    advantages,
     dr_grpo,
     grpo,
     reinforce_pp,
@@ -80,6 +81,17 @@ def test_reinforce_pp_with_a_baseline_centres_the_group_first():
 @pytest.mark.parametrize("rewards", [[1.0, 1.0, 1.0], [0.1] * 7, [3.0], []])
 def test_without_spread_all_advantages_are_zero(name, rewards):
     assert flat(ADVANTAGES[name](groups(rewards), groups([2.0] * len(rewards)))) == [0.0] * len(rewards)
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_rewards_that_differ_by_rounding_are_the_same(name):
+    assert flat(ADVANTAGES[name](groups([0.1 + 0.2, 0.3, 0.3]), groups([2.0, 1.0, 1.0]))) == [0.0] * 3
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_an_advantage_that_is_rounding_is_zero(name):
+    low, middle, high = flat(advantages(name, groups([0.1, 0.2, 0.3]), groups([1.0, 1.0, 1.0])))
+    assert low < middle == 0.0 < high
 
 
 def test_an_empty_batch_has_no_advantages():

@@ -5,9 +5,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from learner_setup import VOCAB, make_config, make_sample, near_policy, settings
+from frozen import full_gradients
+from learner_setup import VOCAB, job, make_config, make_sample, near_policy, run_ranks, settings
 from reference import ReferenceLearner
 from safetensors import safe_open
+from test_trainer_reference import same
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -108,6 +110,22 @@ def test_steps_on_a_batch_lower_its_loss_and_move_fp32_weights(config, learner, 
     after = trainer.weights()
     assert all(value.dtype == torch.float32 for value in after.values())
     assert not all(torch.equal(value, after[name]) for name, value in before.items())
+
+
+def test_two_ranks_that_compute_experts_again_agree_with_one_that_keeps_them(one_rank, tmp_path):
+    folder = random_model(Qwen3MoeConfig(**SHAPE, **EXPERTS), tmp_path / "source")
+    rng = np.random.default_rng(0)
+    samples = [make_sample(rng, 3, length, reward) for length, reward in [(5, 1.0), (30, 0.0), (9, 1.0), (2, 0.0)]]
+    batch = near_policy(Batch(0, [samples]), folder, rng)
+    alone = Trainer(make_config(folder, tmp_path / "alone"), CPU)
+    expected = alone.step(batch)
+    sharded = {"activation_checkpointing": True, "microbatch_tokens": 40}
+    configs = [make_config(folder, tmp_path / compute, compute=compute, **sharded) for compute in ("fp32", "bf16")]
+    exact, rounded = run_ranks(2, [job(config, [batch]) for config in configs], tmp_path / "ranks")
+    same(exact["gradients"][0], full_gradients(alone))
+    for result, tolerance in ((exact, 1e-5), (rounded, 0.05)):
+        assert result["metrics"][0]["loss"] == pytest.approx(expected["loss"], rel=tolerance)
+        assert result["metrics"][0]["grad_norm"] == pytest.approx(expected["grad_norm"], rel=tolerance)
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,11 @@ def test_long_tailed_lengths_reach_the_fewest_passes_with_balanced_ranks():
         assert max(of_ranks) / np.mean(of_ranks) < 1.02
 
 
+def test_of_like_cost_those_of_like_mix_run_side_by_side():
+    lengths, costs = [100, 100, 50, 50, 50, 50], [100.0, 99.0, 50.0, 50.0, 49.4, 49.4]
+    assert plan(lengths, 2, 100, costs) == [[[0], [1]], [[2, 4], [3, 5]]]
+
+
 def test_a_micro_batch_points_each_response_token_at_the_input_it_follows():
     rng = np.random.default_rng(1)
     samples = [make_sample(rng, 3, 2, 1.0), make_sample(rng, 1, 1, 0.0)]

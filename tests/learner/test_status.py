@@ -5,7 +5,6 @@ import pytest
 from april import config as configuration
 from april.client import BrokerUnreachable
 from april.learner import __main__ as learner
-from april.learner import process_group
 from april.learner.attention import PackedAttentionError
 from april.learner.loop import Diverged
 from april.learner.model import ModelError
@@ -30,9 +29,3 @@ def test_what_cannot_get_better_ends_the_run_and_all_else_is_tried_again(error, 
 
     monkeypatch.setattr(learner, "train", train)
     assert learner.status_of_training(None, "tcp://127.0.0.1:1") == status
-
-
-def test_fp32_is_refused_on_an_accelerator_before_anything_is_loaded():
-    section = configuration.LearnerSection(device="cuda", compute="fp32")
-    with pytest.raises(configuration.ConfigError, match=r"'learner.compute' = 'fp32'.*'bf16' or 'auto'"):
-        process_group.join(section)

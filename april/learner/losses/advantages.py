@@ -1,7 +1,8 @@
 """Advantages from the rewards of a batch, group by group, in float64.
 
 Every estimator is a function (rewards, lengths) -> advantages over lists with one float64 [n] tensor a group;
-`lengths` are response tokens. A group (for the batch-wide estimators: a batch) without spread says nothing: zeros.
+`lengths` are response tokens. A group (for the batch-wide estimators: a batch) without spread (`april.spread`) says
+nothing: zeros. `advantages` takes rounding out of what they give.
 """
 
 from collections.abc import Callable
@@ -9,11 +10,16 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from april import spread
+
 Groups = list[Tensor]
+
+ROUNDING = 1e-9
+"""smaller advantages are 0: of the rewards 0.1, 0.2 and 0.3 the second is as good as the mean"""
 
 
 def has_spread(rewards: Tensor) -> bool:
-    return rewards.numel() > 0 and bool(rewards.min() != rewards.max())
+    return spread.has_spread(rewards.tolist())
 
 
 def centred(rewards: Tensor) -> Tensor:
@@ -76,3 +82,8 @@ def whitened(values: Groups, lengths: Groups) -> Groups:
 ADVANTAGES: dict[str, Callable[[Groups, Groups], Groups]] = {
     function.__name__: function for function in (grpo, dr_grpo, rloo, reinforce_pp, reinforce_pp_baseline)
 }
+
+
+def advantages(estimator: str, rewards: Groups, lengths: Groups) -> Groups:
+    """What `estimator` gives, and exactly 0 where that is rounding."""
+    return [group.masked_fill(group.abs() < ROUNDING, 0.0) for group in ADVANTAGES[estimator](rewards, lengths)]
