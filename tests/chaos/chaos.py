@@ -124,11 +124,12 @@ class Chaos:
         return min(random.sample(PHASES, len(PHASES)), key=lambda phase: self.kills[victim, phase])
 
     def pause(self, victim: str, seconds: float) -> None:
-        """SIGSTOP one process of a kind for a while."""
+        """SIGSTOP one process of a kind for a while; the run may end it meanwhile."""
         pid = self.process(victim)
-        os.kill(pid, signal.SIGSTOP)
-        time.sleep(seconds)
-        os.kill(pid, signal.SIGCONT)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(seconds)
+            os.kill(pid, signal.SIGCONT)
 
     def half_open(self) -> None:
         """Let the connections of the learner and of one worker go dead without a word."""
