@@ -55,10 +55,11 @@ def test_the_best_at_the_same_staleness_is_found_for_each_seed_among_those_that_
         "staler": [(999, 1.1), (999, 2.1)],
     }
     of = {
-        name: [Has(consumed_per_s=speed, measures=Has(staleness_mean=stale)) for speed, stale in seeds]
+        name: [Has(measures=Has(consumed_per_s=speed, staleness_mean=stale)) for speed, stale in seeds]
         for name, seeds in outcomes.items()
     }
-    best = module("rollout").best_at_same_staleness(Has(of=of.get), "april", ["fresher", "as fresh", "staler"])
+    others = ["fresher", "as fresh", "staler"]
+    best = module("rollout").best_at_same_staleness(Has(of=of.get), "april", others, "consumed_per_s")
     assert best == pytest.approx([1.10, 0.90])
 
 
