@@ -312,10 +312,10 @@ def test_a_schedule_that_the_bound_refuses_is_left_out_and_said_to_be(small, cap
 
 
 def test_what_a_scenario_says_of_its_schedule_is_kept_where_something_else_is_compared(small):
-    dropped = load_scenario(small, [("schedule.partial_rollout", False), ("schedule.overlap", True), ("steps", 1)])
+    dropped = load_scenario(small, [("schedule.partial_rollout", False), ("schedule.overlap", True), ("steps", 4)])
     found = [outcome for _, outcome in [*sweeps(dropped)[0].points, *buffers(dropped)[1]]]
     assert all(one.scenario.schedule.overlap and not one.scenario.schedule.partial_rollout for one in found)
-    flowing = load_scenario(small, [("schedule.kind", "continuous"), ("schedule.in_flight", 11), ("steps", 1)])
+    flowing = load_scenario(small, [("schedule.kind", "continuous"), ("schedule.in_flight", 11), ("steps", 4)])
     assert "continuous, 11 in flight" in variants(flowing)[0]
     _, flights, bounds, engines = sweeps(flowing)
     assert 11 in [count for count, _ in flights.points]
