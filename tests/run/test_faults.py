@@ -47,15 +47,16 @@ def test_a_worker_that_slept_too_long_comes_back_by_itself(run, run_dir):
     """Its session and its lane have ended meanwhile; it says hello again and goes on, without a restart."""
     job = run("--broker.session_timeout_s", "2", "--schedule.max_steps", "100000")
     wait_until(lambda: steps_recorded(run_dir) >= 1, job)
+    mine = '"worker":"worker-0"'
+    wait_until(lambda: mine in (run_dir / "metrics.jsonl").read_text(), job)
     ((sleeper, _),) = job.descendants("--name worker-0")
     os.kill(sleeper, signal.SIGSTOP)
     wait_until(lambda: "worker worker-0 is lost" in (run_dir / "logs/broker.log").read_text(), job)
     time.sleep(3.0)
     os.kill(sleeper, signal.SIGCONT)
-    last = '"worker": "worker-0"'.replace(" ", "")
     behind = steps_recorded(run_dir) + 2
     wait_until(lambda: steps_recorded(run_dir) > behind, job)
-    wait_until(lambda: last in (run_dir / "metrics.jsonl").read_text().splitlines()[-1], job)
+    wait_until(lambda: mine in (run_dir / "metrics.jsonl").read_text().splitlines()[-1], job)
     job.process.send_signal(signal.SIGINT)
     assert job.wait() == 130
     assert "restart" not in job.output
