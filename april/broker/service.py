@@ -36,8 +36,8 @@ from april.security.audit import Audit
 log = logging.getLogger(__name__)
 
 ROWS_CACHED = 16
-PROMPTS_CACHED, LARGEST_CACHED = 1024, 16 << 10
-"""and the most bytes of one: longer prompts are read again when their batch is delivered"""
+PROMPTS_CACHED, LONG_PROMPTS_CACHED, LONG_PROMPT_BYTES = 1024, 16, 16 << 10
+"""short ones until their batch is delivered, long ones while the samples of their group are handed out"""
 FILTERED_ROUNDS = 20
 """rounds of which every group is filtered out before the run is given up"""
 DEAD_ROUNDS = 2
@@ -89,6 +89,7 @@ class Service:
         self.row_of = lru_cache(maxsize=ROWS_CACHED)(self._row_of)
         """the samples of a group are mostly handed out one after the other"""
         self._short_prompt = lru_cache(maxsize=PROMPTS_CACHED)(self._read_prompt)
+        self._long_prompt = lru_cache(maxsize=LONG_PROMPTS_CACHED)(self._read_prompt)
         self._recover()
         self.sessions.number_from(self.ledger.epoch)
         max_steps, tensorboard = config.schedule.max_steps, config.operations.tensorboard
@@ -424,7 +425,7 @@ class Service:
     def read_prompt(self, reference: Reference) -> wire.Packed:
         """Prompt ids by their place in the journal."""
         _, length = reference
-        return self._short_prompt(reference) if length <= LARGEST_CACHED else self._read_prompt(reference)
+        return self._short_prompt(reference) if length < LONG_PROMPT_BYTES else self._long_prompt(reference)
 
     def _read_prompt(self, reference: Reference) -> wire.Packed:
         _, [(checksum, data)] = self.journal.read(reference)
