@@ -16,6 +16,7 @@ from transformers import Qwen3ForCausalLM
 
 from april.data.arithmetic import CLEAN, Noise, demonstration, draw_task, draw_times
 from april.policy.model import EOS, PAD, VOCABULARY
+from april.policy.muon import Muon
 
 PAD_ID, EOS_ID = VOCABULARY[PAD], VOCABULARY[EOS]
 EASY_TIMES = (2, 3, 4)
@@ -48,7 +49,7 @@ class Recipe:
     """of the running average of the weights over the noisy steps, which is the policy"""
     batch_tokens: int = 1024
     """padded tokens of a batch"""
-    revision: int = 1
+    revision: int = 2
     """counts changes of the code that change what a recipe gives"""
 
     @property
@@ -86,7 +87,7 @@ def build_optimizers(model: Qwen3ForCausalLM, recipe: Recipe) -> list[torch.opti
     inner_ids = {id(parameter) for parameter in inner}
     outer = [parameter for parameter in model.parameters() if id(parameter) not in inner_ids]
     return [
-        torch.optim.Muon(inner, lr=recipe.muon_lr, weight_decay=0.0),
+        Muon(inner, lr=recipe.muon_lr),
         torch.optim.AdamW(outer, lr=recipe.adamw_lr, betas=(0.9, 0.98), weight_decay=0.0),
     ]
 
