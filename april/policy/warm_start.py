@@ -33,7 +33,7 @@ class Recipe:
     layers: int = 3
     easy_steps: int = 60
     """optimizer steps on K 2 to 4"""
-    clean_steps: int = 300
+    clean_steps: int = 400
     """on every K"""
     noisy_steps: int = 140
     """on every K, with the noise below"""
