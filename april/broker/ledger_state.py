@@ -11,7 +11,7 @@ from april.broker import events
 from april.broker.bound import StalenessBound
 from april.broker.dead_letters import DeadLetters
 from april.broker.lengths import LengthCohorts
-from april.broker.samples import Group, GroupState, HandOutQueue, Lease, ReadyGroups, Sample, SampleState
+from april.broker.samples import TO_GENERATE, Group, GroupState, HandOutQueue, Lease, ReadyGroups, Sample, SampleState
 
 EPOCH_BITS = 32
 """a lease token is (broker epoch << 32) | counter, so that it never repeats"""
@@ -216,10 +216,19 @@ class LedgerState:
         if event.finish_reason:
             self._stops_generating(lease)
             sample.state, sample.finish_reason = SampleState.SCORING, event.finish_reason
+            self._expect_longer(sample)
         if event.lease_over:
             self._release(event.token)
             sample.state = SampleState.GENERATED
             self.queue.push(sample)
+
+    def _expect_longer(self, ended: Sample) -> None:
+        """Its siblings that wait are handed out earlier than others of their age: they may become as long."""
+        if ended.group.evaluation:
+            return
+        for sibling in ended.group.samples:
+            if sibling.state in TO_GENERATE and sibling.length < ended.length:
+                self.queue.push(sibling)
 
     def _on_SampleScored(self, event: events.SampleScored, reference: Any) -> None:
         sample = self._release(event.token).sample

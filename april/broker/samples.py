@@ -69,6 +69,11 @@ class Sample:
         return self.segments.tokens
 
     @property
+    def expected_length(self) -> int:
+        """What it has, or what the longest of its siblings that have ended has if that is more."""
+        return max([self.length, *(sibling.length for sibling in self.group.samples if sibling.finish_reason)])
+
+    @property
     def observations(self) -> list[tuple[int, int]]:
         """(start, end) of what its environment has answered."""
         starts = [0, *(end for _, end, _ in self.segments)]
@@ -224,7 +229,8 @@ class HandOutQueue:
 
     Within a kind: evaluation and fresh groups in the order of their creation, evaluation that was lost first; of
     started groups those first that were lost with their worker or failed, then partials and untouched siblings,
-    oldest version first. What a deadline needs is taken from the started by age alone.
+    oldest version first, and of one version those that are expected to become longest. What a deadline needs is taken
+    from the started by age alone.
     """
 
     def __init__(self):
@@ -330,4 +336,4 @@ def _place(sample: Sample) -> tuple:
 
 def _age(sample: Sample) -> tuple:
     untouched = sample.attempts == 0 and sample.length == 0
-    return sample.group.opened_at, untouched, *_place(sample)
+    return sample.group.opened_at, untouched, -sample.expected_length, *_place(sample)

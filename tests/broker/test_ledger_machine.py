@@ -166,9 +166,10 @@ class Pipeline(RuleBasedStateMachine):
                     yield sample
 
     def rank(self, sample, share_left):
-        """Scores, what is due, evaluation, lost work, partials by age and their siblings, fresh groups."""
+        """Scores, what is due, evaluation, lost work, partials by age and expected length, siblings, fresh groups."""
         group = sample.group
-        place = (group.opened_at, sample.attempts == 0 and sample.length == 0, group.id, sample.index)
+        expected = max([sample.length, *(sibling.length for sibling in group.samples if sibling.finish_reason)])
+        place = (group.opened_at, sample.attempts == 0 and sample.length == 0, -expected, group.id, sample.index)
         if sample.state is SampleState.GENERATED:
             return (0,)
         if group.evaluation:

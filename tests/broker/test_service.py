@@ -61,7 +61,7 @@ def test_a_run_in_which_every_sample_fails_is_given_up(talk, worker, learner):
     assert worker.take(wire.Stop) and talk.ledger.closed
 
 
-def test_no_lease_of_the_next_round_before_its_version_and_partials_come_first(talk, worker, learner):
+def test_no_lease_of_the_next_round_before_its_version_and_the_longest_partials_come_first(talk, worker, learner):
     aborted = make_batch(worker)
     aborted += training(worker.grants())
     learner.fetch(0)
@@ -72,7 +72,7 @@ def test_no_lease_of_the_next_round_before_its_version_and_partials_come_first(t
     assert training(worker.grants()) == []
     worker.hold(1)
     resumed = training(worker.grants())
-    assert [(g.group, g.index) for g in resumed[: len(aborted)]] == sorted((g.group, g.index) for g in aborted)
+    assert [(g.group, g.index) for g in resumed[: len(aborted)]] == [(g.group, g.index) for g in reversed(aborted)]
     assert all(24 - grant.max_new_tokens > 0 for grant in resumed[: len(aborted)])
 
 

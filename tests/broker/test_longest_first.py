@@ -1,0 +1,81 @@
+"""Among samples of one version those go first that are expected to become longest; siblings that have ended tell."""
+
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from april.broker.ledger import Ledger, Rules
+from april.broker.plan import make_schedule
+from april.broker.schedule import choose_sample
+from april.config import ScheduleSection
+from april.version import Version
+from tests.broker.numbered_prompts import NumberedPrompts
+
+GROUPS, GROUP_SIZE = 3, 3
+
+
+class Run:
+    """Three groups of three, whose samples one worker has."""
+
+    def __init__(self):
+        section = ScheduleSection(
+            kind="sync", rollout_batch_size=GROUPS, n_samples_per_prompt=GROUP_SIZE, max_staleness=0
+        )
+        self.schedule = make_schedule(section, NumberedPrompts(100, 1))
+        self.ledger = Ledger(Rules(GROUPS, GROUP_SIZE, 0, max_response_tokens=1000))
+        self.ledger.start_learner(0)
+        self.schedule.advance(self.ledger)
+        self.leases = [self.lease() for _ in range(GROUPS * GROUP_SIZE)]
+
+    def lease(self):
+        sample = choose_sample(self.schedule, self.ledger, 0)
+        return sample and self.ledger.lease(sample, "worker", 0, 0.0)
+
+    def end(self, lease, tokens):
+        self.ledger.add_chunk(lease.token, 0, tokens, Version(0, 0), "stop")
+
+    def hand_back(self, lease, tokens):
+        if tokens:
+            self.ledger.add_chunk(lease.token, 0, tokens, Version(0, 0), "")
+        self.ledger.end_lease(lease.token, "abort")
+
+    def order(self):
+        taken = []
+        while sample := choose_sample(self.schedule, self.ledger, 0):
+            self.ledger.lease(sample, "worker", 0, 0.0)
+            taken.append(sample)
+        return taken
+
+
+def names(samples):
+    return [(sample.group.id, sample.index) for sample in samples]
+
+
+def test_a_partial_whose_sibling_became_long_goes_first():
+    run = Run()
+    run.end(run.leases[0], 30)
+    for lease, tokens in zip(run.leases[1:], [5, 5, 20, 10, 10, 7, 6, 8], strict=True):
+        run.hand_back(lease, tokens)
+    assert names(run.order()) == [(0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (2, 2), (2, 0), (2, 1)]
+
+
+def test_a_sibling_that_ends_while_others_wait_brings_its_own_forward():
+    run = Run()
+    for lease, tokens in zip(run.leases[:-1], [9, 9, 9, 8, 8, 8, 1, 1], strict=True):
+        run.hand_back(lease, tokens)
+    run.end(run.leases[-1], 40)
+    assert names(run.order())[:2] == [(2, 0), (2, 1)]
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 60)), min_size=9, max_size=9), st.randoms())
+def test_whatever_ends_and_comes_back_in_whatever_order_the_longest_expected_goes_first(fates, random):
+    run = Run()
+    together = list(zip(run.leases, fates, strict=True))
+    random.shuffle(together)
+    for lease, (ends, tokens) in together:
+        (run.end if ends else run.hand_back)(lease, tokens)
+    taken = run.order()
+    assert len(taken) == sum(not ends for ends, _ in fates)
+    expected = [sample.expected_length for sample in taken]
+    assert all(earlier >= later for earlier, later in pairwise(expected))
