@@ -38,6 +38,8 @@ GROUP = 8
 RANKS = 4
 LR = 1e-6
 CPU = torch.device("cpu")
+STEP_MEASURES = ("step_vs_bare", "step_vs_padded", "step_vs_trl")
+MEASURES = (*STEP_MEASURES, "rank_imbalance", "logits_memory_ratio")
 
 
 def make_model(folder: Path) -> Qwen3Config:
@@ -177,50 +179,72 @@ def slowest(chosen_by: np.ndarray, taken_from: np.ndarray) -> np.ndarray:
     return np.take_along_axis(taken_from, chosen_by.argmax(1, keepdims=True), 1)
 
 
-def main() -> None:
-    options = parser(__doc__.partition("\n")[0]).parse_args()
-    torch.set_num_threads(1)
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    rounds, groups = (1, 1) if options.quick else (5, 6)
-    with tempfile.TemporaryDirectory() as made:
-        folder = Path(made) / "model"
-        shape = make_model(folder)
-        dist.init_process_group("cpu:gloo", store=dist.HashStore(), rank=0, world_size=1)
-        config = Config.model_validate(
-            {
-                "model": {"path": folder},
-                "data": {"path": "none.jsonl"},
-                "run": {"dir": made},
-                "learner": {"lr": LR, "device": "cpu", "microbatch_tokens": BUDGET_TOKENS},
-            }
-        )
-        batch = longtail_batch(shape.vocab_size, groups, seed=1)
-        trainer = Trainer(config, CPU)
+def step_rows(folder: Path, vocabulary: int, wanted: set[str], quick: bool) -> list[Row]:
+    """Of `Trainer.step` over other ways to do the same."""
+    rounds, groups = (1, 1) if quick else (5, 6)
+    config = Config.model_validate(
+        {
+            "model": {"path": folder},
+            "data": {"path": "none.jsonl"},
+            "run": {"dir": folder.parent},
+            "learner": {"lr": LR, "device": "cpu", "microbatch_tokens": BUDGET_TOKENS},
+        }
+    )
+    batch, trainer, rows = longtail_batch(vocabulary, groups, seed=1), Trainer(config, CPU), []
 
-        def ours(batch: Batch = batch) -> None:
-            assert not trainer.step(batch)["update_skipped"]
+    def ours(batch: Batch = batch) -> None:
+        assert not trainer.step(batch)["update_skipped"]
 
-        rows = [
-            compare("step_vs_bare", ours, Bare(folder, batch).step, rounds),
-            compare("step_vs_padded", ours, Padded(folder, batch).step, rounds),
-        ]
-        small, our_seconds = longtail_batch(shape.vocab_size, min(groups, 4), seed=2), []
+    if "step_vs_bare" in wanted:
+        rows.append(compare("step_vs_bare", ours, Bare(folder, batch).step, rounds))
+    if "step_vs_padded" in wanted:
+        rows.append(compare("step_vs_padded", ours, Padded(folder, batch).step, rounds))
+    if "step_vs_trl" in wanted:
+        small, our_seconds = longtail_batch(vocabulary, min(groups, 4), seed=2), []
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        steps = 2 if options.quick else 4
+        steps = 2 if quick else 4
         their_seconds = trl_trainer.train_steps(
-            model, shape.vocab_size, small, steps, LR, between=lambda: our_seconds.append(seconds(lambda: ours(small)))
+            model, vocabulary, small, steps, LR, between=lambda: our_seconds.append(seconds(lambda: ours(small)))
         )
         ratios = [theirs / mine for theirs, mine in zip(their_seconds, our_seconds, strict=True)]
         rows.append(Row("step_vs_trl", ratios[1:], "ratio"))
-        policy, seeds, groups = load(folder, temperature=1.0), *(([3], 4) if options.quick else ([3, 4, 5], 32))
-        many = [longtail_batch(shape.vocab_size, groups, seed) for seed in seeds]
-        imbalances = [rank_imbalance(policy, batch, rounds=2 if options.quick else 8) for batch in many]
-        rows.append(Row("rank_imbalance", imbalances, "ratio"))
+    return rows
+
+
+def balance_rows(folder: Path, vocabulary: int, quick: bool) -> list[Row]:
+    policy, seeds, groups = load(folder, temperature=1.0), *(([3], 4) if quick else ([3, 4, 5], 32))
+    batches = [longtail_batch(vocabulary, groups, seed) for seed in seeds]
+    imbalances = [rank_imbalance(policy, batch, rounds=2 if quick else 8) for batch in batches]
+    return [Row("rank_imbalance", imbalances, "ratio")]
+
+
+def memory_rows(quick: bool) -> list[Row]:
+    peaks = [head_memory.peak_bytes(score, quick) for score in (head_memory.ours, head_memory.ordinary)]
+    return [
+        Row("logits_memory_ratio", [peaks[0] / peaks[1]], "ratio"),
+        Row("logits_memory", [peaks[0] / 2**20], "MiB"),
+    ]
+
+
+def main() -> None:
+    arguments = parser(__doc__.partition("\n")[0])
+    arguments.add_argument("--only", nargs="+", choices=MEASURES, metavar="NAME", help="these rows")
+    options = arguments.parse_args()
+    torch.set_num_threads(1)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    wanted, rows = set(options.only or MEASURES), []
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made) / "model"
+        vocabulary = make_model(folder).vocab_size
+        dist.init_process_group("cpu:gloo", store=dist.HashStore(), rank=0, world_size=1)
+        if wanted.intersection(STEP_MEASURES):
+            rows += step_rows(folder, vocabulary, wanted, options.quick)
+        if "rank_imbalance" in wanted:
+            rows += balance_rows(folder, vocabulary, options.quick)
         dist.destroy_process_group()
-    peaks = [head_memory.peak_bytes(score, options.quick) for score in (head_memory.ours, head_memory.ordinary)]
-    rows.append(Row("logits_memory_ratio", [peaks[0] / peaks[1]], "ratio"))
-    rows.append(Row("logits_memory", [peaks[0] / 2**20], "MiB"))
+    if "logits_memory_ratio" in wanted:
+        rows += memory_rows(options.quick)
     report(rows, options.json)
 
 
