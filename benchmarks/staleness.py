@@ -44,7 +44,7 @@ STEPS = 20
 """batches on-policy; staleness k trains k more"""
 GROUPS, SAMPLES, RESPONSE_TOKENS = 32, 8, 512
 HELD_OUT = 2048
-SLOTS = 128
+SLOTS = 256
 COLLAPSED = (0.25, 3)
 """a run ends after so many batches in a row below this reward, less than half of that at the start: none has come back
 from there, and its responses grow to the limit, so that an eighth of the held-out prompts has to do"""
