@@ -123,7 +123,11 @@ def test_the_published_setting_is_what_it_says():
     scenario = load_scenario(PUBLISHED)
     schedule = scenario.schedule
     assert (schedule.rollout_batch_size, schedule.groups_per_round, schedule.n_samples_per_prompt) == (32, 64, 8)
-    assert scenario.lengths.longest_tokens == 16_384
+    lengths = scenario.lengths
+    assert (lengths.family, lengths.median_tokens, lengths.sigma_between, lengths.sigma_within) == (
+        "lognormal", 4500, 0.6, 0.35
+    )  # fmt: skip
+    assert lengths.longest_tokens == 16_384
     assert {load_scenario(PUBLISHED, cost=name).cost.source != "" for name in ("h100", "mi300x", "plain")} == {True}
 
 
