@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Starts the learner on one machine, with as many ranks as the configuration says.
 #
-#   launch/learner.sh CONFIG --connect tcp://HOST:PORT [--section.key value ...]
+#   launch/learner.sh CONFIG [CONFIG ...] --connect tcp://HOST:PORT [--section.key value ...]
 #
 #   launch/learner.sh configs/quickstart.toml --connect tcp://10.0.0.5:5555 --learner.ranks 4
 set -euo pipefail
@@ -16,12 +16,14 @@ ranks=$(python - "$@" <<'PY'
 import sys
 from april.config import ConfigError, load
 
-config, *rest = sys.argv[1:]
+rest = sys.argv[1:]
+options = next((at for at, word in enumerate(rest) if word.startswith("-")), len(rest))
+configs, rest = rest[:options], rest[options:]
 if "--connect" in rest:
     at = rest.index("--connect")
     del rest[at : at + 2]
 try:
-    print(load(config, [argument for argument in rest if not argument.startswith("--connect=")]).learner.ranks)
+    print(load(configs, [argument for argument in rest if not argument.startswith("--connect=")]).learner.ranks)
 except ConfigError as error:
     sys.exit(str(error))
 PY

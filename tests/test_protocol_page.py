@@ -462,13 +462,14 @@ def test_the_page_s_example_is_what_its_client_sends():
 def test_the_page_states_the_broker_s_limits_and_deadlines():
     from april import limits, wire
     from april.broker import server
-    from april.config import BrokerSection
+    from april.config import BrokerSection, LearnerSection
 
     broker = BrokerSection()
     for key in ("lease_s", "session_timeout_s", "abort_deadline_s", "readopt_s"):
         assert f"`broker.{key}` ({getattr(broker, key):g})" in PROSE
     assert f"`broker.attempts`, {broker.attempts}" in PROSE
     assert f"after {server.LEAVE_S:g} s ({server.LEAVE_AFTER_SIGNAL_S:g} s" in PROSE
+    assert f"`learner.hung_s` ({LearnerSection().hung_s:g}) if that is longer" in PROSE
     assert f"`broker.credit_mb` ({broker.credit_mb} MiB)" in PROSE
     assert f"{server.OUTBOX_MESSAGES:,} messages" in PROSE
     to_broker, from_broker = limits.FROM_PEER, limits.FROM_BROKER

@@ -294,7 +294,7 @@ def check_engine(config: Config) -> None:
     """Refuse what the server cannot do, or cannot do rightly."""
     engine, tensor_parallel = config.engine, "tp_size"
     if config.worker.engine == "torch":
-        return
+        return check_no_server(engine)
     if config.worker.engine == "vllm":
         check_vllm(config)
         tensor_parallel = "tensor_parallel_size"
@@ -321,6 +321,15 @@ def check_engine(config: Config) -> None:
                 f"key-value heads evenly; use a divisor of {query}"
             )
     check_servers(engine)
+
+
+def check_no_server(engine: EngineSection) -> None:
+    """The embedded engine would run in place of the servers that are meant."""
+    if engine.url:
+        raise ConfigError(
+            f"key 'engine.url' = {','.join(engine.url)!r} names servers, and 'worker.engine' is 'torch', which has "
+            "none; set worker.engine = 'sglang' (or 'vllm'), or leave engine.url out"
+        )
 
 
 def check_servers(engine: EngineSection) -> None:

@@ -1,4 +1,4 @@
-"""One rank of the learner: `torchrun --nproc-per-node R -m april.learner CONFIG --connect ADDRESS`."""
+"""One rank of the learner: `torchrun --nproc-per-node R -m april.learner CONFIG ... --connect ADDRESS`."""
 
 import argparse
 import logging
@@ -23,7 +23,7 @@ def main(arguments: list[str]) -> int:
         epilog=configuration.OVERRIDES + configuration.describe_keys(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("config", help="TOML file of the run")
+    parser.add_argument("config", nargs="+", help="TOML file of the run; of several, later ones win")
     parser.add_argument("--connect", required=True, metavar="ADDRESS", help="the broker's, as tcp://HOST:PORT")
     options, overrides = parser.parse_known_args(arguments)
     die_with_parent()

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from april.config import ConfigError
+from april.config.checks import check_engine
 from april.config.loading import validate
 from april.config.overrides import parse_overrides, set_key
 from april.simulate.calibrate import Timing
@@ -126,6 +127,7 @@ def probe_of(model: Path, slots: int, overrides: list[str]) -> Iterator[tuple[En
     for key, value in parse_overrides(overrides):
         set_key(tree, key, value)
     config = validate(tree)
+    check_engine(config)
     if config.engine.pause == "in_place":
         raise ConfigError(
             "key 'engine.pause' = 'in_place' leaves no prefill to be timed after new weights; leave it out, and set "

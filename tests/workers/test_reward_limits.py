@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from april.workers.rewards import sandbox
 from tests.workers.rewards_setup import collect
 
 SUMS = json.dumps({"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7"]})
@@ -123,6 +124,22 @@ def test_a_program_reaches_no_network_and_leaves_nothing_behind(make_pool):
         assert not left_over()
     finally:
         server.server_close()
+
+
+def test_a_program_with_a_proc_of_its_own_sees_no_other_process():
+    look = (
+        "import os\n"
+        "for each in filter(str.isdigit, os.listdir('/proc')):\n"
+        "    print(open(f'/proc/{each}/cmdline').read().replace(chr(0), ' '))\n"
+    )
+    sleeper = subprocess.Popen(["sleep", "1234567"])
+    try:
+        outcome = sandbox.run(look, b"", sandbox.Limits())
+    finally:
+        sleeper.kill()
+        sleeper.wait()
+    assert outcome.status == 0 and b"sandbox_runner" in outcome.output
+    assert (b"1234567" in outcome.output) is ("--mount-proc" not in sandbox.isolation())
 
 
 WITHOUT_NAMESPACES = """

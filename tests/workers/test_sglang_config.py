@@ -53,6 +53,11 @@ def test_what_cannot_work_is_refused_with_a_sentence(config_file, case):
         load(config_file, [*SGLANG, *overrides])
 
 
+def test_servers_are_refused_where_the_embedded_engine_would_run_in_their_place(config_file):
+    with pytest.raises(ConfigError, match=r"'engine.url' = 'http://a:1' names servers, and 'worker.engine' is 'torch'"):
+        load(config_file, ["--engine.url", "http://a:1"])
+
+
 def test_a_cut_distribution_is_accepted_where_the_engine_says_what_is_left_of_it(config_file, capsys):
     cut = [*SGLANG, "--sampling.top_k", "9", "--sampling.top_p", "0.9"]
     assert load(config_file, cut).sampling.is_cut and not load(config_file, SGLANG).sampling.is_cut

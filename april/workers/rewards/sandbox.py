@@ -1,7 +1,8 @@
 """Runs a program that nobody has read: in processes of its own, without a network, within limits that kill.
 
 Where the kernel permits it, the program gets network, process and IPC namespaces of its own (`unshare` of util-linux),
-so that it reaches nobody and that killing one process ends all it has started, whatever sessions these have opened.
+so that it reaches nobody and that killing one process ends all it has started, whatever sessions these have opened; and
+a /proc of its own, where a container does not forbid that, so that it does not see the environments of others.
 Elsewhere its interpreter refuses sockets, which stops accidents rather than intent, and what it has started is looked
 for and killed.
 What it may read is not limited beyond the rights of its user; do not keep secrets where a worker's user can read.
@@ -25,6 +26,7 @@ import msgspec
 
 RUNNER = Path(__file__).with_name("sandbox_runner.py")
 NAMESPACES = ["unshare", "--net", "--pid", "--ipc", "--fork", "--kill-child"]
+OWN_PROC = ["--mount-proc"]
 AS_ROOT_OF_ITS_OWN = ["--user", "--map-root-user"]
 KEEP_INIT = ["sh", "-c", '"$@"; exit $?', "sh"]
 """the first process of the namespace stays root and is the one that dies with `unshare`"""
@@ -192,7 +194,8 @@ def die_with_parent() -> None:
 @cache
 def isolation() -> list[str]:
     """The command that puts a program into namespaces of its own; empty where the kernel permits none."""
-    for prefix in ([*NAMESPACES, *KEEP_INIT], [*NAMESPACES, *AS_ROOT_OF_ITS_OWN, *KEEP_INIT]):
+    for more in (OWN_PROC, [], OWN_PROC + AS_ROOT_OF_ITS_OWN, AS_ROOT_OF_ITS_OWN):
+        prefix = [*NAMESPACES, *more, *KEEP_INIT]
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             if subprocess.run([*prefix, "true"], capture_output=True, timeout=10).returncode == 0:
                 return prefix
