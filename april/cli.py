@@ -187,7 +187,7 @@ def dry_run_command(options, overrides: list[str]) -> int:
     from april.dry_run import LABEL_WIDTH, describe, missing
     from april.simulate.automatic import resolve
 
-    config, why = resolve(configuration.load(options.config, overrides, inputs=False))
+    config, why = resolve(configuration.load(options.config, overrides, inputs=()))
     print(describe(config))
     if why:
         print(f"{'auto':{LABEL_WIDTH}}{why}")
@@ -232,7 +232,7 @@ def worker_command(options, overrides: list[str]) -> NoReturn:
     from april.workers.process import run_worker
 
     die_with_parent()
-    config = configuration.load(options.config, overrides)
+    config = configuration.load(options.config, overrides, inputs=["model"])
     run_worker(config, configuration.check_address(options.connect), options.name)
 
 
@@ -241,19 +241,19 @@ def scorer_command(options, overrides: list[str]) -> NoReturn:
     from april.workers.process import run_scorer
 
     die_with_parent()
-    config = configuration.load(options.config, overrides)
+    config = configuration.load(options.config, overrides, inputs=["model"])
     run_scorer(config, configuration.check_address(options.connect), options.name)
 
 
 def status_command(options, overrides: list[str]) -> int:
     from rich.console import Console
 
-    from april.client import BrokerUnreachable
+    from april.client import BrokerRefused, BrokerUnreachable
     from april.report.operations import render_live
 
     try:
         Console().print(render_live(target_of(options).status()))
-    except BrokerUnreachable as error:
+    except (BrokerRefused, BrokerUnreachable) as error:
         if options.run is None:
             print(f"april status: {error}", file=sys.stderr)
             return 1

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from april.broker.filters import GroupFilters
 from april.broker.plan import advice, describe_plan
+from april.broker.tensorboard import check_tensorboard
 from april.config import Config, ConfigError, SourceSection
 from april.config.checks import check_model
 from april.data.dataset import verifier_of
@@ -200,6 +201,7 @@ def objections(config: Config) -> Iterator[str]:
         yield from refused(check_verifier, name, "reward.name or data.reward", config.reward.url)
     yield from refused(check_environment, config.environment.name)
     yield from refused(GroupFilters, config.schedule)
+    yield from refused(check_tensorboard, config.operations.tensorboard)
     yield from refused(check_keys, config.security.keys, bool(config.scorers))
     yield from lacking_devices(config)
 

@@ -9,6 +9,7 @@ from april.broker.filters import GroupFilters
 from april.broker.journal import Journal, JournalError
 from april.broker.prompts import PromptBook
 from april.broker.recorder import read_summary, replace_file
+from april.broker.tensorboard import check_tensorboard
 from april.config import Config, ConfigError
 from april.environments.base import check_environment
 from april.environments.turns import turn_end_ids
@@ -22,6 +23,7 @@ def check_inputs(config: Config) -> None:
     check_weights(config)
     check_keys(config.security.keys, scorers=bool(config.scorers))
     GroupFilters(config.schedule)
+    check_tensorboard(config.operations.tensorboard)
     check_verifier(config.reward.name, url=config.reward.url)
     check_environment(config.environment.name)
     book = PromptBook(config)

@@ -23,7 +23,7 @@ if "--connect" in rest:
     at = rest.index("--connect")
     del rest[at : at + 2]
 try:
-    print(load(configs, [argument for argument in rest if not argument.startswith("--connect=")]).learner.ranks)
+    print(load(configs, [argument for argument in rest if not argument.startswith("--connect=")], inputs=["model"]).learner.ranks)
 except ConfigError as error:
     sys.exit(str(error))
 PY

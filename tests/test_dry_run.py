@@ -63,7 +63,7 @@ def here(place, monkeypatch):
     monkeypatch.chdir(place)
 
 
-def load(combination, *overrides, inputs=True):
+def load(combination, *overrides, inputs=("model", "data")):
     return configuration.load([FOLDER / "base.toml", *combination], list(overrides), inputs=inputs)
 
 

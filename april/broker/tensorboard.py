@@ -1,5 +1,6 @@
 """The figures of metrics.jsonl and of evaluations as TensorBoard scalars, for who wants them there, too."""
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +14,25 @@ NAMED_BY_STEP = "version_share_"
 """of the learner's figures: each step would have tags of its own; the staleness by age says the same"""
 
 
+def check_tensorboard(wanted: bool) -> None:
+    """Raises ConfigError where it is wanted and not installed."""
+    if wanted and not find_spec("tensorboard"):
+        raise ConfigError(
+            "key 'operations.tensorboard' = true needs the package tensorboard, which is not installed; "
+            "pip install 'april-rl[tensorboard]', or leave the key out"
+        )
+
+
 class TensorBoard:
     """Writes event files into a folder, with `tensorboard` alone."""
 
     def __init__(self, folder: Path):
         """ConfigError without the package."""
-        try:
-            from tensorboard.compat.proto.event_pb2 import Event
-            from tensorboard.compat.proto.summary_pb2 import Summary
-            from tensorboard.summary.writer.event_file_writer import EventFileWriter
-        except ImportError:
-            raise ConfigError(
-                "key 'operations.tensorboard' = true needs the package tensorboard, which is not installed; "
-                "pip install 'april-rl[tensorboard]', or leave the key out"
-            ) from None
+        check_tensorboard(True)
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
         self._event, self._summary = Event, Summary
         self._writer = EventFileWriter(str(folder))
 

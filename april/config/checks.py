@@ -2,6 +2,7 @@
 
 import ipaddress
 import re
+from collections.abc import Collection
 
 from april.config.sections import (
     AlgorithmSection,
@@ -18,10 +19,12 @@ from april.limits import TOP_K
 
 VLLM_TEMPERATURE = 2.0
 """the highest that vLLM takes"""
+INPUTS = ("model", "data")
+"""what a run reads; its data is read by the broker alone, which may be on another machine"""
 
 
-def check(config: Config, inputs: bool = True) -> None:
-    """Refuse what is valid key by key but cannot work together. `inputs`: also a model or data that are not there."""
+def check(config: Config, inputs: Collection[str] = INPUTS) -> None:
+    """Refuse what is valid key by key but cannot work together, and those of the `inputs` that are not there."""
     check_schedule(config.schedule)
     check_sampling(config)
     check_evaluation(config.evaluation)
@@ -30,8 +33,9 @@ def check(config: Config, inputs: bool = True) -> None:
     check_leases(config.broker)
     check_reward(config)
     check_environment(config.environment)
-    if inputs:
+    if "model" in inputs:
         check_model(config)
+    if "data" in inputs:
         check_data(config.data)
     check_engine(config)
 

@@ -3,20 +3,20 @@
 import difflib
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from april.config.checks import check
+from april.config.checks import INPUTS, check
 from april.config.overrides import known_keys, parse_overrides, set_key
 from april.config.sections import Config, ConfigError, Section
 
 
-def load(path: str | Path | Sequence[Path], overrides: Sequence[str] = (), inputs: bool = True) -> Config:
+def load(path: str | Path | Sequence[Path], overrides: Sequence[str] = (), inputs: Collection[str] = INPUTS) -> Config:
     """Read TOML files, a later one over those before it, apply `--section.key value` overrides, validate, and check
-    that parts fit together. `inputs`: model and data have to be there, too."""
+    that parts fit together. `inputs`: which of model and data have to be there, too."""
     paths = [Path(path)] if isinstance(path, str | Path) else [Path(one) for one in path]
     tree: dict[str, Any] = {}
     for one in paths:

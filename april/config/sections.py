@@ -37,10 +37,17 @@ Mapping = Literal["plain", "dapo_math", "deepscaler", "deepmath", "aime"]
 class SourceSection(Section):
     path: Path = Field(description="JSONL, JSON, Parquet or Arrow file, or a folder of them")
     weight: float = Field(1.0, gt=0, description="times that each of its rows is drawn in an epoch")
-    mapping: Mapping = Field("plain", description="fields of a published dataset")
+    mapping: Mapping | None = Field(None, description="fields of a published dataset; none: data.mapping")
     prompt_key: str | None = Field(None, description="row key of the prompt; none: the mapping's")
     label_key: str | None = Field(None, description="row key of the reference answer; none: the mapping's")
-    reward: str | None = Field(None, description="verifier of all its rows; none: what rows or mapping name")
+    reward: str | None = Field(None, description="verifier of all its rows; none: data.reward")
+
+    def with_defaults(self, data: "DataSection") -> "SourceSection":
+        """With the keys of the whole section where it has none of its own; `data`'s fields are those of its mapping."""
+        mapping = self.mapping or data.mapping
+        fields = ("prompt_key", "label_key", "reward") if mapping == data.mapping else ("reward",)
+        missing = {key: getattr(data, key) for key in fields if getattr(self, key) is None}
+        return self.model_copy(update={"mapping": mapping} | missing)
 
 
 class DataSection(Section):
@@ -63,8 +70,9 @@ class DataSection(Section):
 
     @property
     def train_sources(self) -> list[SourceSection]:
-        own = [self._source(self.path, self.mapping)] if self.path else []
-        return self.sources or own
+        if self.path:
+            return [self._source(self.path, self.mapping)]
+        return [source.with_defaults(self) for source in self.sources]
 
     @property
     def eval_sources(self) -> list[SourceSection]:

@@ -65,14 +65,17 @@ def data_files(path: Path) -> list[Path]:
     return files
 
 
+SPLITS = ("train", "test", "validation", "val", "valid", "dev", "eval", "heldout")
+
+
 def kind_of(file: Path) -> tuple[str, ...] | None:
     return next((kind for kind in KINDS if file.suffix in kind), None)
 
 
 def split_of(file: Path) -> str:
-    """`train` of `train-00000-of-00002.parquet`; all files without such a number are of one split."""
+    """`train` of `train-00000-of-00002.parquet` and of `train.jsonl`; other files without such a number are of one."""
     shard = re.fullmatch(r"(.+?)-\d+-of-\d+(-\w+)?", file.stem)
-    return shard[1] if shard else ""
+    return shard[1] if shard else file.stem if file.stem in SPLITS else "other files"
 
 
 def read_file(file: Path, columns: set[str]) -> Iterator[Record]:

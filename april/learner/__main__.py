@@ -28,7 +28,7 @@ def main(arguments: list[str]) -> int:
     options, overrides = parser.parse_known_args(arguments)
     die_with_parent()
     try:
-        config = configuration.load(options.config, overrides)
+        config = configuration.load(options.config, overrides, inputs=["model"])
         configuration.check_address(options.connect)
     except configuration.ConfigError as error:
         print(f"april.learner: {error}", file=sys.stderr)

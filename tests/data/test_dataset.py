@@ -177,6 +177,11 @@ def test_folders_of_several_things_are_refused(tmp_path):
     write_lines(tmp_path / "hub" / "more.jsonl", RECORDS[:4])
     with pytest.raises(ConfigError, match="several kinds"):
         load(tmp_path / "hub")
+    (tmp_path / "plain").mkdir()
+    for name in ("train", "test"):
+        write_lines(tmp_path / "plain" / f"{name}.jsonl", RECORDS[:4])
+    with pytest.raises(ConfigError, match="files of test, train"):
+        load(tmp_path / "plain")
 
 
 # --- order --------------------------------------------------------------------------------------------------
@@ -212,6 +217,13 @@ def test_a_weight_is_how_often_rows_are_drawn_in_an_epoch(weights, shuffle):
     for part, weight in ((times[:40], weights[0]), (times[40:], weights[1])):
         assert part.max() - part.min() <= 1, "some row of a source is drawn more often than another"
         assert part.sum() == epochs * drawn(len(part), weight)
+
+
+def test_a_source_has_the_section_s_keys_where_it_has_none_of_its_own():
+    sources = [{"path": "a"}, {"path": "b", "mapping": "plain"}, {"path": "c", "reward": "math", "label_key": "l"}]
+    section = DataSection(sources=sources, mapping="deepmath", reward="exact", prompt_key="p", label_key="k")
+    found = [(s.mapping, s.reward, s.prompt_key, s.label_key) for s in section.train_sources]
+    assert found == [("deepmath", "exact", "p", "k"), ("plain", "exact", None, None), ("deepmath", "math", "p", "l")]
 
 
 def test_the_fingerprint_changes_with_what_a_cursor_depends_on(tmp_path):
