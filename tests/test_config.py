@@ -1,5 +1,7 @@
 """A configuration that cannot work is refused with one sentence: the key, the value, the mend."""
 
+from pathlib import Path
+
 import pytest
 
 from april import config as configuration
@@ -104,6 +106,14 @@ def test_a_file_that_is_no_configuration_is_refused(tmp_path, text, named):
     (tmp_path / "bad.toml").write_text(text)
     with pytest.raises(ConfigError, match=named):
         configuration.load(tmp_path / "bad.toml")
+
+
+def test_parts_that_read_no_prompts_need_none(file):
+    with pytest.raises(ConfigError, match="does not exist"):
+        configuration.load(file, ["--data.path", "/nowhere.jsonl"])
+    assert configuration.load(file, ["--data.path", "/nowhere.jsonl"], inputs=["model"]).data.path == Path(
+        "/nowhere.jsonl"
+    )
 
 
 def test_a_missing_file_is_refused(tmp_path):
