@@ -230,7 +230,7 @@ class HandOutQueue:
     Within a kind: evaluation and fresh groups in the order of their creation, evaluation that was lost first; of
     started groups those first that were lost with their worker or failed, then partials and untouched siblings,
     oldest version first, and of one version those that are expected to become longest. What a deadline needs is taken
-    from the started by age alone.
+    from the started in the same order, but whether they were lost or not.
     """
 
     def __init__(self):

@@ -18,6 +18,8 @@ BATCH_ROWS = 256
 """records of a columnar file that are Python objects at a time"""
 JSON_LINES, JSON, PARQUET, ARROW = (".jsonl", ".ndjson"), (".json",), (".parquet",), (".arrow",)
 KINDS = (JSON_LINES, JSON, PARQUET, ARROW)
+SPLITS = ("train", "test", "validation", "val", "valid", "dev", "eval", "heldout")
+"""names of files that are a split of their own, without a shard's number"""
 HUB_FILES = {"dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json"}
 """what lies beside the data in folders of the `datasets` library"""
 ARROW_FILE_MAGIC = b"ARROW1"
@@ -63,9 +65,6 @@ def data_files(path: Path) -> list[Path]:
             f"dataset {path} is a folder with files of {', '.join(splits)}; put those to read in their own"
         )
     return files
-
-
-SPLITS = ("train", "test", "validation", "val", "valid", "dev", "eval", "heldout")
 
 
 def kind_of(file: Path) -> tuple[str, ...] | None:

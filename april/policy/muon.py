@@ -1,7 +1,7 @@
 """Muon in float32, for the warm start's small matrices.
 
 `torch.optim.Muon` orthogonalises in bfloat16, which a CPU without AVX512-BF16 or AMX multiplies up to thirty times
-slower than float32: the warm start took five minutes there in place of one.
+slower than float32: a warm start of five minutes in place of one.
 """
 
 from collections.abc import Iterable
@@ -22,7 +22,10 @@ class Muon(torch.optim.Optimizer):
     def step(self) -> None:
         for group in self.param_groups:
             for matrix in (parameter for parameter in group["params"] if parameter.grad is not None):
-                average = self.state[matrix].setdefault("average", torch.zeros_like(matrix))
+                state = self.state[matrix]
+                if not state:
+                    state["average"] = torch.zeros_like(matrix)
+                average = state["average"]
                 average.lerp_(matrix.grad, 1 - group["momentum"])
                 update = orthogonalised(matrix.grad.lerp(average, group["momentum"]), group["iterations"])
                 taller = max(1.0, matrix.size(0) / matrix.size(1)) ** 0.5
