@@ -47,6 +47,8 @@ class StepResult:
     gradients: dict[str, torch.Tensor]
     """before clipping"""
     grad_norm: float
+    summed: float
+    """what the loss would be if its terms did not cancel: the scale of its rounding"""
     means: dict[str, float] = field(default_factory=dict)
     """figures over the tokens that have a gradient"""
 
@@ -83,7 +85,7 @@ class ReferenceLearner:
         with torch.no_grad():
             before_the_step = self.score(self.lm, samples)
         now, reference = self.score(self.lm, samples), self.score(self.start, samples)
-        total, figures = torch.zeros(()), []
+        total, summed, figures = torch.zeros(()), 0.0, []
         for i, advantage in enumerate(self.advantages(groups)):
             if not sampled(samples[i]):
                 continue
@@ -91,12 +93,13 @@ class ReferenceLearner:
                 samples[i], step, advantage, now[i], before_the_step[i].logprobs, reference[i].logprobs
             )
             total = total + self.share(losses, samples)
+            summed += self.share(losses.detach().abs(), samples).item()
             if advantage or self.settings.kl_coef or self.settings.entropy_coef:
                 figures.append(seen)
         total.backward()
         gradients = {name: p.grad.clone() for name, p in self.lm.named_parameters()}
         norm = torch.cat([g.flatten() for g in gradients.values()]).norm().item()
-        return StepResult(total.item(), gradients, norm, means(figures))
+        return StepResult(total.item(), gradients, norm, summed, means(figures))
 
     # --- from rewards to advantages -----------------------------------------------------------------------------
 
