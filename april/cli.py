@@ -5,6 +5,7 @@ import logging
 import os
 import socket
 import sys
+import tempfile
 from pathlib import Path
 from typing import NoReturn
 
@@ -187,7 +188,9 @@ def dry_run_command(options, overrides: list[str]) -> int:
     from april.dry_run import LABEL_WIDTH, describe, missing
     from april.simulate.automatic import resolve
 
-    config, why = resolve(configuration.load(options.config, overrides, inputs=()))
+    config = configuration.load(options.config, overrides, inputs=())
+    with tempfile.TemporaryDirectory() as folder:
+        config, why = resolve(config, options.resume, Path(folder))
     print(describe(config))
     if why:
         print(f"{'auto':{LABEL_WIDTH}}{why}")

@@ -102,6 +102,7 @@ def simulated_rows(results: Results, base: Scenario, suffix: str) -> list[Row]:
     sync = with_schedule(base, "sync")
     sync_equal = with_schedule(base, "sync", rollout_batch_size=64)
     april = with_schedule(base, "april", over_sampling_batch_size=64)
+    dropped = with_schedule(base, "april", over_sampling_batch_size=64, partial_rollout=False)
     continuous = {count: with_schedule(base, "continuous", in_flight=count) for count in IN_FLIGHT}
     most = continuous[64 * n]
     recomputed = most.with_keys(weights__keep_kv=False)
@@ -113,8 +114,8 @@ def simulated_rows(results: Results, base: Scenario, suffix: str) -> list[Row]:
     settling_steps = base.schedule.max_staleness + 1
     first = [one.with_keys(warmup_steps=0, steps=settling_steps) for one in (sync, april, most)]
     settled = [one.with_keys(warmup_steps=settling_steps) for one in (sync, april, most)]
-    for scenario in (*first, *settled, sync, sync_equal, april, *continuous.values(), recomputed, *aprils, *overlaps,
-                     april_equal, sync_equal_lengths):  # fmt: skip
+    for scenario in (*first, *settled, sync, sync_equal, april, dropped, *continuous.values(), recomputed, *aprils,
+                     *overlaps, april_equal, sync_equal_lengths):  # fmt: skip
         results.start(scenario)
 
     same_staleness = {}
@@ -170,12 +171,17 @@ def simulated_rows(results: Results, base: Scenario, suffix: str) -> list[Row]:
         for kind, one in (("april", settled[1]), ("continuous", settled[2]))
         for name, statistic in (("mean", np.mean), ("p95", p95))
     }
+    alarms = {
+        f"length_alarms_{kind}": [int(one.measures.length_drift.verdict().alarm) for one in results.of(scenario)]
+        for kind, scenario in (("sync", sync), ("april", april), ("continuous", most), ("dropped", dropped))
+    }
     learner_shares = [
         one.measures.learner_share for kind in (sync, sync_equal, april, most) for one in results.of(kind)
     ]
     return [
         *(Row(name + suffix, values, unit) for name, (values, unit) in rows.items()),
         *(Row(name + suffix, values, "ratio", of=farthest_from_one) for name, values in windows.items()),
+        *(Row(name + suffix, values, "seeds", of=sum) for name, values in alarms.items()),
         Row("learner_share_max" + suffix, learner_shares, "fraction", of=max),
     ]
 
@@ -199,14 +205,14 @@ def extreme_rows(results: Results, base: Scenario) -> list[Row]:
 
 def simulate_published(options) -> tuple[list[Row], dict]:
     """Print each cost model's table for the first seed; the rows, and the lines of the tables for all seeds."""
-    costs = list(tomllib.loads(options.scenario.read_text()).get("costs", [None]))
+    costs = list(tomllib.loads(PUBLISHED.read_text()).get("costs", [None]))
     parts = [options.part] if options.part else [*costs, "extreme"]
     seeds, steps = (range(1), WINDOW_STEPS) if options.quick else (range(options.seeds), 60)
     rows, tables = [], {}
     with ProcessPoolExecutor(options.processes) as pool:
         results = Results(pool, seeds)
         for part in parts:
-            base = load_scenario(options.scenario, [("steps", steps)], None if part == "extreme" else part)
+            base = load_scenario(PUBLISHED, [("steps", steps)], None if part == "extreme" else part)
             if part == "extreme":
                 rows += extreme_rows(results, base)
                 continue
@@ -229,18 +235,17 @@ def main() -> int:
     arguments.add_argument("--simulated", action="store_true", help="the published setting on a virtual clock")
     arguments.add_argument("--engine", choices=("torch", "sglang"), help="the schedules on this engine")
     arguments.add_argument("--trains", action="store_true", help="on an engine: with a learner that trains")
-    arguments.add_argument("--steps", type=int, default=24, help="measured batches of a turn on an engine [default 24]")
-    arguments.add_argument(
-        "--scenario", type=Path, default=PUBLISHED, help="TOML file [default configs/published.toml]"
-    )
+    arguments.add_argument("--steps", type=int, help="measured batches of a turn on an engine [default 24, SGLang 12]")
     arguments.add_argument("--processes", type=int, default=2, help="simulations at a time [default 2]")
     arguments.add_argument(
         "--part", help="a cost model's rows alone, or those of extreme lengths: extreme [default all]"
     )
-    arguments.add_argument("--seeds", type=int, default=3, help="of lengths; a row's n [default 3]")
+    arguments.add_argument("--seeds", type=int, help="of lengths; a row's n [default 3, SGLang 2]")
     options = arguments.parse_args()
     if options.simulated == bool(options.engine):
         arguments.error("say --simulated, or an --engine")
+    usual_seeds, usual_steps = (2, 12) if options.engine == "sglang" else (3, 24)
+    options.seeds, options.steps = options.seeds or usual_seeds, options.steps or usual_steps
     if options.simulated:
         rows, tables = simulate_published(options)
     else:

@@ -37,8 +37,6 @@ longest_tokens = {LONGEST}
 prompt_tokens = {PROMPT_TOKENS}
 [learner]
 token_s = 8e-6
-[engines]
-count = 1
 [schedule]
 kind = "april"
 n_samples_per_prompt = {GROUP_SIZE}
@@ -105,7 +103,7 @@ COLUMNS: dict[str, tuple[Callable[[Outcome], float], str]] = {
 
 
 def schedules(kind: str, base: Scenario) -> dict[str, Scenario]:
-    """Those of `april simulate`; contexts are computed again after an update, and kept where the engine can."""
+    """Those of `april simulate`; contexts are computed again after an update, on the torch engine also kept."""
     found = {}
     for name, one in variants(base)[0].items():
         if "recomputed" not in name:
@@ -120,7 +118,8 @@ def scenario_of(kind: str, cost: Path | None, folder: Path, seed: int, steps: in
     path, samples = folder / "setting.toml", GROUPS[kind] * GROUP_SIZE
     path.write_text(SETTING + (cost.read_text() if cost else UNKNOWN))
     keys = {
-        "seed": seed, "steps": steps, "limit_responses": steps * samples, "engines.slots": 2 * samples,
+        "seed": seed, "steps": steps, "limit_responses": steps * samples,
+        "engines.count": 1, "engines.slots": 2 * samples,
         "schedule.rollout_batch_size": GROUPS[kind], "schedule.over_sampling_batch_size": 2 * GROUPS[kind],
         "engines.prefix_cache": kind == "sglang",
     }  # fmt: skip

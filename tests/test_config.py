@@ -47,7 +47,6 @@ def file(tmp_path):
         ([*AUTO, "--schedule.kind", "sync"], ["over_sampling_batch_size", "auto", "'sync'", "leave the key out"]),
         ([*AUTO, "--schedule.kind", "continuous"], ["over_sampling_batch_size", "auto", "schedule.in_flight"]),
         (["--schedule.in_flight", "auto"], ["schedule.in_flight", "auto", "schedule.over_sampling_batch_size"]),
-        ([*AUTO, "--schedule.scenario", "/nowhere"], ["schedule.scenario", "/nowhere", "configs/published.toml"]),
         ([*CONTINUOUS, "--no-partial-rollout"], ["schedule.partial_rollout", "False", "'april'"]),
         ([*CONTINUOUS, "--schedule.overlap"], ["schedule.overlap", "True", "'april'"]),
         (["--schedule.min_group_size", "9"], ["min_group_size", "9", "n = 8"]),

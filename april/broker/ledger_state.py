@@ -66,7 +66,8 @@ class LedgerState:
         self.counts: Counter[str] = Counter()
         """training groups by state"""
         self.resumed: Counter[str] = Counter()
-        """tokens of partials that were leased again: `cached`, to the worker that has them in cache, or `moved`"""
+        """tokens of partials that were leased again: `cached`, to the worker that handed them back under the same
+        weights, or `moved`"""
         self.deliveries: dict[int, list[Group]] = {}
         self.ready = ReadyGroups()
         """complete groups that wait for a batch"""

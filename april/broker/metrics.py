@@ -39,7 +39,8 @@ METRICS = {
     "april_tokens_accepted_total": Metric("counter", "Their tokens", ("use",)),
     "april_tokens_resumed_total": Metric(
         "counter",
-        "Prefixes leased again: to the worker that handed them back under the same weights (cached), or moved",
+        "Prefixes leased again: to the worker that handed them back under the same weights (cached, where its engine "
+        "has a prefix cache), or moved",
         ("prefix",),
     ),
     "april_tokens": Metric("gauge", "Where the generated training tokens are that were not discarded", ("place",)),

@@ -88,11 +88,6 @@ def check_automatic(schedule: ScheduleSection, key: str) -> None:
             f"key 'schedule.{key}' = 'auto' is not what schedule.kind = {schedule.kind!r} goes by; "
             f"set schedule.{wanted} = 'auto'"
         )
-    if schedule.scenario is not None and not schedule.scenario.is_file():
-        raise ConfigError(
-            f"key 'schedule.scenario' = {str(schedule.scenario)!r} does not exist; give a file such as "
-            "configs/published.toml, or leave it out"
-        )
 
 
 def check_evaluation(evaluation: EvaluationSection) -> None:

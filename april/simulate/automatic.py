@@ -6,13 +6,14 @@ broker that comes back goes on with it; only `april run --resume` chooses again.
 """
 
 import tomllib
+from pathlib import Path
 
 from april.config import Config, ConfigError
 from april.config.checks import check_schedule
 from april.simulate.costs import EngineCost
 from april.simulate.lengths import LengthsSection
 from april.simulate.recording import record_trace
-from april.simulate.scenario import Scenario, check_scenario, load_scenario
+from april.simulate.scenario import WITHOUT_PREFIX_CACHE, Scenario, check_scenario, load_scenario
 from april.simulate.trace import write_trace
 from april.simulate.tune import tune
 
@@ -23,19 +24,19 @@ PLAIN_COST = EngineCost(
 )
 """of engines of which nothing is known"""
 TUNED_RESPONSES = 4096
-"""about so many are simulated for each value that is tried"""
-LEAST_STEPS = 8
+"""about so many are measured for each value that is tried, behind a warm-up of S + 1 batches"""
+LEAST_STEPS = 4
 TRACE = "lengths.jsonl"
 """in the run folder: the lengths that the choice was made from"""
 
 
-def resolve(config: Config, resumed: bool = False) -> tuple[Config, str]:
+def resolve(config: Config, resumed: bool = False, folder: Path | None = None) -> tuple[Config, str]:
     """The configuration with a number in place of `auto`, and why that one; unchanged and "" if nothing is `auto`.
 
-    `resumed`: the run's folder has lengths. Raises ConfigError.
+    `resumed`: the run's folder has lengths, which are left in `folder` [default the run's]. Raises ConfigError.
     """
     key = config.schedule.automatic_key
-    return decide(config, key, *choose(config, key, resumed)) if key else (config, "")
+    return decide(config, key, *choose(config, key, resumed, folder or config.run_dir)) if key else (config, "")
 
 
 def resolve_as_recorded(config: Config) -> tuple[Config, str]:
@@ -53,12 +54,17 @@ def decide(config: Config, key: str, value: int, why: str) -> tuple[Config, str]
     return config.model_copy(update={"schedule": schedule}), f"schedule.{key} = {value}: {why}"
 
 
-def choose(config: Config, key: str, resumed: bool) -> tuple[int, str]:
+def choose(config: Config, key: str, resumed: bool, folder: Path) -> tuple[int, str]:
     """(value, why)"""
     schedule = config.schedule
+    if schedule.scenario and not schedule.scenario.is_file():
+        raise ConfigError(
+            f"key 'schedule.scenario' = {str(schedule.scenario)!r} does not exist; give a file such as "
+            "configs/published.toml, or leave it out"
+        )
     scenario = load_scenario(schedule.scenario) if schedule.scenario else None
     lengths, whose = scenario and scenario.lengths, f"of {schedule.scenario}"
-    if resumed and (seen := seen_lengths(config)):
+    if resumed and (seen := seen_lengths(config, folder)):
         lengths, whose = seen
     if lengths is None:
         batches = min(DEFAULT_FACTOR, schedule.batches_in_reach)
@@ -69,7 +75,7 @@ def choose(config: Config, key: str, resumed: bool) -> tuple[int, str]:
     return choice.value, f"by the lengths {whose}, {choice.why}"
 
 
-def seen_lengths(config: Config) -> tuple[LengthsSection, str] | None:
+def seen_lengths(config: Config, folder: Path) -> tuple[LengthsSection, str] | None:
     """Those that `record_trace` finds, and whose they are; None if they are of fewer groups than can be waiting for a
     straggler."""
     try:
@@ -78,21 +84,27 @@ def seen_lengths(config: Config) -> tuple[LengthsSection, str] | None:
         return None
     if len(recording.groups) < config.schedule.batches_in_reach * config.schedule.rollout_batch_size:
         return None
-    path = config.run_dir / TRACE
+    path = folder / TRACE
     write_trace(path, recording.groups)
     whose = "of the run so far" + (f" ({recording.censored})" if recording.censored else "")
     return LengthsSection(family="trace", path=path), whose
 
 
 def planned(config: Config, scenario: Scenario, lengths: LengthsSection) -> Scenario:
-    """The scenario with the run's own schedule, budget and slots, and no longer than the start of a run may take."""
+    """The scenario with the run's own schedule, budget and slots, what its engines keep in their caches, and no longer
+    than the start of a run may take."""
     schedule = config.schedule.model_copy(update={config.schedule.automatic_key: None})
     engines = config.worker.count * len(config.lanes_of("worker"))
+    keeps_prefixes = config.worker.engine not in WITHOUT_PREFIX_CACHE
     batch = schedule.rollout_batch_size * schedule.n_samples_per_prompt
     changes = {
         "schedule": schedule,
         "lengths": lengths.model_copy(update={"longest_tokens": config.sampling.max_response_tokens}),
-        "engines": scenario.engines.model_copy(update={"count": engines, "slots": config.worker.slots}),
+        "engines": scenario.engines.model_copy(
+            update={"count": engines, "slots": config.worker.slots, "prefix_cache": keeps_prefixes}
+        ),
+        "weights": scenario.weights.model_copy(update={"keep_kv": config.engine.pause == "in_place"}),
+        "warmup_steps": schedule.batches_in_reach,
         "steps": max(LEAST_STEPS, TUNED_RESPONSES // batch),
         "limit_responses": TUNED_RESPONSES,
     }

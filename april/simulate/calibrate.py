@@ -85,6 +85,7 @@ def middle(timings: list[Timing]) -> Timing:
 class Fit:
     cost: EngineCost
     timings: list[Timing]
+    prefix_cache: bool = True
 
     @property
     def errors(self) -> np.ndarray:
@@ -119,20 +120,21 @@ class Fit:
     def to_toml(self) -> str:
         """The sections of a scenario that say what was measured."""
         weights = {"pause_s": self.pause_s, "keep_kv": False}
-        return tomli_w.dumps({"cost": self.cost.model_dump(mode="json", exclude_unset=True), "weights": weights})
+        cost, engines = self.cost.model_dump(mode="json", exclude_unset=True), {"prefix_cache": self.prefix_cache}
+        return tomli_w.dumps({"cost": cost, "engines": engines, "weights": weights})
 
 
-def fit(timings: list[Timing], source: str, kv_tokens: int | None = None) -> Fit:
+def fit(timings: list[Timing], source: str, kv_tokens: int | None = None, prefix_cache: bool = True) -> Fit:
     """Least squares of the relative errors of decode steps and prefills together, with costs that are not negative.
 
-    `kv_tokens`: capacity of the KV cache, as the engine says.
+    `kv_tokens`: capacity of the KV cache, as the engine says; `prefix_cache`: it keeps what it has handed back.
     """
     terms = [one.decode_terms() for one in timings] + [one.prefill_terms() for one in timings]
     seconds = [one.decode_s for one in timings] + [one.prefill_s for one in timings]
     costs = dict(zip(COSTS, least_squares(terms, seconds), strict=True))
     costs["decode_base_s"] = max(LEAST_S, costs["decode_base_s"])
     known = {} if kv_tokens is None else {"kv_tokens": kv_tokens}
-    return Fit(EngineCost(source=source, **costs, **known), timings)
+    return Fit(EngineCost(source=source, **costs, **known), timings, prefix_cache)
 
 
 def least_squares(terms: list[list[float]], seconds: list[float]) -> list[float]:

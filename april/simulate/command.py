@@ -5,7 +5,7 @@ from pathlib import Path
 from april.config import ConfigError
 from april.config.overrides import parse_overrides
 from april.simulate import experiments, pictures
-from april.simulate.scenario import Scenario, load_scenario
+from april.simulate.scenario import WITHOUT_PREFIX_CACHE, Scenario, load_scenario
 from april.simulate.sweep import sweeps
 from april.simulate.trace import budget_of, read_trace, write_trace
 from april.simulate.tune import tune
@@ -84,16 +84,20 @@ def calibrate(model: Path, slots: int, out: Path, overrides: list[str]) -> None:
         raise ConfigError("calibrating needs torch; run `pip install 'april-rl[worker]'`") from None
     check_writable(out)
     with probe_of(model, slots, overrides) as (probe, name):
-        fitted = fit(measure(probe), f"measured on the {name} engine with {slots} slots", probe.engine.kv_tokens)
+        source, prefix_cache = f"measured on the {name} engine with {slots} slots", name not in WITHOUT_PREFIX_CACHE
+        fitted = fit(measure(probe), source, probe.engine.kv_tokens, prefix_cache)
     print(fitted.describe())
     out.write_text(fitted.to_toml())
     print(out)
 
 
 def check_writable(out: Path) -> None:
-    """Before there is something to lose. Raises ConfigError."""
+    """Before there is something to lose, and without a trace. Raises ConfigError."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
+        existed = out.exists()
         out.open("a").close()
+        if not existed:
+            out.unlink()
     except OSError as error:
         raise ConfigError(f"option '--out' = {str(out)!r} cannot be written ({error.strerror}); give a file") from None

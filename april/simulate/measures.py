@@ -68,6 +68,8 @@ class Measures:
         self.training_s = 0.0
         self.buffer_peak_tokens = 0
         """most tokens of open and ready groups at a time, as the broker's `Recorder` has it, over the whole run"""
+        self.length_drift = pipeline.ledger.cohorts.drift
+        """the alarm against length bias as the run leaves it"""
         self._leased_slot_s = self._rollout_s = 0.0
         self._unleased_slot_s = Counter()
         self._before = self._after = Totals()

@@ -17,6 +17,8 @@ from april.simulate.lengths import Lengths, LengthsSection
 
 LENGTHS_LOOKED_AT = 20_000
 """responses whose mean and maximum stand for a family's"""
+WITHOUT_PREFIX_CACHE = ("torch",)
+"""of the kinds in `worker.engine`: those that compute the context of what comes back again"""
 
 
 class EnginesSection(Section):

@@ -71,6 +71,15 @@ def test_a_scenario_gives_lengths_and_costs(load, tmp_path):
         resolve(load("continuous", "--schedule.scenario", str(path)))
 
 
+def test_a_scenario_that_is_not_there_is_missed_where_it_is_read(load):
+    config = load("april", "--schedule.scenario", "/nowhere")
+    with pytest.raises(ConfigError, match=r"'schedule.scenario' = '/nowhere' does not exist; .*/published\.toml"):
+        resolve(config)
+    config.run_dir.mkdir(parents=True)
+    (config.run_dir / "config.toml").write_text(resolve(load())[0].to_toml())
+    assert "when the run was started" in resolve_as_recorded(config)[1]
+
+
 def test_a_resumed_run_chooses_by_the_lengths_in_its_journal(load):
     config = load()
     lengths = [(3, 24), (5, 6), (4, 4), (20, 9)] * (5 + 1)
@@ -99,6 +108,16 @@ def test_a_run_that_has_started_can_be_resumed_however_little_there_is_to_choose
     write_journal(config, [(3, 24), (5, 6), (4, 4), (20, 9)] * (5 + 1))
     chosen, why = resolve(config, resumed=True)
     assert getattr(chosen.schedule, AUTO[kind]) == value and "of the run so far" in why
+
+
+def test_what_the_engines_keep_is_what_the_run_s_own_keep(load):
+    def kept(*overrides):
+        scenario = planned(load("continuous", *overrides), Scenario(cost=PLAIN_COST), LengthsSection())
+        return scenario.weights.keep_kv, scenario.engines.prefix_cache
+
+    assert kept() == (False, False)
+    assert kept("--engine", "sglang") == (False, True)
+    assert kept("--engine", "sglang", "--engine.pause", "in_place", "--engine.stream_tokens", "1") == (True, True)
 
 
 @pytest.mark.parametrize(
@@ -133,6 +152,14 @@ def test_the_choice_stands_beside_the_plan(load, config_file, capsys):
     main(["run", str(config_file), "--dry-run", "--over-sampling-batch-size", "auto"])
     out = capsys.readouterr().out
     assert "16 samples in flight" in out and "auto       schedule.over_sampling_batch_size = 8: 2 times" in out
+
+
+def test_a_dry_run_tells_what_the_resumed_run_would_choose_and_leaves_nothing(load, config_file, capsys):
+    config = load()
+    write_journal(config, [(3, 24), (5, 6), (4, 4), (20, 9)] * (5 + 1))
+    main(["run", str(config_file), "--dry-run", "--resume", "--over-sampling-batch-size", "auto"])
+    assert "of the run so far" in capsys.readouterr().out
+    assert not (config.run_dir / "lengths.jsonl").exists()
 
 
 def test_what_is_no_choice_is_left_alone(config_file):

@@ -202,6 +202,7 @@ def test_a_fit_finds_the_costs_that_made_the_timings(tmp_path):
     path.write_text(found.to_toml())
     scenario = load_scenario(path)
     assert scenario.cost == found.cost and scenario.weights.pause_s == 0.02 and not scenario.weights.keep_kv
+    assert scenario.engines.prefix_cache
     assert "KV cache: 90,000 tokens" in found.describe()
 
 
@@ -237,7 +238,9 @@ def exact_timing(cost, running, kv, admissions, admitted):
 def test_calibrating_times_the_engine_of_a_run(policy_folder, tmp_path, capsys):
     path = tmp_path / "cost.toml"
     assert main(["calibrate", "--model", str(policy_folder), "--slots", "2", "--out", str(path)]) == 0
-    cost = load_scenario(path, [("lengths.longest_tokens", 100)]).cost
+    scenario = load_scenario(path, [("lengths.longest_tokens", 100)])
+    cost = scenario.cost
+    assert not scenario.engines.prefix_cache
     assert "measured on the torch engine with 2 slots" in cost.source
     assert cost.kv_tokens == 2 * read_shape(policy_folder).max_positions
     assert "prefill = " in capsys.readouterr().out
@@ -262,6 +265,7 @@ def test_calibrating_what_cannot_be_ends_with_a_sentence(policy_folder, tmp_path
     out = tmp_path / "cost.toml"
     assert main(["calibrate", "--model", str(policy_folder), "--slots", "2", "--out", str(out), *words]) == 2
     assert said in capsys.readouterr().err
+    assert not out.exists()
 
 
 class Stalled:
