@@ -23,7 +23,7 @@ from april.policy.make_policy import make_policy
 from april.policy.warm_start import Recipe
 
 ROOT = Path(__file__).parent.parent
-STEPS, SEEDS = 24, 5
+STEPS, SEEDS = 12, 5
 REWARD = 0.8
 WINDOW_STEPS = 3
 """the reward is a mean over the last so many steps"""

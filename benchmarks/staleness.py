@@ -52,14 +52,18 @@ from there, and its responses grow to the limit, so that an eighth of the held-o
 WEIGHED = {"proximal": "recomputed", "behaviour_coef": 0.0}
 CORRECTIONS = {
     "default": {},
+    "not_drawn": WEIGHED | {"corrections": ["truncated_sequence"]},
     "none": WEIGHED | {"corrections": []},
     "clip": WEIGHED | {"proximal": "behaviour", "corrections": []},
+    "clip_drawn": {"proximal": "behaviour", "corrections": []},
     "truncated": WEIGHED | {"corrections": ["truncated"]},
     "icepop": WEIGHED | {"corrections": ["icepop"]},
     "geometric": WEIGHED | {"proximal": "behaviour", "corrections": ["geometric"]},
+    "geometric_drawn": {"proximal": "behaviour", "corrections": ["geometric"]},
     "decoupled": WEIGHED | {"proximal": "interpolated", "corrections": ["truncated"]},
 }
-"""what `--all` compares; decoupled around the recomputed proximal policy is `truncated`, with one step a batch, and
+"""what `--all` compares: the default draws tokens towards what sampled them, so do the `…_drawn`; `not_drawn` is the
+default without that. Decoupled around the recomputed proximal policy is `truncated`, with one step a batch, and
 `on_policy_only` trains nothing where every token is stale"""
 
 

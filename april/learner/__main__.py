@@ -6,6 +6,7 @@ import sys
 
 from april import config as configuration
 from april.client import AccessDenied, BrokerRefused, BrokerUnreachable
+from april.learner import refusal
 from april.process import REFUSED, die_with_parent, end, log_to_stderr
 from april.security.keys import load_keys
 
@@ -27,13 +28,19 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--connect", required=True, metavar="ADDRESS", help="the broker's, as tcp://HOST:PORT")
     options, overrides = parser.parse_known_args(arguments)
     die_with_parent()
+    if refusal.is_remembered():
+        return REFUSED
     try:
         config = configuration.load(options.config, overrides, inputs=["model"])
         configuration.check_address(options.connect)
     except configuration.ConfigError as error:
         print(f"april.learner: {error}", file=sys.stderr)
-        return REFUSED
-    end(status_of_training(config, options.connect))
+        status = REFUSED
+    else:
+        status = status_of_training(config, options.connect)
+    if status == REFUSED:
+        refusal.remember()
+    end(status)
 
 
 def status_of_training(config: configuration.Config, address: str) -> int:

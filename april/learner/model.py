@@ -186,14 +186,17 @@ def load(folder: Path, temperature: float, recompute: bool = False) -> Policy:
     return Policy(lm, temperature).train()
 
 
-def shard(policy: Policy, device: torch.device, bf16: bool = False) -> Policy:
+def shard(policy: Policy, device: torch.device, bf16: bool = False, trained: bool = True) -> Policy:
     """Move to `device` and shard over all ranks in place: each layer, then the rest as one group. Collective.
 
     Gradients are summed over ranks. The weights that are kept and updated are fp32; with `bf16` they are used in
-    bfloat16, and gradients reduced in fp32.
+    bfloat16, and gradients reduced in fp32. What is not `trained` has no backward pass after which FSDP would let go of
+    the last group again, so it does after the forward pass.
     """
     policy.to(device)
     options = {"mesh": init_device_mesh(device.type, (dist.get_world_size(),))}
+    if not trained:
+        options["reshard_after_forward"] = True
     if bf16:
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in policy.lm.base_model.layers:

@@ -66,7 +66,7 @@ class Trainer:
     def load_reference(self) -> Policy:
         """The starting policy once more, sharded, never updated."""
         policy = load(self.config.model.path, self.config.sampling.temperature).requires_grad_(False)
-        return shard(policy, self.device, uses_bf16(self.config.learner, self.device))
+        return shard(policy, self.device, uses_bf16(self.config.learner, self.device), trained=False)
 
     def prepare(self, batch: Batch) -> "ReadyBatch":
         """Advantages, plan and this rank's micro-batches on its device; may run beside `step`, without other ranks."""

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from frozen import FrozenTrainer, full_gradients
 from learner_setup import Diary, full_moments
+from torch.distributed.tensor import DTensor
 
 from april.config import Config
 from april.learner import loop, process_group
@@ -35,7 +36,13 @@ def run(job: dict, device: torch.device) -> dict:
         "weights": trainer.weights(),
         "moments": full_moments(trainer),
         "optimizer_steps": trainer.optimizer_steps,
+        "whole": unsharded(trainer.reference) if trainer.reference else [],
     }
+
+
+def unsharded(policy) -> list[str]:
+    """Parameters of which this rank holds more than its part."""
+    return [name for name, parameter in policy.named_parameters() if not isinstance(parameter, DTensor)]
 
 
 def live(job: dict, device: torch.device) -> dict:

@@ -1,5 +1,8 @@
 """With which status a learner ends: what starting it again would not help is told from what it may."""
 
+import subprocess
+import sys
+
 import pytest
 
 from april import config as configuration
@@ -29,3 +32,12 @@ def test_what_cannot_get_better_ends_the_run_and_all_else_is_tried_again(error, 
 
     monkeypatch.setattr(learner, "train", train)
     assert learner.status_of_training(None, "tcp://127.0.0.1:1") == status
+
+
+def test_torchrun_does_not_try_again_what_a_restart_cannot_mend(tmp_path):
+    (tmp_path / "run.toml").write_text('[model]\npath = "nowhere"\n[data]\npath = "unused.jsonl"\n')
+    launch = ["-m", "april.learner.launch", "--nproc-per-node=1", "--max-restarts=1"]
+    part = ["-m", "april.learner", str(tmp_path / "run.toml"), "--connect", "tcp://127.0.0.1:1"]
+    ended = subprocess.run([sys.executable, *launch, *part], capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == REFUSED, ended.stderr
+    assert ended.stderr.count("key 'model.path' = 'nowhere'") == 1, ended.stderr

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from learner_setup import flat_batch, make_config, uneven_batch
+from learner_setup import flat_batch, job, make_config, run_ranks, uneven_batch
 
 from april.learner.batch import Batch, TrainSample
 from april.learner.trainer import Trainer
@@ -30,6 +30,26 @@ def test_a_step_that_is_not_finite_never_reaches_the_optimizer(one_rank, policy_
     assert all(torch.equal(value, before[name]) for name, value in trainer.weights().items())
     assert trainer.step(good)["update_skipped"] == 0
     assert all(value.isfinite().all() for value in trainer.weights().values())
+
+
+def test_nor_does_one_whose_loss_is_finite_and_whose_gradient_is_not(one_rank, policy_folder, tmp_path, monkeypatch):
+    trainer = Trainer(make_config(policy_folder, tmp_path), torch.device("cpu"))
+    before, micro_loss = trainer.weights(), trainer.micro_loss
+    monkeypatch.setattr(trainer, "micro_loss", lambda *arguments: math.inf * micro_loss(*arguments))
+    metrics = trainer.step(uneven_batch(0, policy_folder))
+    assert math.isfinite(metrics["loss"]) and not math.isfinite(metrics["grad_norm"])
+    assert (metrics["nonfinite"], metrics["update_skipped"], trainer.optimizer_steps) == (1, 1, 0)
+    assert all(torch.equal(value, before[name]) for name, value in trainer.weights().items())
+
+
+def test_all_ranks_pass_over_the_step_in_which_one_of_them_has_no_finite_loss(policy_folder, tmp_path):
+    """Weights that one of them had updated would be seen in the steps around it, which equal those without it."""
+    config, good = make_config(policy_folder, tmp_path / "run"), uneven_batch(0, policy_folder)
+    jobs = [job(config, batches) for batches in ([good, poisoned(good), good], [good, good])]
+    among, without = run_ranks(2, jobs, tmp_path / "ranks")
+    assert [metrics["nonfinite"] for metrics in among["metrics"]] == [0, 1, 0]
+    assert among["optimizer_steps"] == 2
+    assert all(torch.equal(value, without["weights"][name]) for name, value in among["weights"].items())
 
 
 @pytest.mark.parametrize("batch", [flat_batch(0), Batch(0, [])], ids=["flat", "empty"])
