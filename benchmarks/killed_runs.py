@@ -18,8 +18,8 @@ from threading import Event, Thread
 
 import torch
 from common import Row, parser, report
-from end_to_end import ROOT, SEEDS, STEPS
-from learning import Outcome, end_reward, half_width, train
+from end_to_end import ROOT, SEEDS
+from learning import STEPS, Outcome, end_reward, half_width, train
 from staleness import HELD_OUT
 
 from april.data.make_data import make_data

@@ -19,7 +19,7 @@ from statistics import fmean, stdev
 import numpy as np
 import torch
 from common import Row, parser, read_runs, report, write_run
-from end_to_end import REWARD, ROOT, SEEDS, STEPS, WINDOW_STEPS, Course, configuration_file, execute, ratio_of_times
+from end_to_end import REWARD, ROOT, SEEDS, WINDOW_STEPS, Course, configuration_file, execute, ratio_of_times
 from staleness import HELD_OUT, Sampler
 
 from april.data.make_data import make_data
@@ -31,7 +31,7 @@ from april.simulate.pictures import draw
 from april.version import Version
 from april.workers.engines.torch_engine import load_folder_weights
 
-END_STEPS = 5
+STEPS, END_STEPS = 24, 5
 """the reward at the end is a mean over the last so many batches"""
 GROUPS, OVER_SAMPLED = 32, 48
 IN_FLIGHT = 144
