@@ -17,7 +17,8 @@ PENALTIES = {
     "behaviour": {"behaviour_coef": 0.2},
 }
 CHOICES = (LOSSES, WITH_SHIPPED, NORMALISATIONS, ADVANTAGES, PENALTIES)
-BUDGETS = (8, 64, 150)
+BUDGETS = (8, 64, 150, 1000)
+"""as many as have no divisor in common with the choices, so that each meets every budget"""
 
 
 CASES = [
