@@ -7,4 +7,4 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 "$root/launch/install-sglang.sh"
 cd "$root"
 export PATH="$root/.venv/bin:$PATH"
-exec python -m pytest "$@"
+exec python -m pytest --durations=40 "$@"
