@@ -96,7 +96,7 @@ def test_advantages_of_verl(name):
 @pytest.mark.parametrize("name", KL_ESTIMATORS)
 def test_divergences_of_verl(name):
     found = KL_ESTIMATORS[name](column("logprobs"), column("reference"))
-    assert found.tolist() == pytest.approx(VECTORS["divergences"][name], rel=1e-5, abs=1e-7)
+    assert found.tolist() == pytest.approx(VECTORS["divergences"][name], rel=1e-5, abs=5e-7)
 
 
 def test_corrections_of_verl():

@@ -7,6 +7,7 @@ from april.broker.events import BatchConsumed, BatchDelivered, ChunkAccepted, Gr
 from april.broker.journal import Journal
 from tests.run.processes import APRIL, Job, assert_closed, steps_recorded, wait_until
 
+ONE_RANK = ["--learner.ranks", "1"]
 SCHEDULES = {
     "sync": ["--schedule.kind", "sync", "--over-sampling-batch-size", "4"],
     "sampling_in_steps": ["--over-sampling-batch-size", "3"],
@@ -19,7 +20,7 @@ SCHEDULES = {
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_schedule_trains(config_file, tmp_path, name):
     longer = ["--sampling.max_response_tokens", "200", "--schedule.max_steps", "5", "--learner.checkpoint_every", "5"]
-    job = Job([*APRIL, "run", str(config_file), *longer, *SCHEDULES[name]], tmp_path / "output")
+    job = Job([*APRIL, "run", str(config_file), *ONE_RANK, *longer, *SCHEDULES[name]], tmp_path / "output")
     try:
         assert job.wait() == 0, job.output
     finally:
@@ -40,7 +41,7 @@ def test_a_schedule_trains(config_file, tmp_path, name):
 def test_a_short_last_batch_is_trained_when_the_prompts_are_exhausted(config_file, tmp_path):
     """64 prompts once, in batches of 24: two whole ones, and 16 groups at the end."""
     once = ["--rollout-batch-size", "24", "--over-sampling-batch-size", "30", "--data.epochs", "1"]
-    job = Job([*APRIL, "run", str(config_file), *once, "--schedule.max_steps", "50"], tmp_path / "output")
+    job = Job([*APRIL, "run", str(config_file), *ONE_RANK, *once, "--schedule.max_steps", "50"], tmp_path / "output")
     try:
         assert job.wait() == 0, job.output
     finally:
@@ -60,7 +61,7 @@ def test_continuous_generates_while_the_learner_trains(config_file, tmp_path):
     settings = ["--schedule.kind", "continuous", "--schedule.in_flight", "6", "--schedule.max_staleness", "2"]
     slow = ["--rollout-batch-size", "16", "--over-sampling-batch-size", "16", "--worker.slots", "2"]
     longer = ["--sampling.max_response_tokens", "400", "--schedule.max_steps", "5", "--evaluation.every", "2"]
-    job = Job([*APRIL, "run", str(config_file), *settings, *slow, *longer], tmp_path / "output")
+    job = Job([*APRIL, "run", str(config_file), *ONE_RANK, *settings, *slow, *longer], tmp_path / "output")
     try:
         assert job.wait() == 0, job.output
     finally:

@@ -31,6 +31,7 @@ def test_a_scorer_killed_in_the_middle_of_scoring_costs_no_token(config_file, tm
         row["reward"] = "group:patient:ranks"
     (tmp_path / "rows.jsonl").write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
     scored = ["--data.path", str(tmp_path / "rows.jsonl"), "--reward.where", "scorer", "--reward.timeout_s", "600"]
+    scored += ["--learner.ranks", "1"]
     job = Job([*APRIL, "run", str(config_file), *scored, "--reward.name", "patient:verdict"], tmp_path / "output")
     try:
         wait_until((tmp_path / "scoring").exists, job)

@@ -17,7 +17,7 @@ from tests.run.test_environments import assert_every_answer_fits_its_turn
 pytestmark = pytest.mark.timeout(1200)
 PATIENCE_S = 600.0
 """a server takes 20 s to start on idle cores, minutes on busy ones"""
-SGLANG = ["--worker.engine", "sglang", "--worker.count", "1", "--schedule.max_steps", "4"]
+SGLANG = ["--worker.engine", "sglang", "--worker.count", "1", "--learner.ranks", "1", "--schedule.max_steps", "4"]
 
 
 @pytest.fixture
