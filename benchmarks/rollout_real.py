@@ -102,13 +102,13 @@ COLUMNS: dict[str, tuple[Callable[[Outcome], float], str]] = {
 }
 
 
-def schedules(kind: str, base: Scenario) -> dict[str, Scenario]:
-    """Those of `april simulate`; contexts are computed again after an update, on the torch engine also kept."""
+def schedules(base: Scenario) -> dict[str, Scenario]:
+    """Those of `april simulate`; contexts are computed again after an update, in `continuous` also kept."""
     found = {}
     for name, one in variants(base)[0].items():
         if "recomputed" not in name:
             found[name] = one
-        if name in found and kind == "torch" and one.schedule.kind == "continuous":
+        if name in found and one.schedule.kind == "continuous":
             found[f"{name}, cache kept"] = one.with_keys(weights__keep_kv=True)
     return found
 
@@ -177,7 +177,7 @@ def cell(outcomes: list[Outcome], value: Callable[[Outcome], float], form: str) 
 
 
 def of_seed(engine: PinnedEngine, base: Scenario) -> dict[str, Outcome]:
-    runs = schedules(engine.kind, base)
+    runs = schedules(base)
     limits, order = {}, []
     for name, one in runs.items():
         if one.schedule.kind == "continuous" and one.slots_wanted not in limits:
@@ -200,7 +200,7 @@ def of_seed(engine: PinnedEngine, base: Scenario) -> dict[str, Outcome]:
 
 
 def with_training(engine: PinnedEngine, base: Scenario) -> dict[str, Outcome]:
-    runs, found = schedules(engine.kind, base), {}
+    runs, found = schedules(base), {}
     for name in runs if base.seed % 2 == 0 else reversed(runs):
         folder = made(engine.folder / f"seed-{base.seed}" / name.replace(" ", "-"))
         turn = run_turn(engine, runs[name], folder, trains=True)
@@ -214,15 +214,16 @@ def with_training(engine: PinnedEngine, base: Scenario) -> dict[str, Outcome]:
 
 
 def rows(kind: str, outcomes: dict[str, list[Outcome]]) -> list[Row]:
-    sync, sync_equal, april, dropped, overlap, *flowing = outcomes.values()
-    fewer, most = flowing[: len(flowing) // 2], flowing[len(flowing) // 2 :]
+    sync, sync_equal, april, dropped, overlap, fewer, fewer_kept, most, most_kept = outcomes.values()
     gains = {
-        "april_gain": (april, sync),
-        "april_gain_equal_concurrency": (april, sync_equal),
-        "partial_rollout_gain": (april, dropped),
-        "overlap_gain_equal_concurrency": (overlap, sync_equal),
-        "continuous_gain": (most[0], sync),
-        "continuous_gain_equal_concurrency": (most[0], sync_equal),
+        f"april_gain_{kind}": (april, sync),
+        f"april_gain_equal_concurrency_{kind}": (april, sync_equal),
+        f"partial_rollout_gain_{kind}": (april, dropped),
+        f"overlap_gain_equal_concurrency_{kind}": (overlap, sync_equal),
+        f"continuous_gain_{kind}": (most_kept, sync),
+        f"continuous_gain_{kind}_reprefill": (most, sync),
+        f"continuous_gain_equal_concurrency_{kind}": (most_kept, sync_equal),
+        f"continuous_gain_equal_concurrency_{kind}_reprefill": (most, sync_equal),
     }
     found = []
     for name, (ours, theirs) in gains.items():
@@ -232,15 +233,19 @@ def rows(kind: str, outcomes: dict[str, list[Outcome]]) -> list[Row]:
             ("_kept_tokens", "kept_per_s"),
         ):
             ratios = [getattr(a.turn, value) / getattr(b.turn, value) - 1 for a, b in zip(ours, theirs, strict=True)]
-            found.append(Row(f"{name}_{kind}{suffix}", ratios, "fraction"))
-    for suffix, same_limit in (("", fewer), ("_most", most)):
-        for cache, ones in zip(("", "_kept"), same_limit, strict=False):
-            found.append(Row(f"continuous_limit_{kind}{suffix}{cache}", [one.limit_share for one in ones], "fraction"))
-            shares = [one.generated_limit_share for one in ones]
-            found.append(Row(f"continuous_generated_limit_{kind}{suffix}{cache}", shares, "fraction"))
-    found.append(Row(f"idle_slot_share_total_{kind}", [1 - one.turn.occupancy for one in fewer[0]], "fraction"))
-    for cause in fewer[0][0].turn.idle_share:
-        shares = [one.turn.idle_share[cause] for one in fewer[0]]
+            found.append(Row(f"{name}{suffix}", ratios, "fraction"))
+    for suffix, ones in (
+        ("", fewer_kept),
+        ("_reprefill", fewer),
+        ("_most", most_kept),
+        ("_most_reprefill", most),
+    ):
+        found.append(Row(f"continuous_limit_{kind}{suffix}", [one.limit_share for one in ones], "fraction"))
+        shares = [one.generated_limit_share for one in ones]
+        found.append(Row(f"continuous_generated_limit_{kind}{suffix}", shares, "fraction"))
+    found.append(Row(f"idle_slot_share_total_{kind}", [1 - one.turn.occupancy for one in fewer], "fraction"))
+    for cause in fewer[0].turn.idle_share:
+        shares = [one.turn.idle_share[cause] for one in fewer]
         found.append(Row(f"idle_slot_share_{cause}_{kind}", shares, "fraction"))
     return [*found, Row("prediction_error_max", errors_by_schedule(outcomes), "fraction", of=max)]
 
