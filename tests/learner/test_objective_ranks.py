@@ -1,5 +1,5 @@
-"""On 2 and 4 ranks, too: every loss with every correction and normalisation, any two choices together, and steps in a
-row."""
+"""On 2 ranks, too, every loss with every correction and normalisation, any two choices together, and steps in a row; on
+4 ranks any two of loss, correction and normalisation."""
 
 from itertools import combinations, product
 
@@ -26,6 +26,12 @@ CASES = [
     for place, case in enumerate(product(LOSSES, WITH_SHIPPED, NORMALISATIONS))
 ]
 """every loss with every correction and normalisation; advantages and penalties take turns"""
+LATIN = [
+    case
+    for case in CASES
+    if sum(list(choices).index(choice) for choices, choice in zip(CHOICES[:3], case, strict=False)) % 3 == 0
+]
+"""a third of them: any two of loss, correction and normalisation together"""
 STEPS = {
     "plain": ("ppo", "clip", {"normalisation": "token_mean", "kl_coef": 0.1}),
     "sequences": ("gspo", "interpolated, not weighed", {"normalisation": "sequence_mean", "kl_coef": 0.1}),
@@ -39,6 +45,8 @@ STEPS = {
 def test_any_two_choices_meet_in_a_case():
     for one, other in combinations(range(len(CHOICES)), 2):
         assert {(case[one], case[other]) for case in CASES} == set(product(CHOICES[one], CHOICES[other]))
+    for one, other in combinations(range(3), 2):
+        assert {(case[one], case[other]) for case in LATIN} == set(product(CHOICES[one], CHOICES[other]))
 
 
 def config_of(policy, folder, place, algorithm):
@@ -78,20 +86,20 @@ def expected(policy_folder, cases):
 @pytest.fixture(scope="module", params=[2, 4])
 def outcome(request, policy_folder, cases, steps, tmp_path_factory):
     """{case or name: what the ranks computed}"""
-    batch = stale_batch(policy_folder)
+    batch, chosen = stale_batch(policy_folder), CASES if request.param == 2 else LATIN
     jobs = [job(config, [batch, batch]) for config in steps.values()]
-    compare = [config.model_dump(mode="json") for config in cases.values()]
+    compare = [cases[case].model_dump(mode="json") for case in chosen]
     jobs.append(job(next(iter(cases.values())), [short(batch)], compare=compare))
     *of_steps, of_cases = run_ranks(request.param, jobs, tmp_path_factory.mktemp(f"ranks{request.param}"))
-    return dict(zip(steps, of_steps, strict=True)) | dict(zip(cases, of_cases["outcomes"], strict=True))
+    return dict(zip(steps, of_steps, strict=True)) | dict(zip(chosen, of_cases["outcomes"], strict=True))
 
 
 @pytest.mark.parametrize("correction", WITH_SHIPPED)
 def test_ranks_add_up_to_the_reference(outcome, expected, correction):
-    for case in CASES:
-        if case[1] == correction:
-            metrics, gradients = outcome[case]
-            assert_equals(metrics, gradients, expected[case])
+    computed = [case for case in CASES if case[1] == correction and case in outcome]
+    assert computed
+    for case in computed:
+        assert_equals(*outcome[case], expected[case])
 
 
 def test_the_reference_policy_is_in_shards_again_behind_a_step(outcome):

@@ -61,7 +61,7 @@ def ask_status(connection):
 
 
 def test_a_run_with_keys_on_all_its_sockets_comes_to_its_end(start, config_file, tmp_path, keys):
-    job = start("run", [*APRIL, "run", str(config_file), "--security.keys", str(keys)])
+    job = start("run", [*APRIL, "run", str(config_file), "--security.keys", str(keys), "--learner.ranks", "1"])
     assert job.wait() == 0, job.output
     run_dir = tmp_path / "runs" / "small"
     assert assert_closed(run_dir)["steps"] == 3

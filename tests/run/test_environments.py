@@ -38,7 +38,8 @@ def assert_every_answer_fits_its_turn(run_dir, tokenizer):
 def test_killed_in_the_midst_of_a_tool_call(config_file, policy_folder, tmp_path, monkeypatch):
     monkeypatch.setenv("GATE", str(tmp_path))
     asked = lambda: {path.name for path in tmp_path.glob("asked-*")}  # noqa: E731
-    job = Job([*APRIL, "run", str(config_file), *IN_TURNS, "--worker.count", "1"], tmp_path / "output")
+    one_each = ["--worker.count", "1", "--learner.ranks", "1"]
+    job = Job([*APRIL, "run", str(config_file), *IN_TURNS, *one_each], tmp_path / "output")
     run_dir = tmp_path / "runs" / "small"
     try:
         wait_until(asked, job)

@@ -9,6 +9,8 @@ import pytest
 from tests.run.processes import APRIL, Job, assert_closed, steps_recorded, summary, wait_until
 
 BROKER_AND_LEARNER = ["april.cli broker", "april.learner.launch", "-u -m april.learner"]
+TWO_RANKS = ["--learner.ranks", "2"]
+"""where the learner is what dies; elsewhere one starts sooner"""
 
 
 @pytest.fixture
@@ -17,7 +19,7 @@ def run(config_file, tmp_path):
     jobs = []
 
     def start(*overrides):
-        longer = ["--sampling.max_response_tokens", "400", "--schedule.max_steps", "6"]
+        longer = ["--sampling.max_response_tokens", "400", "--schedule.max_steps", "6", "--learner.ranks", "1"]
         jobs.append(Job([*APRIL, "run", str(config_file), *longer, *overrides], tmp_path / "output"))
         return jobs[-1]
 
@@ -77,7 +79,8 @@ def test_a_worker_that_keeps_dying_ends_the_run(run, run_dir):
 @pytest.mark.parametrize("victim", BROKER_AND_LEARNER)
 def test_a_dead_broker_or_learner_is_restarted_and_the_others_go_on(run, run_dir, victim):
     """Workers keep their process and their tokens; a learner outlives the broker, and goes on from its checkpoint."""
-    job = run("--learner.checkpoint_every", "3", "--schedule.max_steps", "9")
+    ranks = [] if "broker" in victim else TWO_RANKS
+    job = run("--learner.checkpoint_every", "3", "--schedule.max_steps", "9", *ranks)
     wait_until(lambda: steps_recorded(run_dir) >= 2, job)
     part, other = ("broker", "april.learner") if "broker" in victim else ("learner", "april.cli broker")
     survivors = job.descendants(other) + job.descendants("april.cli worker")
@@ -112,7 +115,7 @@ def test_a_broker_or_learner_that_keeps_dying_ends_the_run_with_its_last_lines(r
 )
 def test_hung_processes_are_killed_and_restarted(run, run_dir, victims):
     patience = [word for name in victims for word in (f"--{name.partition('-')[0]}.hung_s", "40")]
-    job = run(*patience, "--schedule.max_steps", "100000")
+    job = run(*patience, *TWO_RANKS, "--schedule.max_steps", "100000")
     wait_until(lambda: steps_recorded(run_dir) >= 1, job)
     for victim in victims.values():
         os.kill(min(job.descendants(victim))[0], signal.SIGSTOP)

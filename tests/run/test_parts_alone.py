@@ -34,7 +34,7 @@ def test_workers_join_a_running_run_and_a_killed_one_costs_only_its_last_chunk(s
     broker = start("broker", [*APRIL, "broker", str(config_file), *longer])
     wait_until((run_dir / "address").exists, broker)
     connect = ["--connect", (run_dir / "address").read_text(), *longer]
-    launch = [sys.executable, "-m", "april.learner.launch", "--nproc-per-node", "2"]
+    launch = [sys.executable, "-m", "april.learner.launch", "--nproc-per-node", "1"]
     learner = start("learner", [*launch, "-m", "april.learner", str(config_file), *connect])
     first = start("first", [*APRIL, "worker", str(config_file), "--name", "first", *connect])
     wait_until(lambda: steps_recorded(run_dir) >= 1, broker)

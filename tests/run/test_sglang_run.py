@@ -60,32 +60,27 @@ def test_killed_servers_are_started_again_and_the_run_comes_to_its_end(run, run_
     assert job.descendants() == []
 
 
-def test_options_of_the_server_pass_through(run, run_dir):
+def test_turns_cut_distributions_and_the_server_s_own_options_in_one_run(run, run_dir, policy_folder):
+    """An environment answers the turns that the server generates, and each token is drawn from a part of the
+    distribution, on which learner and server agree; the server is set up as the configuration says."""
+    in_turns = ["--environment.name", "tests.environments.games:count", "--environment.turn_ends", '[","]',
+                "--environment.max_turn_tokens", "6", "--sampling.max_response_tokens", "60"]  # fmt: skip
+    cut = ["--sampling.top_k", "8", "--sampling.top_p", "0.95", "--sampling.temperature", "1.2"]
+    all_trained = ["--algorithm.entropy_coef", "0.01"]
+    engine = ["--engine.weights", "tensor", "--engine.pause", "retract", "--engine.stream_tokens", "1"]
     options = {"schedule_policy": "fcfs", "disable_radix_cache": "true", "disable_overlap_schedule": "true",
                "chunked_prefill_size": "64", "max_total_tokens": "320"}  # fmt: skip
     flags = [word for name, value in options.items() for word in (f"--engine.server.{name}", value)]
-    job = run("--engine.weights", "tensor", "--engine.pause", "retract", "--engine.stream_tokens", "1",
-              "--sampling.max_response_tokens", "60", *flags)  # fmt: skip
+    job = run(*in_turns, *cut, *all_trained, *engine, *flags)
     assert job.wait(PATIENCE_S) == 0, job.output
     found = assert_closed(run_dir)
+    assert found["steps"] == 4 and found["state"] == "finished" and not found["tokens"]["discarded"]
     server_log = (run_dir / "logs/worker-0-sglang.log").read_text()
     for setting in (
         "'disable_radix_cache': True", "'disable_overlap_schedule': True", "'chunked_prefill_size': 64",
         "'max_total_tokens': 320",
     ):  # fmt: skip
         assert setting in server_log
-    assert found["steps"] == 4 and found["state"] == "finished" and not found["tokens"]["discarded"]
-
-
-def test_an_environment_answers_the_turns_that_the_server_generates(run, run_dir, policy_folder):
-    """And each token is drawn from a part of the distribution, on which learner and server agree."""
-    in_turns = ["--environment.name", "tests.environments.games:count", "--environment.turn_ends", '[","]']
-    cut = ["--sampling.top_k", "8", "--sampling.top_p", "0.95", "--sampling.temperature", "1.2"]
-    all_trained = ["--algorithm.entropy_coef", "0.01"]
-    job = run(*in_turns, *cut, *all_trained, "--environment.max_turn_tokens", "6", "--engine.stream_tokens", "4")
-    assert job.wait(PATIENCE_S) == 0, job.output
-    found = assert_closed(run_dir)
-    assert found["steps"] == 4 and found["state"] == "finished" and not found["tokens"]["discarded"]
     _, observed = assert_every_answer_fits_its_turn(run_dir, Tokenizer(policy_folder))
     assert observed > 20
     assert 1 < mean_support(run_dir) < 8

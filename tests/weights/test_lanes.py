@@ -28,7 +28,9 @@ class LaneWorker:
         self.process = subprocess.Popen([sys.executable, script, address, name], stdout=subprocess.PIPE, text=True)
         self.lines = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
-        assert self.next_line() == "started"
+
+    def has_started(self):
+        return self.next_line() == "started"
 
     def _read(self):
         for line in self.process.stdout:
@@ -62,9 +64,11 @@ def publisher():
 def worker(publisher):
     workers = []
 
-    def start(name):
-        workers.append(LaneWorker(publisher.address, name))
-        return workers[-1]
+    def start(*names):
+        started = [LaneWorker(publisher.address, name) for name in names]
+        workers.extend(started)
+        assert all(each.has_started() for each in started)
+        return started if len(started) > 1 else started[0]
 
     yield start
     for each in workers:
@@ -99,7 +103,7 @@ def test_a_host_of_another_machine_is_refused_in_one_sentence():
 
 
 def test_every_worker_gets_every_version(publisher, worker):
-    workers = [worker("w0"), worker("w1")]
+    workers = worker("w0", "w1")
     publisher.publish(Version(0, 0), weights(0))
     assert [each.await_version(Version(0, 0)) for each in workers] == [total(0)] * 2
     for step in range(1, 4):
@@ -144,7 +148,7 @@ def test_a_late_joiner_gets_the_newest_version(publisher, worker):
 
 
 def test_a_killed_worker_does_not_keep_the_others_from_their_weights(publisher, worker):
-    victim, other = worker("w0"), worker("w1")
+    victim, other = worker("w0", "w1")
     publisher.publish(Version(0, 0), weights(0))
     for each in (victim, other):
         each.await_version(Version(0, 0))
@@ -193,7 +197,7 @@ def wait_until(condition):
 
 
 def test_a_hung_worker_costs_its_own_lane_and_comes_back_when_it_wakes(publisher, worker):
-    hung, other = worker("w0"), worker("w1")
+    hung, other = worker("w0", "w1")
     publisher.publish(Version(0, 0), weights(0))
     for each in (hung, other):
         each.await_version(Version(0, 0))

@@ -336,11 +336,6 @@ def test_a_wrong_key_ends_the_start_at_once_and_the_server_s_own_is_the_right_on
     engine.close()
 
 
-def test_an_unknown_option_is_refused_with_the_server_s_own_words(settings):
-    with pytest.raises(ServerFailed, match=r"unrecognized arguments: --no-such-option"):
-        start(replace(settings, options={"no_such_option": 1}))
-
-
 def test_a_server_that_is_kept_by_others_must_be_there(tiny_model):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
