@@ -59,7 +59,8 @@ class ForcedWorker(Worker):
         """(since when, tokens generated before)"""
         self.serves = self.config.worker.engine == "sglang"
         if self.serves:
-            self._watch_server(self.engine)
+            (server,) = self.engine.parts
+            self._watch_server(server)
         if core is not None:
             os.sched_setaffinity(0, {core})
 

@@ -126,9 +126,9 @@ def scenario_of(kind: str, cost: Path | None, folder: Path, seed: int, steps: in
     return load_scenario(path, list(keys.items()))
 
 
-def calibrate(engine: PinnedEngine, folder: Path, seeds: range, steps: int) -> list[Scenario]:
-    """The scenario of each seed, with the costs of the engine and, from runs with equal lengths, of the pipeline:
-    the way of a grant, by Little's law, and what a round takes beyond its generation and training."""
+def calibrate(engine: PinnedEngine, folder: Path, seed: int, steps: int) -> Scenario:
+    """The scenario of a seed, with the costs of the engine as it is now and, from runs with equal lengths, of the
+    pipeline: the way of a grant, by Little's law, and what a round takes beyond its generation and training."""
     cost, samples = folder / "cost.toml", GROUPS[engine.kind] * GROUP_SIZE
     print(engine.calibrate(cost), flush=True)
     equal = scenario_of(engine.kind, cost, folder, 0, PIPELINE_STEPS).with_keys(**EQUAL)
@@ -139,7 +139,7 @@ def calibrate(engine: PinnedEngine, folder: Path, seeds: range, steps: int) -> l
     transfer_s = max(0.0, measured_s - simulate(rounds).step_s[0])
     print(f"a grant arrives after {latency_s * 1e3:.1f} ms; a round takes {transfer_s * 1e3:.1f} ms more\n", flush=True)
     costs = {"engines__latency_s": latency_s, "weights__transfer_s": transfer_s}
-    return [scenario_of(engine.kind, cost, folder, seed, steps).with_keys(**costs) for seed in seeds]
+    return scenario_of(engine.kind, cost, folder, seed, steps).with_keys(**costs)
 
 
 def made(folder: Path) -> Path:
@@ -148,9 +148,10 @@ def made(folder: Path) -> Path:
 
 
 def measure(kind: str, seeds: range, steps: int, trains: bool = False) -> tuple[list[Row], dict]:
-    """Every schedule and every limit once for each seed, in an order that turns round from seed to seed. If the
-    learner `trains`, each schedule has a limit of its own, under the load of its learner. The rows, and the values of
-    the table's columns by schedule, a list over the seeds each."""
+    """Every schedule and every limit once for each seed, behind a calibration, in an order that turns round from seed
+    to seed. If the learner `trains`, each schedule has a limit of its own, under the load of its learner. The rows, and
+    the values of the table's columns by schedule, a list over the seeds each."""
+    turns = with_training if trains else of_seed
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with tempfile.TemporaryDirectory(prefix="april-rollout-") as place:
@@ -158,8 +159,7 @@ def measure(kind: str, seeds: range, steps: int, trains: bool = False) -> tuple[
         slots = scenario_of(kind, None, folder, 0, 1).engines.slots
         engine = PinnedEngine(kind, folder, slots, LONGEST)
         try:
-            bases = calibrate(engine, folder, seeds, steps)
-            found = [(with_training if trains else of_seed)(engine, base) for base in bases]
+            found = [turns(engine, calibrate(engine, made(folder / f"costs-{seed}"), seed, steps)) for seed in seeds]
         finally:
             engine.close()
     by_name = {name: [one[name] for one in found] for name in found[0]}
