@@ -5,6 +5,7 @@ import os
 import platform
 import statistics
 import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -69,15 +70,20 @@ def short(value: float) -> str:
 
 
 def read_runs(path: Path | None) -> list[dict]:
-    """The lines that `write_run` has written to a file, if there is one."""
-    return [orjson.loads(line) for line in path.read_bytes().splitlines()] if path and path.exists() else []
+    """The lines that `write_run` has written to a file, if there is one; those of other commits are left out."""
+    lines = [orjson.loads(line) for line in path.read_bytes().splitlines()] if path and path.exists() else []
+    here = commit()
+    found = [line for line in lines if line.pop("commit", None) == here]
+    if len(found) < len(lines):
+        print(f"{len(lines) - len(found)} runs of {path} are of other commits and left out", file=sys.stderr)
+    return found
 
 
 def write_run(path: Path | None, run: dict) -> None:
     """Append a line of JSON, if a file was asked for."""
     if path:
         with path.open("ab") as file:
-            file.write(orjson.dumps(run, option=orjson.OPT_APPEND_NEWLINE))
+            file.write(orjson.dumps(run | {"commit": commit()}, option=orjson.OPT_APPEND_NEWLINE))
 
 
 def machine() -> dict:

@@ -196,6 +196,8 @@ def main() -> None:
     options = arguments.parse_args()
     if options.quick and options.runs:
         arguments.error("--runs keeps runs that count, and those of --quick do not; leave one of them out")
+    if options.seeds < 2:
+        arguments.error(f"--seeds {options.seeds} says nothing of the spread between them; give at least 2")
     torch.set_num_threads(1)
     steps, seeds, wanted, held_out, keys = options.steps, options.seeds, REWARD, HELD_OUT, {}
     if options.quick:

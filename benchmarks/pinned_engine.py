@@ -68,7 +68,9 @@ class PinnedEngine:
     def write_run(self, folder: Path, scenario: Scenario) -> Path:
         """The configuration of a run with the scenario's schedule, without an end."""
         schedule = scenario.schedule.model_dump(mode="json", exclude_none=True) | {"max_steps": 10**6}
-        pause = "in_place" if scenario.weights.keep_kv else "abort"
+        pause = {"pause": "in_place" if scenario.weights.keep_kv else "abort"}
+        if self.kind == "sglang" and scenario.weights.keep_kv:
+            pause["stream_tokens"] = 1  # which server and worker insist on, so that each token names its version
         tree = {
             "seed": scenario.seed,
             "run": {"name": "run", "dir": str(folder)},
@@ -80,7 +82,7 @@ class PinnedEngine:
             "operations": {"http": "none"},
             "reward": {"name": "benchmark_verifiers:coin"},
             "worker": {"engine": self.kind, "slots": self.slots, "device": "cpu"},
-            "engine": {"url": self.server.url if self.server else "", "pause": pause},
+            "engine": {"url": self.server.url if self.server else ""} | pause,
         }
         path = folder / "run.toml"
         path.write_text(tomli_w.dumps(tree))

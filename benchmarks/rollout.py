@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 from common import Row, parser, report
 
+from april.simulate.pipeline import Pipeline
 from april.simulate.scenario import Scenario, load_scenario
 from april.simulate.variants import COLUMNS, Outcome, columns, evaluate, table, variants, with_schedule
 
@@ -26,6 +27,7 @@ LOOSE = {"schedule__max_staleness": 240, "warmup_steps": 350, "steps": 250, "lim
 """a bound so large that the cap is 1 for the extreme lengths, and a run that is long against the longest of them"""
 BIMODAL = {"lengths__family": "bimodal", "lengths__longest_tokens": 50_000}
 """1 % of 50,000 tokens, the rest 100"""
+ALARM_SEEDS = 5
 PARETO = {
     "lengths__family": "pareto",
     "lengths__smallest_tokens": 100,
@@ -145,6 +147,9 @@ def simulated_rows(results: Results, base: Scenario, suffix: str) -> list[Row]:
         "no_barrier_gain_simulated_equal_concurrency": (
             [a.limit / b.consumed_per_s - 1 for a, b in zip(in_flight_512, results.of(sync_equal), strict=True)],
             "fraction"),
+        "no_barrier_gain_simulated_equal_concurrency_rollout_time": (
+            [a.limit / b.measures.consumed_per_rollout_s - 1
+             for a, b in zip(in_flight_512, results.of(sync_equal), strict=True)], "fraction"),
         "mean_staleness_512": ([one.measures.staleness_mean for one in in_flight_512], "steps"),
         "mean_staleness_512_limit": ([one.limit_share for one in in_flight_512], "fraction"),
         **{f"best_vs_april_same_staleness{name}": (ratios, "ratio") for name, ratios in same_staleness.items()},
@@ -171,17 +176,12 @@ def simulated_rows(results: Results, base: Scenario, suffix: str) -> list[Row]:
         for kind, one in (("april", settled[1]), ("continuous", settled[2]))
         for name, statistic in (("mean", np.mean), ("p95", p95))
     }
-    alarms = {
-        f"length_alarms_{kind}": [int(one.measures.length_drift.verdict().alarm) for one in results.of(scenario)]
-        for kind, scenario in (("sync", sync), ("april", april), ("continuous", most), ("dropped", dropped))
-    }
     learner_shares = [
         one.measures.learner_share for kind in (sync, sync_equal, april, most) for one in results.of(kind)
     ]
     return [
         *(Row(name + suffix, values, unit) for name, (values, unit) in rows.items()),
         *(Row(name + suffix, values, "ratio", of=farthest_from_one) for name, values in windows.items()),
-        *(Row(name + suffix, values, "seeds", of=sum) for name, values in alarms.items()),
         Row("learner_share_max" + suffix, learner_shares, "fraction", of=max),
     ]
 
@@ -203,18 +203,54 @@ def extreme_rows(results: Results, base: Scenario) -> list[Row]:
     ]
 
 
+def alarm_rows(pool: ProcessPoolExecutor, base: Scenario, seeds: range) -> list[Row]:
+    """In how many seeds the alarm against length bias is raised at any step behind the warm-up."""
+    n = base.schedule.n_samples_per_prompt
+    kinds = {
+        "sync": with_schedule(base, "sync"),
+        "april": with_schedule(base, "april", over_sampling_batch_size=64),
+        "overlap": with_schedule(base, "april", over_sampling_batch_size=64, overlap=True),
+        "continuous": with_schedule(base, "continuous", in_flight=64 * n),
+        "dropped": with_schedule(base, "april", over_sampling_batch_size=64, partial_rollout=False),
+    }
+    found = {kind: [pool.submit(alarmed, one.with_keys(seed=seed)) for seed in seeds] for kind, one in kinds.items()}
+    return [
+        Row(f"length_alarms_{kind}", [one.result() for one in waiting], "seeds", of=sum)
+        for kind, waiting in found.items()
+    ]
+
+
+def alarmed(scenario: Scenario) -> bool:
+    """Whether the alarm is raised at any step of the run, as a broker looks at it at each."""
+    pipeline, verdicts = Pipeline(scenario), []
+    note = pipeline.measures.trained
+
+    def trained(step: int, groups: list) -> None:
+        note(step, groups)
+        verdicts.append(pipeline.ledger.cohorts.drift.verdict())
+
+    pipeline.measures.trained = trained
+    pipeline.run()
+    looked_at = [verdict.alarm for verdict in verdicts if verdict]
+    assert len(looked_at) > scenario.steps // 2, "the windows were full for most of the run"
+    return any(looked_at)
+
+
 def simulate_published(options) -> tuple[list[Row], dict]:
     """Print each cost model's table for the first seed; the rows, and the lines of the tables for all seeds."""
     costs = list(tomllib.loads(PUBLISHED.read_text()).get("costs", [None]))
-    parts = [options.part] if options.part else [*costs, "extreme"]
+    parts = [options.part] if options.part else [*costs, "extreme", "alarms"]
     seeds, steps = (range(1), WINDOW_STEPS) if options.quick else (range(options.seeds), 60)
     rows, tables = [], {}
     with ProcessPoolExecutor(options.processes) as pool:
         results = Results(pool, seeds)
         for part in parts:
-            base = load_scenario(PUBLISHED, [("steps", steps)], None if part == "extreme" else part)
+            base = load_scenario(PUBLISHED, [("steps", steps)], None if part in ("extreme", "alarms") else part)
             if part == "extreme":
                 rows += extreme_rows(results, base)
+                continue
+            if part == "alarms":
+                rows += alarm_rows(pool, base, range(1 if options.quick else ALARM_SEEDS))
                 continue
             outcomes = [(name, results.start(scenario)) for name, scenario in variants(base)[0].items()]
             tables[part] = [
@@ -238,13 +274,17 @@ def main() -> int:
     arguments.add_argument("--steps", type=int, help="measured batches of a turn on an engine [default 24, SGLang 12]")
     arguments.add_argument("--processes", type=int, default=2, help="simulations at a time [default 2]")
     arguments.add_argument(
-        "--part", help="a cost model's rows alone, or those of extreme lengths: extreme [default all]"
+        "--part", help="a cost model's rows alone, those of extreme lengths (extreme), or of alarms [default all]"
     )
-    arguments.add_argument("--seeds", type=int, help="of lengths; a row's n [default 3, SGLang 2]")
+    arguments.add_argument("--seeds", type=int, help="of lengths; a row's n [default 3, torch 2, SGLang 1]")
     options = arguments.parse_args()
     if options.simulated == bool(options.engine):
         arguments.error("say --simulated, or an --engine")
-    usual_seeds, usual_steps = (2, 12) if options.engine == "sglang" else (3, 24)
+    if options.engine and options.part:
+        arguments.error("--part is of --simulated")
+    if options.simulated and (options.trains or options.steps):
+        arguments.error("--trains and --steps are of an --engine")
+    usual_seeds, usual_steps = (3, 24) if options.simulated else (2, 24) if options.engine == "torch" else (1, 12)
     options.seeds, options.steps = options.seeds or usual_seeds, options.steps or usual_steps
     if options.simulated:
         rows, tables = simulate_published(options)

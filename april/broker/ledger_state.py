@@ -19,6 +19,9 @@ EPOCH_BITS = 32
 NO_ATTEMPT = ("abort", "leave")
 """causes of a lease's end that are nobody's failure"""
 
+DEAD_ROUNDS = 2
+"""rounds in which every group dies before a run is given up"""
+
 NONFINITE = "nonfinite"
 """why the learner passes a batch without training it"""
 

@@ -40,6 +40,12 @@ def describe(lengths: Lengths) -> dict[str, float] | None:
     }
 
 
+def counted(lengths: Lengths) -> dict[str, float] | None:
+    """The same with how many responses they are of."""
+    described = describe(lengths)
+    return described and described | {"responses": lengths.total()}
+
+
 class LengthCohorts:
     """Groups in cohorts by creation. A cohort is settled when each of its groups is trained or discarded, so
     that short responses, which finish first, are never compared with long ones that are still on the way."""
@@ -75,8 +81,8 @@ class LengthCohorts:
         """`lengths` of summary.json: settled cohorts only."""
         ratio = mean(self.trained) / mean(self.created) if self.trained and any(self.created) else None
         return {
-            "created": describe(self.created),
-            "trained": describe(self.trained),
+            "created": counted(self.created),
+            "trained": counted(self.trained),
             "settled_cohorts": self.settled,
             "ratio": None if ratio is None else round(ratio, 4),
         }

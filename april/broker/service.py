@@ -19,6 +19,7 @@ from april.broker.filters import FilterFailed, GroupFilters
 from april.broker.journal import Journal, JournalError, Reference
 from april.broker.learner_desk import LearnerDesk
 from april.broker.ledger import Ledger
+from april.broker.ledger_state import DEAD_ROUNDS
 from april.broker.monitor_desk import MonitorDesk
 from april.broker.plan import ledger_rules, make_schedule
 from april.broker.prompts import PromptBook
@@ -40,8 +41,6 @@ PROMPTS_CACHED, LONG_PROMPTS_CACHED, LONG_PROMPT_BYTES = 1024, 16, 16 << 10
 """short ones until their batch is delivered, long ones while the samples of their group are handed out"""
 FILTERED_ROUNDS = 20
 """rounds of which every group is filtered out before the run is given up"""
-DEAD_ROUNDS = 2
-"""rounds in which every group dies before the run is given up"""
 SWEEP_S = 0.25
 """how often silent sessions and old leases are looked for"""
 SUMMARY_S = 0.25

@@ -144,7 +144,8 @@ def lengths(run: Run, which: str) -> str:
         for name in ("mean", "p50", "p95", "p99")
         if found.get(name) is not None
     ]
-    return ", ".join(named) + " tokens" if named else ""
+    responses = f" ({found['responses']:,} responses)" if "responses" in found else ""
+    return ", ".join(named) + " tokens" + responses if named else ""
 
 
 def length_ratio(run: Run) -> str:

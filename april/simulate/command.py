@@ -40,12 +40,14 @@ def compare(scenario: Scenario) -> None:
 
 
 def sweep(scenario: Scenario, out: Path) -> None:
+    make_folder(out)
     for number, one in enumerate(sweeps(scenario), start=1):
         print(f"{one.title}\n{one.table()}")
         print(f"{pictures.draw(out / f'sweep-{number}.png', lambda one=one: pictures.sweep_picture(one))}\n")
 
 
 def experiment(name: str, scenario: Scenario, out: Path) -> None:
+    make_folder(out)
     text, found = getattr(experiments, name)(scenario)
     picture = getattr(pictures, f"{name}_picture")
     print(text)
@@ -61,6 +63,7 @@ def choose(scenario: Scenario, mean_staleness: float | None) -> None:
 def trace(run_dir: Path, out: Path) -> None:
     from april.simulate.recording import record_trace
 
+    check_writable(out)
     recording = record_trace(run_dir)
     groups = recording.groups
     write_trace(out, groups)
@@ -101,3 +104,11 @@ def check_writable(out: Path) -> None:
             out.unlink()
     except OSError as error:
         raise ConfigError(f"option '--out' = {str(out)!r} cannot be written ({error.strerror}); give a file") from None
+
+
+def make_folder(out: Path) -> None:
+    """For pictures, before there is something to lose. Raises ConfigError."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"option '--out' = {str(out)!r} cannot be made ({error.strerror}); give a folder") from None

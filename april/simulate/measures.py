@@ -15,7 +15,7 @@ from april.simulate.scenario import Scenario
 if TYPE_CHECKING:
     from april.simulate.pipeline import Pipeline
 
-IDLE_CAUSES = ("admission", "barrier", "update", "pipeline", "kv")
+IDLE_CAUSES = ("admission", "barrier", "update", "pipeline", "kv", "failure")
 LENGTHS_KEPT = 256
 """of a batch, so that memory does not grow with its samples"""
 
@@ -68,8 +68,6 @@ class Measures:
         self.training_s = 0.0
         self.buffer_peak_tokens = 0
         """most tokens of open and ready groups at a time, as the broker's `Recorder` has it, over the whole run"""
-        self.length_drift = pipeline.ledger.cohorts.drift
-        """the alarm against length bias as the run leaves it"""
         self._leased_slot_s = self._rollout_s = 0.0
         self._unleased_slot_s = Counter()
         self._before = self._after = Totals()
@@ -85,7 +83,9 @@ class Measures:
         if leased:
             self._rollout_s += seconds
         if leased < wanted:
-            self._unleased_slot_s[self._cause()] += (wanted - leased) * seconds
+            failed = max(0, wanted - max(leased, self.pipeline.slots_up))
+            self._unleased_slot_s["failure"] += failed * seconds
+            self._unleased_slot_s[self._cause()] += (wanted - leased - failed) * seconds
 
     def _cause(self) -> str:
         """Why a slot has no sample now."""

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from april.broker.ledger import Ledger, Rules, Verdict
+from april.broker.ledger_state import DEAD_ROUNDS
 from april.broker.plan import make_schedule
 from april.broker.rounds import RoundSchedule
 from april.broker.samples import Sample
 from april.broker.schedule import choose_sample
+from april.config import ConfigError
 from april.simulate.engine import Run, SimulatedEngine
 from april.simulate.measures import Measures
 from april.simulate.scenario import Scenario
@@ -70,6 +72,8 @@ class Pipeline:
         self.measures = Measures(scenario, self)
         self.now_s = 0.0
         self.training = False
+        self.weights_sent_s = 0.0
+        """when the last weights have been sent; the learner reports no batch before"""
         self.lost_tokens = 0
         """generated, and lost with an engine before they were acknowledged"""
         self.handed_out = 0
@@ -83,6 +87,11 @@ class Pipeline:
         self._failures: list[tuple[float, int]] = []
         """heap of (instant, engine), a failure if the engine is up, otherwise its return"""
         self._down: set[int] = set()
+
+    @property
+    def slots_up(self) -> int:
+        """Of the engines that have not failed."""
+        return self.scenario.engines.slots * (len(self.engines) - len(self._down))
 
     def _make_engines(self) -> list[SimulatedEngine]:
         engines, cost, keep_kv = self.scenario.engines, self.scenario.cost, self.scenario.weights.keep_kv
@@ -223,7 +232,8 @@ class Pipeline:
         cost = self.scenario.learner
         duration_s = cost.step_s + cost.token_s * tokens
         self.measures.training_s += duration_s
-        heapq.heappush(self._events, (self.now_s + duration_s, next(self._numbers), LEARNER))
+        reported_s = max(self.now_s + duration_s, self.weights_sent_s)
+        heapq.heappush(self._events, (reported_s, next(self._numbers), LEARNER))
 
     def _batch_tokens(self, step: int) -> int:
         return sum(group.tokens for group in self.ledger.deliveries[step])
@@ -236,9 +246,10 @@ class Pipeline:
         self.ledger.checkpoint(step + 1, step + 1)
         weights = self.scenario.weights
         version = Version(0, step + 1)
+        self.weights_sent_s = self.now_s + weights.transfer_s
         for number, engine in enumerate(self.engines):
             if number not in self._down:
-                engine.load_weights(version, self.now_s + weights.transfer_s, weights.pause_s)
+                engine.load_weights(version, self.weights_sent_s, weights.pause_s)
                 self._replan(number)
 
     # --- the broker -----------------------------------------------------------------------------------------
@@ -248,6 +259,11 @@ class Pipeline:
         next_step = self.ledger.next_step
         while self.schedule.advance(self.ledger):
             self._abort()
+        if self.ledger.dead_in_a_row >= DEAD_ROUNDS * self.scenario.schedule.groups_per_round:
+            raise ConfigError(
+                f"key 'engines.failure_every_s' = {self.scenario.engines.failure_every_s}: engines fail so often that "
+                f"{self.ledger.dead_in_a_row} groups in a row lost samples for good, and a run would end; raise it"
+            )
         for step in range(next_step, self.ledger.next_step):
             self.measures.delivered(self._batch_tokens(step))
         self._drop_voided()

@@ -117,6 +117,8 @@ def load_scenario(path: Path, overrides: list[tuple[str, object]] = (), cost: st
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"scenario {path} cannot be read ({error}); mend it") from None
     costs = tree.pop("costs", {})
+    if not isinstance(costs, dict) or not all(isinstance(one, dict) for one in costs.values()):
+        raise ConfigError(f"key 'costs' of {path} is no table of cost models; write each as [costs.NAME]")
     if costs and "cost" in tree:
         raise ConfigError(
             f"key 'cost' of {path} stands beside costs.{', costs.'.join(costs)}; leave one out, or move it to "

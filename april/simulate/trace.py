@@ -21,7 +21,11 @@ def read_trace(path: Path) -> list[TracedGroup]:
     if not path.is_file():
         raise ConfigError(f"trace {path} does not exist; record one with `april trace RUN --out {path}`")
     decoder, groups = msgspec.json.Decoder(TracedGroup), []
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise ConfigError(f"trace {path} cannot be read ({error.strerror}); mend it, or give another") from None
+    for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from april.broker.length_drift import RECENT_BATCHES, LengthDrift, measure_drift
+from april.broker.lengths import LengthCohorts
 from april.report.live import step_line
 from april.simulate.pipeline import Pipeline
 from tests.simulate.test_pipeline import SCHEDULES, scenario
@@ -66,6 +67,14 @@ def test_it_is_silent_when_everything_is_trained(name):
 
 def test_it_fires_when_unfinished_work_is_dropped():
     assert min(alarms("dropped", seed) for seed in range(5)) > 0.8
+
+
+def test_what_is_dropped_whatever_its_length_is_seen_in_the_counts():
+    cohorts = LengthCohorts(2)
+    cohorts.finish(0, [5, 7], trained=[5, 7])
+    cohorts.finish(1, [5, 7], trained=[])
+    found = cohorts.summary()
+    assert (found["ratio"], found["created"]["responses"], found["trained"]["responses"]) == (1.0, 4, 2)
 
 
 def test_the_live_view_says_so():

@@ -2,6 +2,7 @@
 
 import gc
 from array import array
+from functools import partial
 from types import FunctionType, ModuleType
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from april.broker.events import BatchDelivered, ChunkAccepted
 from april.config import ConfigError
 from april.simulate.costs import EngineCost
+from april.simulate.engine import SimulatedEngine
 from april.simulate.limit import no_barrier_limit
 from april.simulate.measures import LENGTHS_KEPT, representatives
 from april.simulate.pipeline import Pipeline, simulate
@@ -272,6 +274,42 @@ def test_a_sample_that_dies_with_its_engines_takes_its_group_along():
     assert ledger.counts["dead_sample"] > 0
     assert ledger.closed
     assert all(engine.load == len(ledger.held.get(engine.name, ())) for engine in pipeline.engines)
+
+
+def test_engines_that_let_nothing_live_end_the_simulation_with_a_sentence():
+    doomed = HARD | {"engines__failure_every_s": 0.5, "engines__chunk_tokens": 2000}
+    with pytest.raises(ConfigError, match=r"'engines.failure_every_s' = 0.5: .* groups in a row"):
+        simulate(scenario(**SCHEDULES["april"] | doomed))
+
+
+def test_a_slot_of_an_engine_that_is_down_is_idle_for_that():
+    """All that a schedule without a barrier leaves idle where grants and weights take no time."""
+    often = {"engines__failure_every_s": 20.0, "engines__restart_s": 10.0, "engines__latency_s": 0.0}
+    every_slot = scenario(schedule__kind="continuous", schedule__in_flight=32, steps=40, **often)
+    idle = simulate(every_slot).idle_share
+    assert idle["failure"] > 0.1 and idle["admission"] < 0.1
+    spare = every_slot.with_keys(schedule__in_flight=16)
+    assert simulate(spare).idle_share["failure"] < idle["failure"] / 2, "the other engine has as many slots"
+
+
+def test_a_learner_does_not_overtake_the_weights_that_it_sends():
+    """Equal lengths, two batches in flight: batches are ready faster than weights arrive, and one is reported for each
+    of the transfers."""
+    pairs = {"lengths__family": "equal", "lengths__median_tokens": 10, "learner__step_s": 0.01}
+    sending = scenario(schedule__kind="continuous", schedule__in_flight=16, weights__transfer_s=3.0, **pairs)
+    pipeline = Pipeline(sending)
+    arrived = set()
+
+    def load(engine, version, now, pause_s):
+        arrived.add((version, now))
+        SimulatedEngine.load_weights(engine, version, now, pause_s)
+
+    for engine in pipeline.engines:
+        engine.load_weights = partial(load, engine)
+    measures = pipeline.run()
+    instants = sorted(now for _, now in arrived)
+    assert len(instants) == pipeline.ledger.consumed and min(np.diff(instants)) >= 3.0 - 1e-9
+    assert measures.step_s[0] == pytest.approx(3.0)
 
 
 def test_batches_that_take_no_time_are_no_measurement():

@@ -116,6 +116,18 @@ def test_a_bad_trace_is_refused(tmp_path, text, said):
         read_trace(path)
 
 
+def test_a_trace_that_cannot_be_read_is_refused(tmp_path, monkeypatch):
+    """Whatever the reason; a test may be run by root, who may read everything."""
+
+    def refuse(path):
+        raise PermissionError(13, "Permission denied")
+
+    (tmp_path / "trace.jsonl").write_text("{}")
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(ConfigError, match=r"trace.jsonl cannot be read \(Permission denied\)"):
+        read_trace(tmp_path / "trace.jsonl")
+
+
 # --- scenarios ----------------------------------------------------------------------------------------------
 
 
@@ -158,6 +170,13 @@ def test_a_cost_model_beside_named_ones_is_refused(small):
     small.write_text(SMALL + "[costs.plain]\ndecode_base_s = 0.02")
     with pytest.raises(ConfigError, match=r"key 'cost' of .* stands beside costs.plain; .* \[costs.measured\]"):
         load_scenario(small)
+
+
+@pytest.mark.parametrize("costs", ["costs = 3", "costs = { decode_base_s = 0.02 }"])
+def test_cost_models_that_are_no_tables_are_refused(tmp_path, costs):
+    (tmp_path / "flat.toml").write_text(costs)
+    with pytest.raises(ConfigError, match=r"key 'costs' of .* write each as \[costs.NAME\]"):
+        load_scenario(tmp_path / "flat.toml")
 
 
 def test_a_cost_model_that_is_not_there_is_refused(small):
@@ -383,6 +402,14 @@ def test_a_traced_prompt_has_to_fit_into_the_cache_with_its_own_responses(small,
 def test_what_cannot_work_ends_with_a_sentence(small, capsys, words, said):
     assert main(["simulate", str(small), *words]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["--sweep"], ["--experiment", "lengths"]])
+def test_pictures_that_cannot_be_written_are_refused_before_anything_is_simulated(small, tmp_path, capsys, command):
+    (tmp_path / "file").touch()
+    assert main(["simulate", str(small), *command, "--out", str(tmp_path / "file")]) == 2
+    printed = capsys.readouterr()
+    assert "option '--out'" in printed.err and printed.err.count("\n") == 1 and not printed.out
 
 
 def test_changing_a_key_of_a_scenario_keeps_the_others():

@@ -106,3 +106,5 @@ def test_the_command_says_what_it_has_written_and_what_is_missing(tmp_path, caps
         add_group(ledger, [5, 5])
     assert main(["trace", str(tmp_path / "young"), "--out", str(out)]) == 2
     assert "let the run go on" in capsys.readouterr().err
+    assert main(["trace", str(tmp_path), "--out", str(tmp_path)]) == 2
+    assert "option '--out'" in capsys.readouterr().err
