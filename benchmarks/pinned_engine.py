@@ -65,12 +65,17 @@ class PinnedEngine:
         """Where the thread that drives the engine belongs; a server's client has no place of its own."""
         return None if self.server else self.core
 
+    def sends_each_token(self, scenario: Scenario) -> bool:
+        """A server that goes on in the midst of its requests has to, lest a token's version be unknown; this costs it
+        something without updates, too."""
+        return self.kind == "sglang" and scenario.weights.keep_kv
+
     def write_run(self, folder: Path, scenario: Scenario) -> Path:
         """The configuration of a run with the scenario's schedule, without an end."""
         schedule = scenario.schedule.model_dump(mode="json", exclude_none=True) | {"max_steps": 10**6}
         pause = {"pause": "in_place" if scenario.weights.keep_kv else "abort"}
-        if self.kind == "sglang" and scenario.weights.keep_kv:
-            pause["stream_tokens"] = 1  # which server and worker insist on, so that each token names its version
+        if self.sends_each_token(scenario):
+            pause["stream_tokens"] = 1
         tree = {
             "seed": scenario.seed,
             "run": {"name": "run", "dir": str(folder)},

@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import isnan, nan
 from pathlib import Path
 from statistics import median
 
@@ -58,7 +59,7 @@ class Outcome:
     limit: float
     """tokens/s of the engine driven directly with as many samples in flight"""
     predicted: float
-    """consumed tokens/s of the simulated run"""
+    """see `foretold`"""
 
     @property
     def limit_share(self) -> float:
@@ -180,23 +181,34 @@ def of_seed(engine: PinnedEngine, base: Scenario) -> dict[str, Outcome]:
     runs = schedules(base)
     limits, order = {}, []
     for name, one in runs.items():
-        if one.schedule.kind == "continuous" and one.slots_wanted not in limits:
-            limits[one.slots_wanted] = one
-            order.append(one.slots_wanted)
+        limit = limit_name(engine, one)
+        if one.schedule.kind == "continuous" and limit not in limits:
+            limits[limit] = one
+            order.append(limit)
         order.append(name)
-    turns: dict[str | int, Turn | float] = {}
+    turns: dict[str, Turn | float] = {}
     for name in order if base.seed % 2 == 0 else reversed(order):
-        folder = made(engine.folder / f"seed-{base.seed}" / str(name).replace(" ", "-"))
+        folder = made(engine.folder / f"seed-{base.seed}" / name.replace(" ", "-"))
         if name in limits:
             turns[name] = engine.limit(folder, limits[name])
-            said = f"limit with {name} in flight: {turns[name]:,.0f} tokens/s"
+            said = f"{turns[name]:,.0f} tokens/s"
         else:
             turns[name] = run_turn(engine, runs[name], folder)
-            said = f"{name}: {turns[name].consumed_per_s:,.0f} tokens/s"
-        print(f"  seed {base.seed}, {said}", file=sys.stderr, flush=True)
+            said = f"{turns[name].consumed_per_s:,.0f} tokens/s"
+        print(f"  seed {base.seed}, {name}: {said}", file=sys.stderr, flush=True)
     return {
-        name: Outcome(turns[name], turns[one.slots_wanted], simulate(one).consumed_per_s) for name, one in runs.items()
+        name: Outcome(turns[name], turns[limit_name(engine, one)], foretold(engine, one)) for name, one in runs.items()
     }
+
+
+def limit_name(engine: PinnedEngine, scenario: Scenario) -> str:
+    by_token = ", token by token" if engine.sends_each_token(scenario) else ""
+    return f"limit with {scenario.slots_wanted} in flight{by_token}"
+
+
+def foretold(engine: PinnedEngine, scenario: Scenario) -> float:
+    """Consumed tokens/s of the simulated run; not a number where the costs are those of another way to send tokens."""
+    return nan if engine.sends_each_token(scenario) else simulate(scenario).consumed_per_s
 
 
 def with_training(engine: PinnedEngine, base: Scenario) -> dict[str, Outcome]:
@@ -207,7 +219,7 @@ def with_training(engine: PinnedEngine, base: Scenario) -> dict[str, Outcome]:
         with turn.trainer.at_work():
             limit = engine.limit(made(folder / "limit"), runs[name])
         known = runs[name].with_keys(learner__token_s=turn.trainer.token_s)
-        found[name] = Outcome(turn, limit, simulate(known).consumed_per_s)
+        found[name] = Outcome(turn, limit, foretold(engine, known))
         said = f"{name}: {turn.consumed_per_s:,.0f} of {limit:,.0f} tokens/s"
         print(f"  seed {base.seed}, {said}", file=sys.stderr, flush=True)
     return {name: found[name] for name in runs}
@@ -251,5 +263,7 @@ def rows(kind: str, outcomes: dict[str, list[Outcome]]) -> list[Row]:
 
 
 def errors_by_schedule(outcomes: dict[str, list[Outcome]]) -> list[float]:
-    """By how much the simulator is off for each schedule: the relative error, without its sign, median of the seeds."""
-    return [median(abs(one.prediction_error) for one in of_seeds) for of_seeds in outcomes.values()]
+    """By how much the simulator is off for each schedule that it foretells: the relative error, without its sign,
+    median of the seeds."""
+    errors = [median(abs(one.prediction_error) for one in of_seeds) for of_seeds in outcomes.values()]
+    return [error for error in errors if not isnan(error)]

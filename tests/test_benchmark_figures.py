@@ -3,7 +3,7 @@
 import asyncio
 from dataclasses import fields
 from importlib import import_module
-from math import inf
+from math import inf, nan
 from pathlib import Path
 from types import SimpleNamespace as Has
 
@@ -64,7 +64,7 @@ def test_the_best_at_the_same_staleness_is_found_for_each_seed_among_those_that_
 
 
 def test_a_schedule_is_foretold_as_well_as_in_the_median_of_its_seeds_and_errors_do_not_cancel(module):
-    errors = {"sync": [0.10, -0.30, 0.04], "april": [-0.20, 0.05, -0.07]}
+    errors = {"sync": [0.10, -0.30, 0.04], "april": [-0.20, 0.05, -0.07], "not foretold": [nan, nan, nan]}
     outcomes = {name: [Has(prediction_error=error) for error in seeds] for name, seeds in errors.items()}
     assert module("rollout_real").errors_by_schedule(outcomes) == [0.10, 0.07]
 
