@@ -3,4 +3,4 @@
 A durable message broker between generation workers and a distributed learner.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -12,7 +12,8 @@ from typing import NoReturn
 from april import __version__
 from april import config as configuration
 from april.config import ConfigError
-from april.process import REFUSED, RUN_FAILED
+from april.config.checks import check_schedule
+from april.processes.lifetime import REFUSED, RUN_FAILED
 from april.security.keys import ROLES
 
 INTERRUPTED = 130
@@ -22,6 +23,8 @@ INTERRUPTED = 130
 def main(arguments: list[str] | None = None) -> int:
     parser = build_parser()
     options, overrides = parser.parse_known_args(arguments)
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # where parts of one's own lie, also for the installed command
     if overrides and not options.takes_overrides:
         parser.error(f"unrecognized arguments: {' '.join(overrides)}")
     try:
@@ -39,10 +42,17 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
 
     run = add(commands, "run", run_command, "train: start all parts on this machine, and watch them", config=True)
-    run.add_argument(
-        "--dry-run", action="store_true", help="only say what would run, what it needs and what is missing"
-    )
-    run.add_argument("--resume", action="store_true", help="go on with the run folder of that name [default off]")
+    quickstart = add(
+        commands, "quickstart", quickstart_command, "make a tiny policy and prompts in ./cache, and train it",
+        overrides=True,
+    )  # fmt: skip
+    for parser_of_run in (run, quickstart):
+        parser_of_run.add_argument(
+            "--dry-run", action="store_true", help="only say what would run, what it needs and what is missing"
+        )
+        parser_of_run.add_argument(
+            "--resume", action="store_true", help="go on with the run folder of that name [default off]"
+        )
 
     add(commands, "broker", broker_command, "the broker of a run alone", config=True)
 
@@ -93,6 +103,12 @@ def build_parser() -> argparse.ArgumentParser:
     calibrate.add_argument("--model", type=Path, required=True, help="Hugging Face folder")
     calibrate.add_argument("--slots", type=int, default=64, help="sequences decoded together [default 64]")
     calibrate.add_argument("--out", type=Path, default=Path("cost.toml"), help="[cost] section [default cost.toml]")
+
+    check = add(
+        commands, "check", check_command, "hold an engine or a schedule to what all of them keep", overrides=True
+    )
+    check.add_argument("kind", choices=("engine", "schedule"), help="of part")
+    check.add_argument("part", metavar="NAME", help="a shipped one's, or package.module:Class for your own")
 
     keygen = add(commands, "keygen", keygen_command, "make the keys of a run, or those of one more peer")
     keygen.add_argument("folder", type=Path, metavar="KEYS", help="folder of the keys and the allow-list")
@@ -150,12 +166,12 @@ def add(
 def run_command(options, overrides: list[str]) -> int:
     if options.dry_run:
         return dry_run_command(options, overrides)
-    from april import preflight
     from april.broker.plan import advice, describe_plan
-    from april.devices import describe_placement, place, visible_devices
+    from april.launch import preflight
+    from april.launch.devices import describe_placement, place, visible_devices
+    from april.launch.supervisor import RunFailed, Supervisor
     from april.report.live import LiveView
     from april.simulate.automatic import resolve
-    from april.supervisor import RunFailed, Supervisor
 
     config, why = resolve(configuration.load(options.config, overrides), resumed=options.resume)
     changes = preflight.check_resume(config) if options.resume else []
@@ -184,8 +200,17 @@ def run_command(options, overrides: list[str]) -> int:
     return {"finished": 0, "stopped": INTERRUPTED, "failed": 1}[state]
 
 
+def quickstart_command(options, overrides: list[str]) -> int:
+    from april.launch import quickstart
+
+    options.config = [quickstart.CONFIG]
+    if not options.dry_run:
+        quickstart.prepare()
+    return run_command(options, overrides)
+
+
 def dry_run_command(options, overrides: list[str]) -> int:
-    from april.dry_run import LABEL_WIDTH, describe, missing
+    from april.launch.dry_run import LABEL_WIDTH, describe, missing
     from april.simulate.automatic import resolve
 
     config = configuration.load(options.config, overrides, inputs=())
@@ -202,13 +227,16 @@ def dry_run_command(options, overrides: list[str]) -> int:
 
 
 def broker_command(options, overrides: list[str]) -> int:
-    from april.broker.journal import JournalError
+    from april.broker.journal.journal import JournalError
     from april.broker.server import BindError, Server
-    from april.process import die_with_parent, log_to_stderr
+    from april.processes.lifetime import die_with_parent
+    from april.processes.logs import log_to_stderr
     from april.simulate.automatic import resolve_as_recorded
 
     die_with_parent()
-    config, why = resolve_as_recorded(configuration.load(options.config, overrides))
+    config = configuration.load(options.config, overrides)
+    check_schedule(config.schedule)
+    config, why = resolve_as_recorded(config)
     log_to_stderr("broker", config.operations.log_format, run=config.run.name)
     if why:
         logging.getLogger(__name__).info(why)
@@ -224,14 +252,14 @@ def broker_command(options, overrides: list[str]) -> int:
         return 1
     if server.steps_aside:
         return 1
-    if server.service.state == "failed":
-        print(f"april broker: the run has failed: {server.service.over}", file=sys.stderr)
+    if server.service.run.state == "failed":
+        print(f"april broker: the run has failed: {server.service.run.over}", file=sys.stderr)
         return RUN_FAILED
     return 0
 
 
 def worker_command(options, overrides: list[str]) -> NoReturn:
-    from april.process import die_with_parent
+    from april.processes.lifetime import die_with_parent
     from april.workers.process import run_worker
 
     die_with_parent()
@@ -240,7 +268,7 @@ def worker_command(options, overrides: list[str]) -> NoReturn:
 
 
 def scorer_command(options, overrides: list[str]) -> NoReturn:
-    from april.process import die_with_parent
+    from april.processes.lifetime import die_with_parent
     from april.workers.process import run_scorer
 
     die_with_parent()
@@ -251,7 +279,7 @@ def scorer_command(options, overrides: list[str]) -> NoReturn:
 def status_command(options, overrides: list[str]) -> int:
     from rich.console import Console
 
-    from april.client import BrokerRefused, BrokerUnreachable
+    from april.connections.broker import BrokerRefused, BrokerUnreachable
     from april.report.operations import render_live
 
     try:
@@ -268,7 +296,7 @@ def status_command(options, overrides: list[str]) -> int:
 
 def drain_command(options, overrides: list[str]) -> int:
     from april import wire
-    from april.client import BrokerRefused, BrokerUnreachable
+    from april.connections.broker import BrokerRefused, BrokerUnreachable
 
     try:
         target_of(options).ask(wire.Drain(not options.end))
@@ -283,7 +311,7 @@ def dead_letters_command(options, overrides: list[str]) -> int:
     from rich.console import Console
 
     from april import wire
-    from april.client import BrokerRefused, BrokerUnreachable
+    from april.connections.broker import BrokerRefused, BrokerUnreachable
     from april.report.operations import render_dead_letters
 
     wanted = options.requeue
@@ -316,12 +344,13 @@ def simulate_command(options, overrides: list[str]) -> int:
     from april.simulate import command
 
     scenario = command.read_decided(options.scenario, options.cost, overrides)
+    kind = command.asked_for(overrides)
     if options.experiment:
-        command.experiment(options.experiment, scenario, options.out)
+        command.experiment(options.experiment, scenario, options.out, kind)
     elif options.sweep:
-        command.sweep(scenario, options.out)
+        command.sweep(scenario, options.out, kind)
     else:
-        command.compare(scenario)
+        command.compare(scenario, kind)
     return 0
 
 
@@ -345,6 +374,32 @@ def calibrate_command(options, overrides: list[str]) -> int:
 
     command.calibrate(options.model, options.slots, options.out, overrides)
     return 0
+
+
+def check_command(options, overrides: list[str]) -> int:
+    if not __debug__:
+        raise ConfigError("checks are assertions, which `python -O` leaves out; run it without -O")
+    fell_short = run_checks(options.kind, options.part, overrides)
+    print(f"{fell_short} checks fell short" if fell_short else "it keeps to everything that was checked")
+    return 1 if fell_short else 0
+
+
+def run_checks(kind: str, part: str, overrides: list[str]) -> int:
+    """How many fell short."""
+    try:
+        if kind == "engine":
+            from april.workers.engines.conformance.suite import check_engine_named
+
+            run = check_engine_named
+        else:
+            from april.broker.conformance.suite import check_schedule_named
+
+            run = check_schedule_named
+    except ImportError as error:
+        raise ConfigError(
+            f"checking needs the package {error.name}, which is not installed; run `pip install 'april-rl[check]'`"
+        ) from None
+    return run(part, overrides, lambda line: print(line, flush=True))
 
 
 def keygen_command(options, overrides: list[str]) -> int:
@@ -377,14 +432,14 @@ def make_data_command(options, overrides: list[str]) -> int:
 
 
 def target_of(options):
-    from april.operate import Target
+    from april.launch.operate import Target
 
     return Target(options.run, options.connect, options.keys)
 
 
 def report_end(run_dir: Path, state: str) -> None:
     """Show and write what became of a run; what keeps that from being done says nothing of how the run ended."""
-    from april.preflight import mark_ended
+    from april.launch.preflight import mark_ended
     from april.report.html import write_report
 
     try:

@@ -20,8 +20,8 @@ import april.workers.worker as worker_module
 from april import config as configuration
 from april import wire
 from april.simulate.scenario import load_scenario
-from april.workers.engines.sglang import SGLangEngine
-from april.workers.engines.sglang_run import Run
+from april.workers.engines.sglang.engine import SGLangEngine
+from april.workers.engines.sglang.run import Run
 from april.workers.process import run_worker
 from april.workers.worker import Worker
 

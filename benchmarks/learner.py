@@ -30,7 +30,7 @@ from april.learner.batch import Batch, TrainSample
 from april.learner.model import Policy, load, score_tokens
 from april.learner.packing import input_tokens, pack, plan
 from april.learner.trainer import Trainer
-from april.version import Version
+from april.wire.version import Version
 
 BUDGET_TOKENS = 4096
 LONGEST = 2048

@@ -28,8 +28,8 @@ from april.policy.warm_start import Recipe
 from april.report.drawing import BLUE, GREEN, ORANGE, new_figure
 from april.report.run_folder import read_run
 from april.simulate.pictures import draw
-from april.version import Version
-from april.workers.engines.torch_engine import load_folder_weights
+from april.wire.version import Version
+from april.workers.engines.folder_weights import load_folder_weights
 
 STEPS, END_STEPS = 24, 5
 """the reward at the end is a mean over the last so many batches"""

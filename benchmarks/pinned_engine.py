@@ -12,9 +12,9 @@ from core_time import CoreTime, server_processes
 
 from april.policy.model import build_model, save_policy
 from april.simulate.scenario import Scenario
-from april.workers.engines.sglang_client import SGLangClient
-from april.workers.engines.sglang_server import ServerSettings, SGLangServer
-from april.workers.engines.torch_engine import load_folder_weights
+from april.workers.engines.folder_weights import load_folder_weights
+from april.workers.engines.sglang.client import SGLangClient
+from april.workers.engines.sglang.server import ServerSettings, SGLangServer
 
 ROOT = Path(__file__).parent.parent
 ROWS = 512

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 from common import Row, parser, report
 
+from april.broker.telemetry.length_drift import drift_of
 from april.simulate.pipeline import Pipeline
 from april.simulate.scenario import Scenario, load_scenario
 from april.simulate.variants import COLUMNS, Outcome, columns, evaluate, table, variants, with_schedule
@@ -227,7 +228,7 @@ def alarmed(scenario: Scenario) -> bool:
 
     def trained(step: int, groups: list) -> None:
         note(step, groups)
-        verdicts.append(pipeline.ledger.cohorts.drift.verdict())
+        verdicts.append(drift_of(pipeline.ledger.cohorts))
 
     pipeline.measures.trained = trained
     pipeline.run()

@@ -21,14 +21,14 @@ from watcher import Watcher
 
 from april import config as configuration
 from april import wire
-from april.broker.recorder import describe_ages
-from april.client import BrokerConnection
+from april.broker.telemetry.recorder import describe_ages
 from april.config import Config, WeightsSection
+from april.connections.broker import BrokerConnection
+from april.launch.operate import content
 from april.learner.source import BrokerSource
-from april.operate import content
 from april.simulate.scenario import Scenario
 from april.weights.publisher import WeightPublisher
-from april.workers.engines.sglang_server import die_with_parent
+from april.workers.engines.sglang.server import die_with_parent
 
 START_S = 60.0
 """longest start of the broker"""

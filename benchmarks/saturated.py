@@ -13,9 +13,9 @@ import numpy as np
 from april import config as configuration
 from april.data.tokenizer import Tokenizer
 from april.simulate.scenario import load_scenario
-from april.version import Version
+from april.wire.version import Version
 from april.workers.engines.base import Request
-from april.workers.engines.torch_engine import load_folder_weights
+from april.workers.engines.folder_weights import load_folder_weights
 from april.workers.process import make_engine
 
 WARM_UP_RESPONSES = 3

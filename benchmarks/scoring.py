@@ -21,8 +21,9 @@ from common import Row, parser, report
 from april import config as configuration
 from april import wire
 from april.policy.model import build_model, save_policy
-from april.version import Version
-from april.workers.engines.torch_engine import TorchEngine, load_folder_weights
+from april.wire.version import Version
+from april.workers.engines.embedded.engine import TorchEngine
+from april.workers.engines.folder_weights import load_folder_weights
 from april.workers.worker import Worker
 
 GOAL_ROW = "scoring_overlap_200ms"
@@ -51,7 +52,7 @@ class Broker:
         while self.waiting and len(self.generating) < self.slots:
             self.first_at = self.first_at or time.perf_counter()
             grant = self.waiting.pop()
-            self.generating.add(grant.token)
+            self.generating.add(grant.lease_id)
             self._answer(grant, [self.prompt])
         answers, self._answers = self._answers, []
         return answers
@@ -62,12 +63,12 @@ class Broker:
                 self.tokens += len(arrays[0])
                 self.last_token_at = time.perf_counter()
                 if message.finish_reason:
-                    self.generating.discard(message.token)
-                self._answer(wire.Acknowledged([(message.token, message.start + len(arrays[0]))], []))
+                    self.generating.discard(message.lease_id)
+                self._answer(wire.Acknowledged([(message.lease_id, message.start + len(arrays[0]))], []))
             case wire.Scored():
                 self.unscored -= 1
                 self.last_score_at = time.perf_counter()
-                self._answer(wire.Acknowledged([], [message.token]))
+                self._answer(wire.Acknowledged([], [message.lease_id]))
             case wire.GiveBack():
                 sys.exit(f"a sample came back: {message}")
 
@@ -86,7 +87,7 @@ def grants(count: int, verifier: str, seed: int) -> list[wire.Grant]:
     lengths = np.random.default_rng(seed).lognormal(np.log(128), 1.0, count).round().clip(1, LONGEST).astype(int)
     return [
         wire.Grant(
-            token=number, group=number // 8, index=number % 8, scoring=False, evaluation=False,
+            lease_id=number, group=number // 8, index=number % 8, scoring=False, evaluation=False,
             max_new_tokens=int(length), seed=number, temperature=1.0, top_p=1.0, top_k=0, label="", finish_reason="",
             reward=f"benchmark_verifiers:{verifier}",
         )

@@ -30,17 +30,17 @@ from common import Row, parser, report
 from april import wire
 from april.config import WeightsSection
 from april.data.tokenizer import Tokenizer
+from april.launch.operate import Target
 from april.learner.source import BrokerSource
-from april.operate import Target
 from april.policy.make_policy import make_policy
-from april.version import Version
 from april.weights.publisher import WeightPublisher
+from april.wire.version import Version
 from april.workers.engines.base import Request
-from april.workers.engines.sglang import SGLangEngine
-from april.workers.engines.sglang_client import SGLangClient
-from april.workers.engines.sglang_run import Run
-from april.workers.engines.sglang_server import ServerSettings, SGLangServer
-from april.workers.engines.torch_engine import load_folder_weights
+from april.workers.engines.folder_weights import load_folder_weights
+from april.workers.engines.sglang.client import SGLangClient
+from april.workers.engines.sglang.engine import SGLangEngine
+from april.workers.engines.sglang.run import Run
+from april.workers.engines.sglang.server import ServerSettings, SGLangServer
 
 ROOT = Path(__file__).parent.parent
 APRIL = [sys.executable, "-m", "april.cli"]

@@ -33,9 +33,10 @@ from april.data.tokenizer import Tokenizer
 from april.learner.batch import Batch, TrainSample
 from april.learner.trainer import Trainer
 from april.policy.make_policy import make_policy
-from april.version import Version
+from april.wire.version import Version
 from april.workers.engines.base import Request
-from april.workers.engines.torch_engine import TorchEngine, load_folder_weights
+from april.workers.engines.embedded.engine import TorchEngine
+from april.workers.engines.folder_weights import load_folder_weights
 from april.workers.rewards.text import final_answer
 
 ROOT = Path(__file__).parent.parent

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Installs April, makes a small policy and its prompts, trains it on this machine, and prints the run's table.
+# Installs April and calls `april quickstart`: makes a small policy and its prompts, trains it on this machine, and prints
+# the run's table.
 #
 #   launch/quickstart.sh [--section.key value ...]      overrides of configs/quickstart.toml
 set -euo pipefail
@@ -10,6 +11,4 @@ case ${1:-} in -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' "${BASH_S
 "$root/launch/install.sh" all
 cd "$root"
 export PATH="$root/.venv/bin:$PATH"
-april make-policy --out cache/policy
-april make-data --out cache/data
-exec april run configs/quickstart.toml "$@"
+exec april quickstart "$@"

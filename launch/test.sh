@@ -1,10 +1,34 @@
 #!/usr/bin/env bash
-# Installs April for development and SGLang beside it, and runs the tests; arguments go to pytest.
+# Installs April for development and runs the tests; further arguments go to pytest.
+#
+#   launch/test.sh          every promise once, in minutes
+#   launch/test.sh --all    everything, on SGLang and vLLM too, which are installed beside April
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+all=false
+if [ "${1:-}" = --all ]; then
+    all=true
+    shift
+fi
 "$root/launch/install.sh" dev
-"$root/launch/install-sglang.sh"
+if $all; then
+    "$root/launch/install-sglang.sh"
+    "$root/launch/install-vllm.sh"
+fi
 cd "$root"
 export PATH="$root/.venv/bin:$PATH"
-exec python -m pytest --durations=40 "$@"
+
+# tests MARKS ARGUMENTS...: what fails does not keep the rest from being run.
+tests() { python -m pytest --durations=40 -m "$@" || failed=$?; }
+
+failed=0
+if $all; then
+    tests "not (sglang or vllm)" -n 2 --dist loadgroup "$@"
+    # By themselves: a server beside a reader that has to share its core with others runs ahead of it.
+    # Without arguments: those choose among the tests above.
+    [ $# != 0 ] || tests "sglang or vllm"
+else
+    tests "not full" -n 2 --dist loadgroup "$@"
+fi
+exit "$failed"

@@ -1,16 +1,24 @@
 """What most tests need: a policy folder that takes seconds to make, and prompts for it."""
 
+import os
 import random
+import re
 
 import orjson
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from april.policy.model import EOS, VOCABULARY, build_model, save_policy
+pytest.register_assert_rewrite("april.workers.engines.conformance", "april.broker.conformance")
+
+from april.policy.model import EOS, VOCABULARY, build_model, save_policy  # noqa: E402
 
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
+torch.set_num_threads(1)
+
+SERVERS = {"sglang": ".venv-sglang", "vllm": ".venv-vllm"}
+"""marks of tests that need a server's own environment, and where it is"""
 
 GUESSING_STEPS = 60
 FILLER, ANSWERS = ",", "01"
@@ -18,6 +26,55 @@ FILLER, ANSWERS = ",", "01"
 
 PROMPTS = 64
 """rows of the training file"""
+BEFORE = pytest.StashKey[set]()
+"""what was in the checkout when the tests began"""
+
+
+def full(value, **options):
+    """A parameter that the short form leaves out."""
+    return pytest.param(value, marks=pytest.mark.full, **options)
+
+
+CACHES = re.compile(r"__pycache__|\..*|.*\.egg-info")
+"""folders of Python's and of its tools', which may be left behind"""
+
+
+def checkout(config):
+    """Every file and folder of it."""
+    found = set()
+    for folder, folders, names in os.walk(config.rootpath):
+        folders[:] = [name for name in folders if not CACHES.fullmatch(name)]
+        found |= {os.path.join(folder, name) for name in (*folders, *names)}
+    return found
+
+
+def pytest_sessionstart(session):
+    if not hasattr(session.config, "workerinput"):
+        session.config.stash[BEFORE] = checkout(session.config)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session):
+    """The suite leaves nothing behind in the checkout."""
+    left = checkout(session.config) - session.config.stash.get(BEFORE, set())
+    if BEFORE in session.config.stash and left:
+        reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+        reporter.write_line(f"\nleft behind in the checkout: {', '.join(sorted(left))}", red=True)
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    """What needs a server is full, one process's (there is one server for all), and left out where it is missing."""
+    missing = [mark for mark, folder in SERVERS.items() if not (config.rootpath / folder / "bin/python").exists()]
+    left_out = [item for item in items if any(item.get_closest_marker(mark) for mark in missing)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
+    for item in items:
+        for mark in SERVERS:
+            if item.get_closest_marker(mark):
+                item.add_marker(pytest.mark.full)
+                item.add_marker(pytest.mark.xdist_group(mark))
 
 
 @pytest.fixture(scope="session")

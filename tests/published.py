@@ -14,4 +14,5 @@ RECORDS = {
         "r1_solution_1": "a", "r1_solution_2": "b", "r1_solution_3": "c",
     },
     "aime": {"ID": "2024-I-0", "Problem": "What is 2+3?", "Solution": "Add them.", "Answer": 5},
+    "gsm8k": {"question": "What is 2+3?", "answer": "Add them: 2+3 = <<2+3=5>>5\n#### 5"},
 }  # fmt: skip

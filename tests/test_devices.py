@@ -4,10 +4,11 @@ import sys
 
 import pytest
 
-from april import devices, supervisor
 from april.cli import main
 from april.config import ConfigError, load
-from april.devices import place, visible_devices, wanted
+from april.launch import devices, supervisor
+from april.launch.devices import place, visible_devices
+from april.workers.engines.devices import wanted
 
 SGLANG, VLLM = ["--worker.engine", "sglang"], ["--worker.engine", "vllm"]
 TP2 = ["--engine.server.tp_size", "2"]
@@ -105,7 +106,7 @@ def test_each_process_sees_its_own_devices_alone_and_others_what_was_there(confi
         say = "import os; print(*(os.environ.get(name) for name in ('CUDA_VISIBLE_DEVICES', 'HIP_VISIBLE_DEVICES')))"
         part.command = [sys.executable, "-c", say]
         part.start()
-        part.process.wait(60)
+        part.wait(60)
     said = [part.log.read_text().split() for part in (broker, learner, *workers)]
     assert said == [["5,6,7", "None"], ["5,6", "5,6"], ["7", "7"], ["8", "8"]]
 

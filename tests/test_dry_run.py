@@ -13,13 +13,15 @@ import pytest
 from april import cli
 from april import config as configuration
 from april.config import ConfigError
-from april.dry_run import describe, missing, read_shape
+from april.launch.dry_run import describe, missing, read_shape
 from tests.published import RECORDS
 
 FOLDER = Path(__file__).parents[1] / "configs" / "published"
 PARTS = [sorted((FOLDER / part).glob("*.toml")) for part in ("models", "data", "algorithms", "schedules")]
 COMBINATIONS = list(itertools.product(*PARTS))
-SHIPPED = [path for path in sorted(FOLDER.parent.glob("*.toml")) if path.stem != "published"]
+GSM8K = [FOLDER.parent / "gsm8k.toml", FOLDER.parent / "gsm8k-cpu.toml"]
+"""the second is read behind the first"""
+SHIPPED = [path for path in sorted(FOLDER.parent.glob("*.toml")) if path.stem != "published" and path not in GSM8K]
 """without the simulator's scenario"""
 
 QWEN3 = {
@@ -34,12 +36,17 @@ MODELS = {
         "hidden_size": 1536, "intermediate_size": 8960, "vocab_size": 151936, "max_position_embeddings": 131072,
         "tie_word_embeddings": False,
     },
+    "Qwen2.5-1.5B-Instruct": {
+        "model_type": "qwen2", "num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2,
+        "hidden_size": 1536, "intermediate_size": 8960, "vocab_size": 151936, "max_position_embeddings": 32768,
+        "tie_word_embeddings": True,
+    },
 }  # fmt: skip
 """The shapes that the models' own config.json have."""
 BILLIONS = {"Qwen3-4B": 4.02, "Qwen3-8B": 8.19, "DeepSeek-R1-Distill-Qwen-1.5B": 1.78}
 DATASETS = {
     "DAPO-Math-17k": "dapo_math", "DeepScaleR-Preview-Dataset": "deepscaler", "DeepMath-103K": "deepmath",
-    "aime-2024": "aime",
+    "aime-2024": "aime", "gsm8k": "gsm8k",
 }  # fmt: skip
 
 
@@ -105,6 +112,29 @@ def test_every_other_shipped_configuration_resolves_and_lacks_nothing(path, poli
     assert f"engines    {'sglang' if 'sglang' in path.stem else 'torch'}, " in said
 
 
+def test_gsm8k_wants_its_files_and_a_model_and_nothing_else(capsys):
+    published = ["--data.path", "datasets/gsm8k/train-00000-of-00001.parquet"]
+    assert cli.main(["run", str(GSM8K[0]), "--dry-run", *published, "--weights.backend", "gloo"]) == 0
+    said = capsys.readouterr().out
+    assert said.splitlines()[-1] == "nothing is missing"
+    assert "1.54 billion parameters" in said and "as gsm8k, rewarded by gsm8k" in said
+    assert "engines    sglang, 512 slots" in said and "2 accelerators: 1 for workers, 1 for the learner" in said
+    assert cli.main(["run", str(GSM8K[0]), "--dry-run"]) == 2
+    assert "datasets/gsm8k/train.jsonl is not there" in capsys.readouterr().out
+
+
+def test_the_twin_of_gsm8k_differs_in_sizes_only(policy_folder, capsys):
+    twin = [*map(str, GSM8K), "--data.path", "datasets/gsm8k", "--model.path", str(policy_folder)]
+    assert cli.main(["run", *twin, "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert said.splitlines()[-1] == "nothing is missing"
+    assert "gsm8k-cpu, seed" in said and "engines    torch, " in said and "no accelerator" in said
+    small, whole = (configuration.load(files, inputs=()) for files in (GSM8K, GSM8K[:1]))
+    assert small.algorithm == whole.algorithm and small.data.mapping == whole.data.mapping == "gsm8k"
+    of_both = ("kind", "n_samples_per_prompt", "max_staleness", "partial_rollout", "dynamic_sampling")
+    assert all(getattr(small.schedule, key) == getattr(whole.schedule, key) for key in of_both)
+
+
 def test_scorers_are_counted_where_they_score():
     text = describe(load(COMBINATIONS[0], "--reward.where", "scorer", "--scorer.count", "2"))
     assert "1 broker, 4 workers, 2 scorers, 4 learner ranks, 8 verifiers" in text
@@ -163,6 +193,6 @@ def test_later_files_win_and_overrides_win_over_all(config_file, tmp_path):
 
 def test_the_files_hold_nothing_but_keys_that_exist():
     known = configuration.known_keys()
-    for path in FOLDER.rglob("*.toml"):
+    for path in (*FOLDER.rglob("*.toml"), *GSM8K):
         for section, keys in tomllib.loads(path.read_text()).items():
             assert all(f"{section}.{key}" in known for key in keys), path

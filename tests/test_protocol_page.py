@@ -128,7 +128,7 @@ class Lease:
     """A grant, and all response tokens of its sample as the page tells to count them."""
 
     def __init__(self, grant):
-        self.token, group, index, self.scoring, self.evaluation, self.budget, self.seed, *rest = grant.fields
+        self.id, group, index, self.scoring, self.evaluation, self.budget, self.seed, *rest = grant.fields
         self.temperature, self.top_p, self.top_k, self.label, self.reward, self.finish_reason, *scoring = rest
         self.hand_over, self.together, *self.turn, self.min_p = scoring
         self.sample = (group, index)
@@ -139,7 +139,7 @@ class Lease:
 
 
 def reward_of(lease):
-    return float(lease.token % 2)
+    return float(lease.id % 2)
 
 
 class Worker(Client):
@@ -158,7 +158,7 @@ class Worker(Client):
 
     def next_training_lease(self, version):
         """Completes the evaluation samples that come before it, and hands back what an abort covers."""
-        while (lease := self.next_lease()).evaluation or lease.token <= self.watermark:
+        while (lease := self.next_lease()).evaluation or lease.id <= self.watermark:
             self.end(lease, version)
         return lease
 
@@ -171,31 +171,31 @@ class Worker(Client):
 
     def complete(self, lease, count, version):
         self.generate(lease, count, version, "stop")
-        self.send("Scored", lease.token, reward_of(lease))
+        self.send("Scored", lease.id, reward_of(lease))
         self.done(lease)
 
     def generate(self, lease, count, version, finish_reason=""):
         """Sample `count` tokens, stream them, and wait for the acknowledgement."""
         start = len(lease.ids)
-        ids = [2 + (lease.token + place) % 40 for place in range(start, start + count)]
+        ids = [2 + (lease.id + place) % 40 for place in range(start, start + count)]
         logprobs = [-(1 + place % 16) / 8 for place in range(start, start + count)]
         self.send_chunk(lease, start, ids, logprobs, version, finish_reason)
         lease.ids += ids
         lease.logprobs += logprobs
-        assert self.take("Acknowledged", "Refused").fields == [[[lease.token, len(lease.ids)]], []]
+        assert self.take("Acknowledged", "Refused").fields == [[[lease.id, len(lease.ids)]], []]
         self.acknowledged["evaluation" if lease.evaluation else "generated"] += count
 
     def send_chunk(self, lease, start, ids, logprobs, version, finish_reason=""):
         arrays = [("i4", ids), ("f4", logprobs)]
-        return self.send("Chunk", lease.token, start, version, finish_reason, arrays=arrays)
+        return self.send("Chunk", lease.id, start, version, finish_reason, arrays=arrays)
 
     def give_back(self, lease, cause):
-        self.send("GiveBack", lease.token, len(lease.ids), cause, "")
+        self.send("GiveBack", lease.id, len(lease.ids), cause, "")
         self.done(lease)
 
     def done(self, lease):
-        assert self.take("Acknowledged", "ResendFrom", "Refused").fields == [[], [lease.token]]
-        self.leases.pop(lease.token, None)
+        assert self.take("Acknowledged", "ResendFrom", "Refused").fields == [[], [lease.id]]
+        self.leases.pop(lease.id, None)
 
 
 # --- a broker, and who talks to it ------------------------------------------------------------------------------
@@ -251,7 +251,7 @@ def make_batch(worker, version):
         if worker.wait_for("Grant", "Abort").tag == "Grant":
             worker.next_lease()
         for lease in list(worker.leases.values()):
-            worker.complete(lease, 3 + lease.token % 5, version)
+            worker.complete(lease, 3 + lease.id % 5, version)
             completed[lease.sample] = lease
     return completed
 
@@ -267,17 +267,17 @@ def test_a_client_written_from_the_page_carries_a_batch_from_prompt_to_consumed(
 
     worker.generate(first, 3, [0, 0])
     worker.send_chunk(first, 0, first.ids, first.logprobs, [0, 0])
-    assert worker.take("Acknowledged").fields == [[[first.token, 3]], []], (
+    assert worker.take("Acknowledged").fields == [[[first.id, 3]], []], (
         "a duplicate is acknowledged and changes nothing"
     )
     worker.send_chunk(first, 5, [7], [-1.0], [0, 0])
-    assert worker.take("ResendFrom").fields == [first.token, 3], "a gap is asked for"
-    worker.send("Scored", first.token, 1.0)
-    assert worker.take("ResendFrom").fields == [first.token, 3], "so is a last chunk"
+    assert worker.take("ResendFrom").fields == [first.id, 3], "a gap is asked for"
+    worker.send("Scored", first.id, 1.0)
+    assert worker.take("ResendFrom").fields == [first.id, 3], "so is a last chunk"
 
     partial = worker.next_training_lease([0, 0])
     worker.generate(partial, 4, [0, 0])
-    worker.leases.pop(partial.token)
+    worker.leases.pop(partial.id)
     pending = learner.send("Fetch", 0)
     completed = make_batch(worker, [0, 0])
     batch = learner.take("Batch")
@@ -301,11 +301,11 @@ def test_a_client_written_from_the_page_carries_a_batch_from_prompt_to_consumed(
 
     abort = worker.take("Abort")
     round, worker.watermark = abort.fields
-    assert abort.connection == "control" and round == 0 and partial.token <= worker.watermark
+    assert abort.connection == "control" and round == 0 and partial.id <= worker.watermark
     worker.give_back(partial, "abort")
     while worker.find("Grant"):
         lease = worker.next_lease()
-        assert lease.token <= worker.watermark, "nothing of the next round before its version"
+        assert lease.id <= worker.watermark, "nothing of the next round before its version"
         worker.end(lease, [0, 0])
     worker.send("Holding", [0, 1], 10, 0.5)
     resumed = worker.next_training_lease([0, 1])
@@ -344,32 +344,32 @@ def test_what_the_page_calls_refused_is_refused(learner, worker):
     assert refused.connection == "control" and refused.fields[0].startswith("bad message: ")
     assert (refused.session, refused.sequence, refused.fields[1]) == (0, 0, 0)
 
-    damaged = pack("Chunk", lease.token, 0, [0, 0], "", arrays=[("i4", [3]), ("f4", [-1.0])], session=worker.session)
+    damaged = pack("Chunk", lease.id, 0, [0, 0], "", arrays=[("i4", [3]), ("f4", [-1.0])], session=worker.session)
     damaged[2] = struct.pack("<i", 4)
     for message in (
         damaged,
         pack("Fetch", 0, session=worker.session),
-        pack("Scored", lease.token, float("nan"), session=worker.session),
-        pack("Scored", lease.token, session=worker.session),
-        pack("Scored", lease.token, 1.0, "more", session=worker.session),
-        pack("Chunk", lease.token, 0.0, [0, 0], "", session=worker.session),
-        pack("GiveBack", lease.token, 0, "boredom", "", session=worker.session),
+        pack("Scored", lease.id, float("nan"), session=worker.session),
+        pack("Scored", lease.id, session=worker.session),
+        pack("Scored", lease.id, 1.0, "more", session=worker.session),
+        pack("Chunk", lease.id, 0.0, [0, 0], "", session=worker.session),
+        pack("GiveBack", lease.id, 0, "boredom", "", session=worker.session),
         pack("Hurrah", session=worker.session),
     ):
         worker.sockets["data"].send_multipart(message)
         assert worker.take("Refused").fields[0].startswith("bad message: "), message
 
-    worker.sockets["data"].send_multipart(pack("Scored", lease.token, 1.0, session=987654, sequence=77))
+    worker.sockets["data"].send_multipart(pack("Scored", lease.id, 1.0, session=987654, sequence=77))
     refused = worker.take("Refused")
-    assert refused.fields == ["unknown session; say hello", lease.token] and refused.sequence == 77
+    assert refused.fields == ["unknown session; say hello", lease.id] and refused.sequence == 77
 
     worker.generate(lease, 1, [0, 0])
     late = worker.send_chunk(lease, 1, [5] * 24, [-1.0] * 24, [0, 0])
     refused = worker.take("Refused")
-    assert refused.fields == ["chunk refused: invalid", lease.token], "beyond the budget"
+    assert refused.fields == ["chunk refused: invalid", lease.id], "beyond the budget"
     assert (refused.sequence, refused.session) == (late, worker.session)
     worker.send_chunk(lease, 1, [5], [-1.0], [0, 0])
-    assert worker.take("Refused").fields == ["the lease is not current", lease.token]
+    assert worker.take("Refused").fields == ["the lease is not current", lease.id]
 
     sequence = learner.send("Fetch", 7)
     refused = learner.take("Refused")
@@ -380,16 +380,16 @@ def test_a_new_hello_keeps_the_leases_that_it_lists(worker):
     kept, dropped = worker.next_training_lease([0, 0]), worker.next_training_lease([0, 0])
     worker.generate(kept, 2, [0, 0])
     old_session = worker.session
-    welcome = worker.hello([kept.token, 12345])
+    welcome = worker.hello([kept.id, 12345])
     assert welcome[0] == worker.session != old_session and welcome[5] == [12345]
     worker.send("Holding", [0, 0], 10, 0.0)
     worker.complete(kept, 2, [0, 0])
-    worker.send("GiveBack", dropped.token, 0, "abort", "")
-    assert worker.take("Refused").fields == ["the lease is not current", dropped.token]
-    worker.send("Heartbeat", [kept.token], 4, over="control")
+    worker.send("GiveBack", dropped.id, 0, "abort", "")
+    assert worker.take("Refused").fields == ["the lease is not current", dropped.id]
+    worker.send("Heartbeat", [kept.id], 4, over="control")
     while not (renewed := worker.take("Renewed")).fields[0]:
         pass
-    assert renewed.connection == "control" and renewed.fields == [[kept.token]]
+    assert renewed.connection == "control" and renewed.fields == [[kept.id]]
 
 
 # --- the tables ---------------------------------------------------------------------------------------------------
@@ -406,8 +406,8 @@ def rows(text):
 
 def name_of(kind):
     """A field's type as the page writes it."""
-    from april.version import Number
     from april.wire import Name
+    from april.wire.version import Number
 
     if kind in (Number, Name):
         return "count" if kind == Number else "name"
@@ -429,10 +429,11 @@ def test_the_page_names_every_message_with_its_fields_types_and_defaults_in_orde
     import msgspec
 
     from april import wire
+    from april.weights.lane_messages import AnyLaneMessage, TensorHead
 
     described = {name: fields for name, fields, _ in rows(PAGE)}
     assert len(described) == len(list(rows(PAGE))), "a message is described once"
-    kinds = [*wire.MESSAGES, wire.GroupHead, wire.SampleHead, wire.TensorHead]
+    kinds = [*wire.MESSAGES, *typing.get_args(AnyLaneMessage), wire.GroupHead, wire.SampleHead, TensorHead]
     assert sorted(described) == sorted(kind.__name__ for kind in kinds)
     for kind in kinds:
         expected = []
@@ -460,9 +461,10 @@ def test_the_page_s_example_is_what_its_client_sends():
 
 
 def test_the_page_states_the_broker_s_limits_and_deadlines():
-    from april import limits, wire
+    from april import wire
     from april.broker import server
     from april.config import BrokerSection, LearnerSection
+    from april.wire import limits
 
     broker = BrokerSection()
     for key in ("lease_s", "session_timeout_s", "abort_deadline_s", "readopt_s"):

@@ -7,10 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from april import wire
-from april.version import Version
+from april.wire import limits
+from april.wire.version import Version
 
 GRANT = wire.Grant(
-    token=(3 << 32) | 7, group=4, index=1, scoring=False, evaluation=False, max_new_tokens=9,
+    lease_id=(3 << 32) | 7, group=4, index=1, scoring=False, evaluation=False, max_new_tokens=9,
     seed=2**62, temperature=1.0, top_p=1.0, top_k=0, label="12", reward="final_answer", finish_reason="",
 )  # fmt: skip
 HEAD = wire.SampleHead(0, 3, 1.0, "stop", [(0, 3, Version(0, 1))])
@@ -86,8 +87,20 @@ def test_an_array_of_another_length_than_its_bytes_is_a_wire_error(length):
         wire.decode(frames)
 
 
+def test_an_array_with_another_checksum_is_refused():
+    *head, arrays = frames_of(*EXAMPLES[2])
+    with pytest.raises(wire.WireError, match="checksum"):
+        wire.decode([*head, bytes([arrays[0] ^ 1]) + arrays[1:]])
+
+
+def test_a_message_larger_than_its_limits_is_refused_before_it_is_decoded():
+    small = limits.Limits(frame_bytes=1 << 20, frames=3, arrays=4, message_bytes=64, body_bytes=1 << 10)
+    with pytest.raises(wire.WireError, match="too large"):
+        wire.decode([b"no message", bytes(64)], small)
+
+
 def test_arrays_are_joined_up_to_a_limit_and_a_larger_one_goes_alone(monkeypatch):
-    monkeypatch.setattr(wire, "JOINED_BYTES", 16)
+    monkeypatch.setattr(wire.codec, "JOINED_BYTES", 16)
     arrays = [np.arange(length, dtype="i4") for length in (0, 1, 2, 3, 9, 0, 1, 0)]
     frames = frames_of(wire.Batch(0, 0, 0, []), arrays)
     assert [len(frame) for frame in frames[2:]] == [12, 12, 36, 4]

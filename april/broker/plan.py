@@ -1,10 +1,9 @@
 """What a configuration's [schedule] comes to: the ledger's rules, the schedule that drives it, what it can yield."""
 
-from april.broker.bound import throughput_cap
-from april.broker.continuous import ContinuousRules, ContinuousSchedule
-from april.broker.ledger import Rules
-from april.broker.rounds import RoundRules, RoundSchedule
-from april.broker.schedule import Prompts, Schedule
+from april.broker.ledger.prompts import Prompts
+from april.broker.ledger.state import Rules
+from april.broker.schedules import SCHEDULES
+from april.broker.schedules.schedule import Schedule
 from april.config import Config, ScheduleSection
 from april.config.sections import AlgorithmSection
 
@@ -27,27 +26,18 @@ def ledger_rules(config: Config) -> Rules:
 
 
 def make_schedule(section: ScheduleSection, prompts: Prompts) -> Schedule:
-    train_last_batch = section.last_batch == "train"
-    if section.kind == "continuous":
-        return ContinuousSchedule(ContinuousRules(section.most_in_flight, section.max_steps, train_last_batch), prompts)
-    rules = RoundRules(
-        batch_groups=section.rollout_batch_size,
-        round_groups=section.groups_per_round,
-        max_steps=section.max_steps,
-        partial_rollout=section.partial_rollout,
-        overlap=section.overlap,
-        train_last_batch=train_last_batch,
-    )
-    return RoundSchedule(rules, prompts)
+    """Raises ConfigError for a kind that cannot be found."""
+    return SCHEDULES.find(section.kind).from_config(section, prompts)
 
 
 def describe_plan(section: ScheduleSection) -> str:
     """What is started at a time, the bound, and the share of the throughput that it leaves; a line or two."""
+    kind = SCHEDULES.find(section.kind)
     plan = (
         f"plan: {section.kind}, batches of {section.rollout_batch_size} groups of {section.n_samples_per_prompt}, "
-        f"{section.most_in_flight} samples in flight, staleness at most {section.max_staleness}"
+        f"{kind.samples_in_flight(section)} samples in flight, staleness at most {section.max_staleness}"
     )
-    if section.groups_outlive_a_round and not section.partial_rollout:
+    if kind.groups_outlive_a_round(section) and not section.partial_rollout:
         return f"{plan}\n      what is unfinished when a batch is complete is discarded"
     return f"{plan}\n      {describe_cap(section)}"
 
@@ -55,7 +45,8 @@ def describe_plan(section: ScheduleSection) -> str:
 def advice(config: Config) -> str:
     """A sentence where tokens of older policy versions may be trained and nothing corrects them; otherwise empty."""
     schedule, algorithm, default = config.schedule, config.algorithm, AlgorithmSection()
-    stale = schedule.max_staleness and (schedule.groups_outlive_a_round or schedule.overlap)
+    outlive = SCHEDULES.find(schedule.kind).groups_outlive_a_round(schedule)
+    stale = schedule.max_staleness and (outlive or schedule.overlap)
     if not stale or algorithm.corrections or algorithm.behaviour_coef or algorithm.proximal == "interpolated":
         return ""
     key = f"preset = {algorithm.preset!r}" if algorithm.preset else "corrections = []"
@@ -68,14 +59,32 @@ def advice(config: Config) -> str:
 
 def describe_cap(section: ScheduleSection) -> str:
     """The cap as a function of the lengths, which are not known before the run, with an example."""
-    n, in_flight = section.n_samples_per_prompt, section.most_in_flight
-    if section.groups_outlive_a_round:
-        why, batches, groups = "the bound", section.batches_in_reach, section.rollout_batch_size
-    else:
-        why, batches, groups = "waiting for the longest response of every batch", 1, section.groups_per_round
+    kind = SCHEDULES.find(section.kind)
+    n, in_flight = section.n_samples_per_prompt, kind.samples_in_flight(section)
+    batches, groups = kind.in_reach(section)
+    why = "waiting for the longest response of every batch"
+    if kind.groups_outlive_a_round(section):
+        why = "the bound"
     free_ratio = batches * groups * n / in_flight
     example = throughput_cap(batches, groups, n, in_flight, mean_length=1.0, longest=EXAMPLE_RATIO)
     return (
         f"{why} lets min(1, {free_ratio:.3g} x mean / longest response) of what could be generated be trained: "
         f"all of it up to longest = {free_ratio:.3g} x mean, {example:.0%} at {EXAMPLE_RATIO:g} x mean"
     )
+
+
+def throughput_cap(
+    batches: int, batch_groups: int, group_size: int, in_flight: int, mean_length: float, longest: float
+) -> float:
+    """Largest share of the rollout throughput without any barrier that can be trained, from 0 to 1.
+
+    While the longest response, of `longest` tokens, is generated, `in_flight` samples produce
+    in_flight * longest tokens: responses of `mean_length` tokens for in_flight * longest / (group_size * mean_length)
+    groups. No more than `batches` batches of `batch_groups` groups can be trained until its group is due, so that
+
+        share <= min(1, batches * batch_groups * group_size * mean_length / (in_flight * longest))
+
+    `batches` is the number of batches that may train a group: S + 1 where it is opened under the version that the
+    next batch trains, S where it is opened one version earlier, 1 where every batch waits for all of its groups.
+    """
+    return min(1.0, batches * batch_groups * group_size * mean_length / (in_flight * longest))

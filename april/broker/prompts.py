@@ -1,6 +1,5 @@
 """The dataset as the broker draws from it: rows in seeded epoch order, tokenised once, when they are drawn."""
 
-import hashlib
 import logging
 from functools import lru_cache
 
@@ -100,9 +99,3 @@ class PromptBook:
     def _encode(self, row: Row) -> bytes | None:
         tokens = self.tokenizer.encode_prompt(row.prompt, self._config.data.template_options)
         return tokens.astype("<i4").tobytes() if 0 < len(tokens) <= self.max_prompt_tokens else None
-
-
-def sample_seed(run_seed: int, group: int, index: int) -> int:
-    """A 63-bit sampling seed, distinct for every sample of a run and the same on every resume."""
-    digest = hashlib.blake2b(f"{run_seed}/{group}/{index}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1

@@ -13,26 +13,30 @@ from pathlib import Path
 
 import zmq
 
-from april import clock, limits, sockets, wire
+from april import wire
 from april.broker import memory
-from april.broker.exporter import Exporter, Picture
-from april.broker.health import condition
-from april.broker.journal import Journal, JournalError
-from april.broker.metrics import Photographer, SyncTimes
+from april.broker.journal.journal import Journal, JournalError
 from april.broker.prompts import PromptBook
-from april.broker.recorder import replace_file
 from april.broker.service import Service
 from april.broker.sessions import Outgoing
+from april.broker.telemetry.recorder import replace_file
+from april.broker.views.exporter import Exporter, Picture
+from april.broker.views.health import condition
+from april.broker.views.metrics import Photographer, SyncTimes
 from april.config import Config, is_loopback
+from april.connections import sockets
+from april.formats.versions import RUN_FOLDER
+from april.processes import clock
 from april.security.allow_list import AllowList
 from april.security.door import Door
 from april.security.keys import ALLOW_LIST, load_keys
+from april.wire import limits
 
 log = logging.getLogger(__name__)
 
 POLL_MS = 50
 DRAIN_S = 0.004
-"""longest handling of messages in one turn: what arrives meanwhile waits, and the answers do"""
+"""longest handling of messages in one pass: what arrives meanwhile waits, and the answers do"""
 UNSYNCED_BYTES = 32 << 20
 """most that is handled while a sync is under way; then it is waited for"""
 SMALL_SYNC_BYTES = 256 << 10
@@ -71,9 +75,11 @@ class Server:
     def __init__(self, config: Config):
         """Raises ConfigError, JournalError or BindError."""
         keys = load_keys(config.security.keys, "broker")
-        allow_list = AllowList(config.security.keys / ALLOW_LIST) if keys else None
+        allow_list = AllowList(config.security.keys / ALLOW_LIST) if config.security.keys else None
         config.run_dir.mkdir(parents=True, exist_ok=True)
-        if not (config.run_dir / "config.toml").exists():
+        new = not (config.run_dir / "config.toml").exists()
+        RUN_FOLDER.claim(config.run_dir, new)
+        if new:
             replace_file(config.run_dir / "config.toml", config.to_toml().encode())
         self.config = config
         self.door: Door | None = None
@@ -91,10 +97,10 @@ class Server:
         self.socket.setsockopt(zmq.HANDSHAKE_IVL, int(limits.HANDSHAKE_S * 1000))
         self.socket.setsockopt(zmq.MAXMSGSIZE, limits.FROM_PEER.frame_bytes)
         self.socket.setsockopt(zmq.RCVHWM, limits.UPLOAD_QUEUE_MESSAGES)
-        if keys:
+        if keys and allow_list:
             self.door = Door(self.context, keys, allow_list)
             self.door.guard(self.socket)
-            self.service.failed_handshakes = self.door.failures
+            self.service.books.failed_handshakes = self.door.failures
         self._poller = zmq.Poller()
         self._poller.register(self.socket, zmq.POLLIN)
         self._poller.register(self._synced, zmq.POLLIN)
@@ -118,11 +124,13 @@ class Server:
     def _open(self, prompts: PromptBook) -> None:
         """Rebuild the service from what is on disk."""
         broker = self.config.broker
-        self.journal = Journal(self.config.run_dir / "journal", broker.segment_mb << 20, broker.segment_records)
+        self.journal = Journal(
+            self.config.run_dir / "journal", broker.journal_file_mb << 20, broker.journal_file_records
+        )
         self.journal.on_sync_ended = partial(os.eventfd_write, self._synced, 1)
         self.service = Service(self.config, prompts, self.journal, clock.now())
         if self.door:
-            self.service.failed_handshakes = self.door.failures
+            self.service.books.failed_handshakes = self.door.failures
         self.journal.sync()
 
     def _bind(self, endpoint: str) -> None:
@@ -135,7 +143,8 @@ class Server:
             deadline += BIND_S
         while True:
             try:
-                return self.socket.bind(endpoint)
+                self.socket.bind(endpoint)
+                return
             except zmq.ZMQError as error:
                 if clock.now() >= deadline:
                     raise BindError(f"key 'broker.bind' = {endpoint!r} cannot be used ({error}); {mend}") from None
@@ -150,12 +159,12 @@ class Server:
         self.service.begin(clock.now())
         try:
             while over_since is None or clock.now() - over_since < self._leave_s:
-                self.turn()
+                self.serve_once()
                 if self.steps_aside:
                     return log.info("drained, and told to leave by %s: peers wait for the next broker", self._signal)
                 if self.service.everyone_left():
                     break
-                if self.service.over and over_since is None:
+                if self.service.run.over and over_since is None:
                     over_since = clock.now()
             self.address_file.unlink(missing_ok=True)
         finally:
@@ -164,9 +173,9 @@ class Server:
     @property
     def steps_aside(self) -> bool:
         """Told to leave while drained: another broker of this run, here or elsewhere, goes on from its journal."""
-        return bool(self._signal) and self.service.ledger.draining and not self.service.over
+        return bool(self._signal) and self.service.ledger.draining and not self.service.run.over
 
-    def turn(self) -> None:
+    def serve_once(self) -> None:
         """Handle what has arrived, and send the answers that a sync has covered.
 
         While some records are being synced, what comes meanwhile is handled already; its answers wait for the next
@@ -178,10 +187,10 @@ class Server:
             self._work()
         except (JournalError, OSError) as error:
             self._fail(error)
-        if self.service.read_only and clock.now() >= self._retry_at:
+        if self.service.run.read_only and clock.now() >= self._retry_at:
             self._recover()
         if self.exporter:
-            self.exporter.turned(clock.now(), self._picture)
+            self.exporter.passed(clock.now(), self._picture)
 
     def _wait(self, timeout_ms: int) -> None:
         """For a message, or the end of a sync."""
@@ -193,13 +202,13 @@ class Server:
 
     def _work(self) -> None:
         caught_up = self._drain()
-        if self.door and self.door.watch() and not self.service.read_only:
+        if self.door and self.door.watch() and not self.service.run.read_only:
             self._end_revoked()
         if self._signal and not self.steps_aside:
             self.service.stop(f"signal {self._signal}", "stopped", clock.now())
         self.service.tick(clock.now(), caught_up)
         self._send(self.service.sessions.take_at_once())
-        if self.service.read_only:
+        if self.service.run.read_only:
             return self._send(self.service.sessions.take_outgoing())
         if self.journal.sync_runs and self.journal.unsynced_bytes < UNSYNCED_BYTES:
             return
@@ -207,7 +216,7 @@ class Server:
         self._unsent = self.service.sessions.take_outgoing()
         self._in_sync = dict(self.service.recorder.accepted)
         in_a_thread = self.journal.unsynced_bytes > SMALL_SYNC_BYTES or sockets.has_message(self.socket)
-        self.journal.begin_sync(aside=in_a_thread and not self.journal.segment_full)
+        self.journal.begin_sync(aside=in_a_thread and not self.journal.file_full)
         if not self.journal.sync_runs:
             self._finish_sync()
             self.service.take_snapshot()
@@ -224,8 +233,8 @@ class Server:
     def _picture(self) -> Picture:
         outbox_messages = sum(len(waiting) for waiting in self._late.values())
         now = clock.now()
-        series = self._photographer.read(self.service, outbox_messages, now)
-        return Picture(condition(self.service, now), series, self._sync_times.picture())
+        series = self._photographer.read(self.service.books, outbox_messages, now)
+        return Picture(condition(self.service.books, now), series, self._sync_times.picture())
 
     def _fail(self, error: JournalError | OSError) -> None:
         """Stay up without a disk: nothing is acknowledged, questions are answered, and room is waited for."""
@@ -238,8 +247,8 @@ class Server:
     def _recover(self) -> None:
         """Once there is room again, go on from what is on disk, as after a crash; peers say hello again."""
         self._retry_at = clock.now() + RETRY_S
-        if self.service.over:
-            self._ended = self.service.over, self.service.state
+        if self.service.run.over:
+            self._ended = self.service.run.over, self.service.run.state
         try:
             probe_disk(self.journal.folder)
             self.journal.close()
@@ -250,7 +259,7 @@ class Server:
             self.service.begin(clock.now())
             if self._ended:
                 self.service.stop(*self._ended, clock.now())
-            log.warning("the journal can be written again; going on as epoch %d", self.service.ledger.epoch)
+            log.warning("the journal can be written again; going on as start %d", self.service.ledger.starts)
 
     def _drain(self) -> bool:
         """Handle what has arrived, heartbeats answered at once; True if nothing is left."""
@@ -268,7 +277,7 @@ class Server:
     def _end_revoked(self) -> None:
         """End the sessions of keys that are not on the allow-list any more, or have another role there."""
         for session in list(self.service.sessions.by_id.values()):
-            if self.door.allow_list.find(session.key).role != session.role:
+            if self.door and self.door.allow_list.find(session.key).role != session.role:
                 self.service.end_session(session, "its key is off the allow-list", clock.now())
 
     def _send(self, outgoing: list[Outgoing]) -> None:
@@ -280,8 +289,7 @@ class Server:
             if waiting:
                 self._late[route] = waiting
         for message in outgoing:
-            waiting = self._late.get(message.route)
-            if waiting is None and self._send_one(message):
+            if message.route not in self._late and self._send_one(message):
                 continue
             waiting = self._late.setdefault(message.route, deque())
             waiting.append(message)
@@ -293,7 +301,7 @@ class Server:
         says hello when it is back, and if it does not, its silence ends it."""
         if not message.route:
             return True
-        frames = wire.encode(message.message, message.arrays, message.session, message.sequence)
+        frames = wire.encode(message.message, message.arrays, message.session, message.sequence, message.protocol)
         try:
             sockets.send(self.socket, [message.route, *frames])
         except zmq.Again:

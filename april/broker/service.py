@@ -5,40 +5,35 @@ except what `Sessions.at_once` holds: that rests on nothing that is not on disk.
 """
 
 import logging
-from collections import Counter
-from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from functools import lru_cache
 
-from zlib_ng.zlib_ng import crc32
-
-from april import limits, wire
-from april.broker import events
-from april.broker.census import Census
-from april.broker.filters import FilterFailed, GroupFilters
-from april.broker.journal import Journal, JournalError, Reference
-from april.broker.learner_desk import LearnerDesk
-from april.broker.ledger import Ledger
-from april.broker.ledger_state import DEAD_ROUNDS
-from april.broker.monitor_desk import MonitorDesk
+from april import wire
+from april.broker.books import Books
+from april.broker.desks.holders import HolderDesk
+from april.broker.desks.learner import LearnerDesk
+from april.broker.desks.monitors import MonitorDesk
+from april.broker.desks.scorers import ScorerDesk
+from april.broker.desks.workers import WorkerDesk
+from april.broker.journal.journal import Journal, JournalError
+from april.broker.journal.snapshot import SnapshotStore, freeze, live_positions, thaw
+from april.broker.ledger import events
+from april.broker.ledger.ledger import Ledger
+from april.broker.ledger.samples import GroupState
+from april.broker.ledger.state import DEAD_ROUNDS
+from april.broker.payloads import Payloads
 from april.broker.plan import ledger_rules, make_schedule
 from april.broker.prompts import PromptBook
-from april.broker.recorder import Recorder
-from april.broker.samples import GroupState, Sample
-from april.broker.scorer_desk import ScorerDesk
 from april.broker.sessions import HOLDERS, Session, Sessions
-from april.broker.snapshot import SnapshotStore, freeze, live_positions, thaw
-from april.broker.worker_desk import WorkerDesk
+from april.broker.telemetry.census import Census
+from april.broker.telemetry.recorder import Recorder
 from april.config import Config
-from april.data.rows import GROUP_REWARD, Row
+from april.filters.filters import FilterFailed, GroupFilters
+from april.formats.versions import protocols_differ
 from april.security.allow_list import Peer
-from april.security.audit import Audit
+from april.wire import limits
 
 log = logging.getLogger(__name__)
 
-ROWS_CACHED = 16
-PROMPTS_CACHED, LONG_PROMPTS_CACHED, LONG_PROMPT_BYTES = 1024, 16, 16 << 10
-"""short ones until their batch is delivered, long ones while the samples of their group are handed out"""
 FILTERED_ROUNDS = 20
 """rounds of which every group is filtered out before the run is given up"""
 SWEEP_S = 0.25
@@ -64,43 +59,40 @@ class AccessDenied(wire.WireError):
 
 
 class Service:
+    """One run's broker.
+
+    service = Service(config, prompts, journal, now)
+    service.handle(route, frames, now)      # for each message that has arrived
+    service.tick(now)                       # then: rounds, batches, leases
+    service.sessions.take_outgoing()        # to send, once the journal is synced
+    """
+
     def __init__(self, config: Config, prompts: PromptBook, journal: Journal, now: float):
         self.config = config
         self.prompts = prompts
         self.journal = journal
         self.sessions = Sessions()
-        self.started_at = now
-        self.over = ""
-        """why there will be no batch any more; empty while the run goes on"""
-        self.learner_came = False
-        """since the broker started"""
-        self.state = "running"
-        self.failed_handshakes: Counter[str] = Counter()
-        """by cause, as the server sees them"""
-        self.audit = Audit()
-        self.read_only = ""
-        """why nothing can be written; what is in memory is then ahead of the disk, and nobody is told of it"""
-        self.credit_bytes = config.broker.credit_mb << 20
-        self.ledger = Ledger(ledger_rules(config), record=journal.append, together=self._scored_together)
+        self.payloads = Payloads(journal, prompts, config.reward.name)
+        self.ledger = Ledger(ledger_rules(config), write=journal.append, together=self.payloads.scored_together)
         self.schedule = make_schedule(config.schedule, prompts)
         self.filters = GroupFilters(config.schedule)
         self.snapshots = SnapshotStore(journal.folder)
-        self.row_of = lru_cache(maxsize=ROWS_CACHED)(self._row_of)
-        """the samples of a group are mostly handed out one after the other"""
-        self._short_prompt = lru_cache(maxsize=PROMPTS_CACHED)(self._read_prompt)
-        self._long_prompt = lru_cache(maxsize=LONG_PROMPTS_CACHED)(self._read_prompt)
         self._recover()
-        self.sessions.number_from(self.ledger.epoch)
-        max_steps, tensorboard = config.schedule.max_steps, config.operations.tensorboard
-        self.recorder = Recorder(
-            config.run_dir, config.run.name, max_steps, now, self.ledger, self.sessions, tensorboard
-        )
-        self.workers = WorkerDesk(self)
-        self.scorers = ScorerDesk(self)
-        self.learner = LearnerDesk(self)
-        self.monitors = MonitorDesk(self)
+        self.sessions.number_from(self.ledger.starts)
+        max_steps, sinks = config.schedule.max_steps, config.operations.sinks
+        self.recorder = Recorder(config.run_dir, config.run.name, max_steps, now, self.ledger, self.sessions, sinks)
         self.census = Census(self.ledger, config.broker.max_run_s)
-        self._summary_is_old = False
+        self.books = Books(
+            config, prompts, journal, self.snapshots, self.ledger, self.schedule, self.sessions, self.payloads,
+            self.recorder, self.census, started_at=now, credit_bytes=config.broker.credit_mb << 20,
+        )  # fmt: skip
+        self.run = self.books.run
+        self.workers = WorkerDesk(self.books)
+        self.scorers = ScorerDesk(self.books)
+        self.learner = LearnerDesk(self.books)
+        self.monitors = MonitorDesk(self.books, stop=self.stop, abort=self.workers.abort)
+        self.holders: dict[str, HolderDesk] = {"worker": self.workers, "scorer": self.scorers}
+        self.desks = {**self.holders, "learner": self.learner, "monitor": self.monitors}
         self.begin(now)
 
     # --- start ----------------------------------------------------------------------------------------------
@@ -132,7 +124,7 @@ class Service:
                 f"journal {self.journal.folder} belongs to another run ({self.ledger.header}), not {header}; "
                 "go on with that run's configuration and dataset, or choose another run.name"
             )
-        self.ledger.commit(events.BrokerStarted(self.ledger.epoch + 1))
+        self.ledger.commit(events.BrokerStarted(self.ledger.starts + 1))
 
     def begin(self, now: float) -> None:
         """Peers can reach the broker from now on: former holders of leases have `readopt_s` to come back."""
@@ -148,20 +140,24 @@ class Service:
 
         `peer` is whom the connection's key belongs to, None without CURVE: then the role that a session states counts.
         """
-        token = 0
+        lease_id = 0
         try:
             if peer and not peer.role:
                 raise AccessDenied("this key is not on the allow-list")
             received = wire.decode(frames, limits.FROM_PEER)
-            token = getattr(received.message, "token", 0)
-            answer = self._answer_read_only if self.read_only else self._dispatch
+            lease_id = getattr(received.message, "lease_id", 0)
+            answer = self._answer_read_only if self.run.read_only else self._dispatch
             answer(route, received, now, peer)
         except AccessDenied as error:
-            self.audit.say("access denied to %s: %s", peer.name or peer.key, error)
+            self.books.audit.say("access denied to %s: %s", peer and (peer.name or peer.key), error)
             self.sessions.refuse("access denied", f"{wire.DENIED}{error}", route)
+        except wire.OtherProtocol as error:
+            reason = protocols_differ("this peer", error.protocol, "the broker")
+            self.books.audit.say("not let in: %s", reason)
+            self.sessions.refuse_protocol(error, f"{wire.DENIED}{reason}", route)
         except wire.WireError as error:
-            self.audit.say("bad message: %s", error)
-            self.sessions.refuse(error.cause, f"bad message: {error}", route, token)
+            self.books.audit.say("bad message: %s", error)
+            self.sessions.refuse(error.cause, f"bad message: {error}", route, lease_id)
 
     def _dispatch(self, route: bytes, received: wire.Received, now: float, peer: Peer | None) -> None:
         message = received.message
@@ -170,9 +166,9 @@ class Service:
         session = self.sessions.by_id.get(received.session)
         binds = isinstance(message, wire.Bind) and session is not None and session.control_route is None
         if session is None or not (binds or route in (session.data_route, session.control_route)):
-            token = getattr(message, "token", 0)
+            lease_id = getattr(message, "lease_id", 0)
             reason = "unknown session; say hello"
-            return self.sessions.refuse("unknown session", reason, route, token, received.session, received.sequence)
+            return self.sessions.refuse("unknown session", reason, route, lease_id, received.session, received.sequence)
         if peer and (peer.key, peer.role) != (session.key, session.role):
             raise AccessDenied(f"the session belongs to another key, of a {session.role}")
         session.last_seen = now
@@ -184,18 +180,13 @@ class Service:
         if isinstance(message, wire.Bind):
             session.control_route = route
         elif isinstance(message, wire.Goodbye):
-            self._goodbye(session, now)
+            self._goodbye(session)
         elif kind not in MAY_SEND[session.role]:
             raise wire.WireError(f"not for a {session.role} to send: {kind}")
-        elif kind == "Room":
-            self.scorers.on_Room(session, received, now)
-        elif session.role in HOLDERS:
-            getattr(self.workers, f"on_{kind}")(session, received, now)
-        elif kind == "Heartbeat":
+        elif kind == "Heartbeat" and session.role not in HOLDERS:
             self.sessions.answer_heartbeat(session, [])
         else:
-            desk = self.learner if session.role == "learner" else self.monitors
-            getattr(desk, f"on_{kind}")(session, received, now)
+            getattr(self.desks[session.role], f"on_{kind}")(session, received, now)
 
     def _answer_read_only(self, route: bytes, received: wire.Received, now: float, peer: Peer | None) -> None:
         """Peers learn that the broker lives, monitors what they ask; whatever would change something has to wait."""
@@ -217,7 +208,7 @@ class Service:
             for answer in self.sessions.take_outgoing()
             if answer.session in monitors
         ]
-        self.read_only, self.state = reason, self.state if self.over else "read only"
+        self.run.read_only, self.run.state = reason, self.run.state if self.run.over else "read only"
 
     def _hello(self, route: bytes, received: wire.Received, now: float, peer: Peer | None) -> None:
         hello = received.message
@@ -233,16 +224,15 @@ class Service:
             return self.sessions.refuse("too many sessions", reason, route, 0, 0, received.sequence)
         session, lost = self.sessions.open(hello, route, now, peer.key if peer else ""), []
         if hello.role in HOLDERS:
-            lost = self.workers.hello(session, hello, now)
+            lost = self.holders[hello.role].hello(session, hello, now)
         elif hello.role == "learner":
-            self.learner_came = True
             self.learner.hello(session)
         else:
             self._close_namesakes(session)
         welcome = wire.Welcome(
             session=session.id,
             run=self.config.run.name,
-            epoch=self.ledger.epoch,
+            start=self.ledger.starts,
             round=self.ledger.round,
             watermark=self.ledger.watermark,
             lost=lost,
@@ -251,8 +241,8 @@ class Service:
             weights_key=self.ledger.weights_key,
         )
         self.sessions.send(session, welcome, sequence=received.sequence)
-        if self.over and hello.role in HOLDERS:
-            self.sessions.send_control(session, wire.Stop(self.over))
+        if self.run.over and hello.role in HOLDERS:
+            self.sessions.send_control(session, wire.Stop(self.run.over))
 
     def _check_identity(self, hello: wire.Hello, peer: Peer) -> None:
         """A key has one role, and nobody takes the place of another key's session."""
@@ -279,14 +269,14 @@ class Service:
         ids = {"role": session.role} | ({"worker": session.name} if session.role in HOLDERS else {})
         log.warning("the session of %s %s ends: %s", session.role, session.name, why, extra=ids)
         if session.role in HOLDERS:
-            return self.workers.lose(session, why, now)
+            return self.holders[session.role].lose(session, why, now)
         if session.role == "learner":
             self.learner.waiting = None
         self.sessions.close(session)
 
-    def _goodbye(self, session: Session, now: float) -> None:
+    def _goodbye(self, session: Session) -> None:
         if session.role in HOLDERS:
-            self.workers.goodbye(session, now)
+            self.holders[session.role].goodbye(session)
         else:
             self.sessions.close(session)
 
@@ -297,38 +287,54 @@ class Service:
 
         `caught_up`: no message waits to be handled, so that who seems silent is silent.
         """
-        if self.read_only:
+        if self.run.read_only:
             return
         if self.ledger.generating:
             self.recorder.generating(now - self._last_tick)
         self._last_tick = now
-        if self._summary_is_old and now >= self._next_summary:
+        if self.run.summary_is_old and now >= self._next_summary:
             self._write_summary(now)
         if caught_up and now >= self._next_sweep:
             self._sweep(now)
-        if not self.over:
+        if not self.run.over:
             self._advance(now)
         self.learner.answer_fetch()
-        if not self.over and (caught_up or now >= self._next_hand_out):
+        if not self.run.over and (caught_up or now >= self._next_hand_out):
             self._next_hand_out = now + BEHIND_S
             self.workers.hand_out(now)
             self.scorers.hand_out(now)
-        self.workers.cancel_voided()
+        self._cancel_voided()
         self.monitors.log_deaths()
         self.recorder.buffered(self.ledger)
         self.census.advance(now)
 
     @property
     def has_more(self) -> bool:
-        """Whether the next turn has something to send that follows from no message."""
-        return self.learner.can_send or (self.workers.has_more and not (self.over or self.read_only))
+        """Whether the next pass has something to send that follows from no message."""
+        return self.learner.can_send or (self.workers.has_more and not (self.run.over or self.run.read_only))
 
     def _sweep(self, now: float) -> None:
-        self._next_sweep = now + SWEEP_S
-        self.workers.drop_silent(now)
+        """End the sessions of peers that have not been heard of, and the leases that were not renewed."""
+        self._next_sweep, timeout_s = now + SWEEP_S, self.config.broker.session_timeout_s
         for session in list(self.sessions.by_id.values()):
-            if session.role == "monitor" and now - session.last_seen > self.config.broker.session_timeout_s:
+            if session.role == "learner" or now - session.last_seen <= timeout_s:
+                continue
+            if session.role in HOLDERS:
+                self.holders[session.role].lose(session, f"silent for {timeout_s:g} s", now)
+            else:
                 self.sessions.close(session)
+        for lease in self.ledger.expire(now):
+            self._cancel(lease.worker, lease.id)
+
+    def _cancel_voided(self) -> None:
+        """Tell the holders which of their samples have gone with their group."""
+        voided, self.ledger.voided = self.ledger.voided, []
+        for holder, lease_id in voided:
+            self._cancel(holder, lease_id)
+
+    def _cancel(self, holder: str, lease_id: int) -> None:
+        if session := self.sessions.of_uid(holder):
+            self.holders[session.role].cancel(session, lease_id)
 
     def _advance(self, now: float) -> None:
         step = self.ledger.consumed
@@ -346,8 +352,8 @@ class Service:
         for opened in list(self.ledger.evaluations):
             self._record_evaluation(opened)
         if self.ledger.dead_in_a_row >= DEAD_ROUNDS * self.config.schedule.groups_per_round:
-            count, error = self.ledger.dead_in_a_row, self.ledger.last_error
-            return self.stop(f"{count} groups in a row lost samples for good, the last to: {error}", "failed", now)
+            count, last = self.ledger.dead_in_a_row, self.ledger.last_error
+            return self.stop(f"{count} groups in a row lost samples for good, the last to: {last}", "failed", now)
         all_trained = self.schedule.finished(self.ledger) and step == self.ledger.next_step
         if all_trained and not self.ledger.evaluations:
             why = "all steps are done" if step >= self.config.schedule.max_steps else "the prompts are exhausted"
@@ -364,7 +370,7 @@ class Service:
     def _open_evaluation(self, step: int) -> None:
         for position, tokens in self.prompts.evaluation_tokens:
             samples = self.config.evaluation.samples
-            self.ledger.open_group(step, position, floor=step, evaluation=True, size=samples, prompt=tokens)
+            self.ledger.open_group(0, position, floor=step, evaluation=True, size=samples, prompt=tokens)
 
     def _record_evaluation(self, step: int) -> None:
         """If none of its groups is open any more."""
@@ -375,30 +381,24 @@ class Service:
             accuracy, prompts = result["accuracy"], result["prompts"]
             log.info("evaluation at step %d: accuracy %s on %d prompts", step, accuracy, prompts, extra={"step": step})
 
-    def step_trained(self, step: int, metrics: dict[str, float], now: float) -> None:
-        record = self.recorder.consumed(step, self.ledger, metrics, now)
-        self._summary_is_old = True
-        reward, tokens = record["reward"], record["tokens"]
-        log.info("step %d trained: reward %.3f, %d tokens", step, reward, tokens, extra={"step": step})
-
     def take_snapshot(self) -> None:
-        """When a segment of the journal is full, begin a new one with a picture of the ledger.
+        """When a file of the journal is full, begin a new one with a picture of the ledger.
 
         Space is reclaimed below the snapshots that are on disk already, whatever becomes of this one.
         """
-        if not self.journal.segment_full or self.snapshots.busy:
+        if not self.journal.file_full or self.snapshots.busy:
             return
         position = self.journal.rotate()
-        dead_segments = self.journal.reclaim(self.snapshots.older, live_positions(self.ledger))
-        self.snapshots.write(position, freeze(self.ledger), dead_segments)
+        dead_files = self.journal.reclaim(self.snapshots.older, live_positions(self.ledger))
+        self.snapshots.write(position, freeze(self.ledger), dead_files)
 
     # --- the end --------------------------------------------------------------------------------------------
 
     def stop(self, reason: str, state: str, now: float) -> None:
         """No batch any more: workers leave, the learner is told at its next fetch."""
-        if not self.over:
+        if not self.run.over:
             log.info("the run is over: %s", reason)
-            self.over, self.state = reason, state
+            self.run.over, self.run.state = reason, state
             self.sessions.broadcast(wire.Stop(reason))
             self._write_summary(now)
 
@@ -406,64 +406,16 @@ class Service:
         """The run is over and no worker, scorer or learner is connected any more. Where all steps are done, the learner
         has to come once if the policy that it exports is missing."""
         here = self.sessions.holders() or self.sessions.of_role("learner")
-        awaited = self.state == "finished" and not (self.learner_came or self.config.exported_policy.is_dir())
-        return bool(self.over) and not here and not awaited
+        awaited = self.run.state == "finished" and not (self.learner.came or self.config.exported_policy.is_dir())
+        return bool(self.run.over) and not here and not awaited
 
     def close(self, now: float) -> None:
         self._write_summary(now)
+        self.recorder.sinks.close()
         self.snapshots.close()
 
     def _write_summary(self, now: float) -> None:
-        self._summary_is_old, self._next_summary = False, now + SUMMARY_S
-        if not self.read_only:
-            self.recorder.write_summary(self.ledger, self.state, now, self.prompts.counts())
+        self.run.summary_is_old, self._next_summary = False, now + SUMMARY_S
+        if not self.run.read_only:
+            self.recorder.write_summary(self.ledger, self.run.state, now, self.prompts.counts())
             self.monitors.write_dead_letters()
-
-    # --- payloads -------------------------------------------------------------------------------------------
-
-    def read_prompt(self, reference: Reference) -> wire.Packed:
-        """Prompt ids by their place in the journal."""
-        _, length = reference
-        return self._short_prompt(reference) if length < LONG_PROMPT_BYTES else self._long_prompt(reference)
-
-    def _read_prompt(self, reference: Reference) -> wire.Packed:
-        _, [(checksum, data)] = self.journal.read(reference)
-        return wire.Packed("i4", checksum, data)
-
-    def read_chunks(self, sample: Sample) -> Iterator[list[wire.Packed]]:
-        """[ids, behaviour logprobs] of the acknowledged chunks of a sample, and their supports where they have some."""
-        for reference in sample.references:
-            _, arrays = self.journal.read(reference)
-            kinds = zip(wire.CHUNK_ARRAYS, arrays, strict=False)
-            yield [wire.Packed(dtype, checksum, data) for dtype, (checksum, data) in kinds]
-
-    def read_response(self, sample: Sample) -> list[wire.Packed]:
-        """The same of all its acknowledged tokens."""
-        chunks = list(self.read_chunks(sample))
-        if len(chunks) == 1:
-            return chunks[0]
-        return [join(column) for column in zip(*chunks, strict=True)]
-
-    def environment_state(self, sample: Sample) -> bytes:
-        """What its environment has left behind its last observation."""
-        for reference in reversed(list(sample.references)):
-            event, _ = self.journal.read(reference)
-            if isinstance(event, events.ObservationAccepted):
-                return event.state
-        return b""
-
-    def _row_of(self, evaluation: bool, epoch: int, row: int) -> Row:
-        return self.prompts.evaluation_rows[row] if evaluation else self.prompts.row(epoch, row)
-
-    def reward_of(self, row: Row) -> str:
-        """Name of its verifier."""
-        return row.reward or self.config.reward.name
-
-    def _scored_together(self, evaluation: bool, epoch: int, row: int) -> bool:
-        return self.reward_of(self.row_of(evaluation, epoch, row)).startswith(GROUP_REWARD)
-
-
-def join(pieces: Iterable[wire.Packed]) -> wire.Packed:
-    pieces = list(pieces)
-    data = b"".join(piece.data for piece in pieces)
-    return wire.Packed(pieces[0].dtype, crc32(data), data)

@@ -1,12 +1,14 @@
 """Who is connected: one session per peer, with a data and a control connection, and what it was last known to do."""
 
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from april import limits, wire
-from april.version import Version
+from april import wire
+from april.wire import limits
+from april.wire.version import Version
 
 HOLDERS = ("worker", "scorer")
 """roles that hold leases"""
@@ -45,6 +47,11 @@ class Session:
         while self.recent[0][0] < now - PACE_S:
             self.recent.popleft()
 
+    @property
+    def step(self) -> int:
+        """Of the version that it holds; -1 for none."""
+        return -1 if self.version is None else self.version.step
+
     def tokens_per_s(self, now: float) -> float:
         return sum(tokens for at, tokens in self.recent if at > now - PACE_S) / PACE_S
 
@@ -73,6 +80,8 @@ class Outgoing:
     arrays: list[np.ndarray | wire.Packed] = field(default_factory=list)
     session: int = 0
     sequence: int = 0
+    protocol: int = wire.PROTOCOL
+    """of a peer that speaks another one, and is told so"""
 
 
 class Sessions:
@@ -89,9 +98,9 @@ class Sessions:
         self._next = 1
         self._acknowledging: dict[int, Session] = {}
 
-    def number_from(self, epoch: int) -> None:
+    def number_from(self, start: int) -> None:
         """A session's number is never used again, not even by a restarted broker."""
-        self._next = (epoch << 32) + 1
+        self._next = (start << 32) + 1
 
     def open(self, hello: wire.Hello, route: bytes, now: float, key: str = "") -> Session:
         session = Session(self._next, hello.role, hello.name, hello.uid, route, now, key=key)
@@ -148,7 +157,11 @@ class Sessions:
         return next((s for s in self.by_id.values() if s.uid == uid and s.role in HOLDERS), None)
 
     def send(
-        self, session: Session, message: wire.Message, arrays: list[np.ndarray | wire.Packed] = (), sequence: int = 0
+        self,
+        session: Session,
+        message: wire.Message,
+        arrays: Sequence[np.ndarray | wire.Packed] = (),
+        sequence: int = 0,
     ) -> None:
         """To the data connection, in order behind what was sent there before."""
         session.sent_bytes += sum(len(a.data) if isinstance(a, wire.Packed) else a.nbytes for a in arrays)
@@ -159,25 +172,25 @@ class Sessions:
     ) -> None:
         """What rests on nothing that is not on disk."""
         session.sent_bytes += sum(len(packed.data) for packed in arrays)
-        self.at_once.append(Outgoing(session.data_route, message, arrays, session.id, sequence))
+        self.at_once.append(Outgoing(session.data_route, message, list(arrays), session.id, sequence))
 
     def refuse(
-        self, cause: str, reason: str, route: bytes, token: int = 0, session: int = 0, sequence: int = 0
+        self, cause: str, reason: str, route: bytes, lease_id: int = 0, session: int = 0, sequence: int = 0
     ) -> None:
         """The answer to a message that is not accepted, and its counter; `cause` is never a peer's own text."""
         self.refusals[cause] += 1
-        self.outgoing.append(Outgoing(route, wire.Refused(reason, token), [], session, sequence))
+        self.outgoing.append(Outgoing(route, wire.Refused(reason, lease_id), [], session, sequence))
 
     def has_credit(self, session: Session, credit_bytes: int) -> bool:
         """Whether it has taken enough of what it was sent to be sent more; one message may exceed the credit."""
         return session.sent_bytes - session.received_bytes < credit_bytes
 
-    def acknowledge(self, session: Session, token: int, length: int | None = None) -> None:
+    def acknowledge(self, session: Session, lease_id: int, length: int | None = None) -> None:
         """The tokens of a lease below `length` are safe after the next sync, or its end is (None)."""
         if length is None:
-            session.done.append(token)
+            session.done.append(lease_id)
         else:
-            session.lengths[token] = length
+            session.lengths[lease_id] = length
         self._acknowledging[session.id] = session
 
     def take_outgoing(self) -> list[Outgoing]:
@@ -205,6 +218,11 @@ class Sessions:
     def send_control(self, session: Session, message: wire.Message) -> None:
         """To the control connection, past whatever queues on the other one."""
         self.outgoing.append(Outgoing(session.control_route or session.data_route, message, [], session.id))
+
+    def refuse_protocol(self, error: wire.OtherProtocol, reason: str, route: bytes) -> None:
+        """In the protocol of the peer, which understands nothing else."""
+        self.refusals[error.cause] += 1
+        self.outgoing.append(Outgoing(route, wire.Refused(reason), protocol=error.protocol))
 
     def broadcast(self, message: wire.Message) -> None:
         """To everybody who holds leases."""

@@ -10,7 +10,6 @@ from april.config.overrides import OVERRIDES, describe_keys, known_keys
 from april.config.sections import (
     BrokerSection,
     Config,
-    ConfigError,
     DataSection,
     EngineSection,
     LearnerSection,
@@ -20,6 +19,7 @@ from april.config.sections import (
     WeightsSection,
     WorkerSection,
 )
+from april.errors import ConfigError
 
 __all__ = [
     "OVERRIDES",

@@ -8,27 +8,34 @@ from april.config.sections import (
     AlgorithmSection,
     BrokerSection,
     Config,
-    ConfigError,
     DataSection,
-    EngineSection,
     EnvironmentSection,
     EvaluationSection,
     ScheduleSection,
 )
-from april.limits import TOP_K
+from april.errors import ConfigError
+from april.registry import ROOMS, registry_of
+from april.wire.limits import TOP_K
 
-VLLM_TEMPERATURE = 2.0
-"""the highest that vLLM takes"""
+BANDS = [
+    key.removesuffix("_low") for key in AlgorithmSection.model_fields if key.endswith("_low") and key != "clip_low"
+]
+"""keys of [algorithm] that come with a low and a high end"""
 INPUTS = ("model", "data")
 """what a run reads; its data is read by the broker alone, which may be on another machine"""
 
 
 def check(config: Config, inputs: Collection[str] = INPUTS) -> None:
-    """Refuse what is valid key by key but cannot work together, and those of the `inputs` that are not there."""
-    check_schedule(config.schedule)
+    """Refuse what is valid key by key but cannot work together, and those of the `inputs` that are not there.
+
+    Parts of somebody's own, named as `package.module:Name`, are not imported here: not every part of a run has them.
+    `april.launch.preflight` looks at them, and whoever uses one.
+    """
+    check_names(config)
+    check_schedule(config.schedule, imported=is_shipped(config, "schedule.kind"))
     check_sampling(config)
     check_evaluation(config.evaluation)
-    check_algorithm(config.algorithm)
+    check_algorithm(config.algorithm, imported=False)
     check_addresses(config)
     check_leases(config.broker)
     check_reward(config)
@@ -37,12 +44,34 @@ def check(config: Config, inputs: Collection[str] = INPUTS) -> None:
         check_model(config)
     if "data" in inputs:
         check_data(config.data)
-    check_engine(config)
+    if is_shipped(config, "worker.engine"):
+        check_engine(config)
 
 
-def check_schedule(schedule: ScheduleSection) -> None:
+def names_at(config: Config, key: str) -> list[str]:
+    """The parts that a key names: none, one, or as many as its list has."""
+    section, _, field = key.partition(".")
+    value = getattr(getattr(config, section), field)
+    return ([value] if value else []) if isinstance(value, str) else list(value)
+
+
+def check_names(config: Config) -> None:
+    """Refuse a name that is neither that of a shipped part nor a place of one's own."""
+    for key in ROOMS:
+        for name in names_at(config, key):
+            registry_of(key).check_name(name)
+
+
+def is_shipped(config: Config, key: str) -> bool:
+    return set(names_at(config, key)) <= registry_of(key).shipped.keys()
+
+
+def check_schedule(schedule: ScheduleSection, imported: bool = True) -> None:
+    """Refuse what the ledger cannot do, and what the kind of schedule cannot, if that is `imported`."""
+    kind = registry_of("schedule.kind").find(schedule.kind) if imported else None
     if key := schedule.automatic_key:
-        check_automatic(schedule, key)
+        if kind:
+            check_automatic(schedule, kind.dial and kind.dial.key)
         schedule = schedule.model_copy(update={key: None})
     n, groups, per_round = schedule.n_samples_per_prompt, schedule.rollout_batch_size, schedule.groups_per_round
     if n < 2:
@@ -50,18 +79,8 @@ def check_schedule(schedule: ScheduleSection) -> None:
             f"key 'schedule.n_samples_per_prompt' = {n} gives group-relative advantages nothing to compare; "
             "use 2 or more"
         )
-    if schedule.kind == "sync" and per_round > groups:
-        raise ConfigError(
-            f"key 'schedule.over_sampling_batch_size' = {per_round} over-samples N = {groups}, "
-            "which schedule.kind = 'sync' never does; use schedule.kind = 'april' or leave the key out"
-        )
-    if schedule.kind == "continuous":
-        check_continuous(schedule)
-    elif schedule.in_flight is not None:
-        raise ConfigError(
-            f"key 'schedule.in_flight' = {schedule.in_flight} is for schedule.kind = 'continuous', not "
-            f"{schedule.kind!r}; leave it out, or set schedule.over_sampling_batch_size"
-        )
+    if kind:
+        kind.check(schedule)
     admitted = schedule.batches_in_reach * groups
     if per_round > admitted:
         raise ConfigError(
@@ -75,13 +94,14 @@ def check_schedule(schedule: ScheduleSection) -> None:
         )
 
 
-def check_automatic(schedule: ScheduleSection, key: str) -> None:
-    """Refuse `auto` where there is nothing to choose."""
-    wanted = {"april": "over_sampling_batch_size", "continuous": "in_flight"}.get(schedule.kind)
+def check_automatic(schedule: ScheduleSection, wanted: str | None) -> None:
+    """Refuse `auto` where there is nothing to choose; `wanted`: the key that can be chosen."""
+    key = schedule.automatic_key
     if wanted is None:
+        able = registry_of("schedule.kind").those(lambda kind: kind.dial)
         raise ConfigError(
             f"key 'schedule.{key}' = 'auto' has nothing to choose where schedule.kind = {schedule.kind!r}; "
-            "use schedule.kind = 'april' or 'continuous', or leave the key out"
+            f"use schedule.kind = {able}, or leave the key out"
         )
     if key != wanted:
         raise ConfigError(
@@ -98,60 +118,45 @@ def check_evaluation(evaluation: EvaluationSection) -> None:
         )
 
 
-def check_continuous(schedule: ScheduleSection) -> None:
-    """Refuse what `continuous` has no use for, and more samples in flight than the staleness bound ever admits."""
-    if not schedule.partial_rollout:
-        raise ConfigError(
-            "key 'schedule.partial_rollout' = False cannot be: schedule.kind = 'continuous' ends no round, so that "
-            "nothing is discarded unfinished; leave it true, or use schedule.kind = 'april'"
-        )
-    if schedule.overlap:
-        raise ConfigError(
-            "key 'schedule.overlap' = True says nothing: schedule.kind = 'continuous' always generates while the "
-            "learner trains; leave it out, or use schedule.kind = 'april'"
-        )
-    groups, n = schedule.rollout_batch_size, schedule.n_samples_per_prompt
-    admitted = schedule.batches_in_reach * groups * n
-    if schedule.in_flight is not None and schedule.in_flight > admitted:
-        raise ConfigError(
-            f"key 'schedule.in_flight' = {schedule.in_flight} exceeds {admitted}, the most samples that "
-            f"schedule.max_staleness = {schedule.max_staleness} ever admits for {groups} x {n} in a batch; "
-            "lower it or raise max_staleness"
-        )
-
-
 def check_sampling(config: Config) -> None:
     """Training samples may be drawn from a part of the distribution where the engine returns which part that was."""
-    sampling, server = config.sampling, config.engine.server
-    if not sampling.is_cut:
+    if not config.sampling.is_cut:
         return
-    whole = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    key, value = next((key, getattr(sampling, key)) for key in whole if getattr(sampling, key) != whole[key])
-    if config.worker.engine != "sglang":
-        raise ConfigError(
-            f"key 'sampling.{key}' = {value} cuts the distribution, and worker.engine = {config.worker.engine!r} does "
-            "not say what is left of it, without which training would be biased; set worker.engine = 'sglang', or "
-            "use top_k = 0, top_p = 1.0 and min_p = 0.0"
-        )
-    if sampling.top_k < 2:
+    if is_shipped(config, "worker.engine"):
+        check_supports(config)
+    if config.sampling.top_k < 2:
+        key, value = cut_of(config)
         raise ConfigError(
             f"key 'sampling.{key}' = {value} does not bound what travels with every token, the ids that it was drawn "
             f"from; set sampling.top_k from 2 to {TOP_K}"
         )
-    if algorithm := server.get("speculative_algorithm"):
+
+
+def check_supports(config: Config) -> None:
+    """Refuse a cut of the distribution where the engine does not say what is left."""
+    engines = registry_of("worker.engine")
+    if config.sampling.is_cut and not engines.find(config.worker.engine).returns_supports:
+        key, value = cut_of(config)
+        able = engines.those(lambda engine: engine.returns_supports)
         raise ConfigError(
-            f"key 'engine.server.speculative_algorithm' = {algorithm!r} cannot be with sampling.{key} = {value}: "
-            "SGLang does not say what tokens of a draft were drawn from; leave one out"
-        )
-    if sampling.min_p and server.get("enable_deterministic_inference"):
-        raise ConfigError(
-            f"key 'sampling.min_p' = {sampling.min_p} cannot be with engine.server.enable_deterministic_inference, "
-            "under which SGLang does not do it; use sampling.top_p, or leave one out"
+            f"key 'sampling.{key}' = {value} cuts the distribution, and worker.engine = {config.worker.engine!r} does "
+            f"not say what is left of it, without which training would be biased; set worker.engine = {able}, or "
+            "use top_k = 0, top_p = 1.0 and min_p = 0.0"
         )
 
 
-def check_algorithm(algorithm: AlgorithmSection) -> None:
-    weighing = [name for name in algorithm.corrections if name in ("truncated", "truncated_sequence", "icepop")]
+def cut_of(config: Config) -> tuple[str, float]:
+    """The key of [sampling] that cuts the distribution, and its value."""
+    whole = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    sampling = config.sampling
+    return next((key, getattr(sampling, key)) for key in whole if getattr(sampling, key) != whole[key])
+
+
+def check_algorithm(algorithm: AlgorithmSection, imported: bool = True) -> None:
+    """What parts of somebody's own say of themselves is asked only if they are `imported`."""
+    registry, losses = registry_of("algorithm.corrections"), registry_of("algorithm.loss")
+    asked = [name for name in algorithm.corrections if imported or name in registry.shipped]
+    weighing = [name for name in asked if getattr(registry.find(name), "weighs", False)]
     if weighing and algorithm.proximal == "behaviour":
         raise ConfigError(
             f"key 'algorithm.corrections' = {list(algorithm.corrections)} holds {weighing[0]!r}, which weighs 1 around "
@@ -160,19 +165,21 @@ def check_algorithm(algorithm: AlgorithmSection) -> None:
     if len(weighing) > 1 or len(set(algorithm.corrections)) < len(algorithm.corrections):
         raise ConfigError(
             f"key 'algorithm.corrections' = {list(algorithm.corrections)} applies the same ratio twice; name each "
-            "correction once, and only one of 'truncated', 'truncated_sequence' and 'icepop'"
+            f"correction once, and only one of {registry.those(lambda found: getattr(found, 'weighs', False))}"
         )
-    if algorithm.dual_clip is not None and algorithm.loss != "ppo":
-        raise ConfigError(
-            f"key 'algorithm.dual_clip' = {algorithm.dual_clip} is for algorithm.loss = 'ppo', not "
-            f"{algorithm.loss!r}; leave it out"
-        )
+    if algorithm.dual_clip is not None and (imported or algorithm.loss in losses.shipped):
+        able = losses.those(lambda loss: getattr(loss, "takes_dual_clip", False))
+        if not getattr(losses.find(algorithm.loss), "takes_dual_clip", False):
+            raise ConfigError(
+                f"key 'algorithm.dual_clip' = {algorithm.dual_clip} is for algorithm.loss = {able}, not "
+                f"{algorithm.loss!r}; leave it out"
+            )
     if algorithm.constant_tokens is not None and algorithm.normalisation != "constant":
         raise ConfigError(
             f"key 'algorithm.constant_tokens' = {algorithm.constant_tokens} is for algorithm.normalisation = "
             f"'constant', not {algorithm.normalisation!r}; leave it out"
         )
-    for band in ("icepop", "geometric"):
+    for band in BANDS:
         low, high = getattr(algorithm, f"{band}_low"), getattr(algorithm, f"{band}_high")
         if low >= high:
             raise ConfigError(
@@ -290,106 +297,23 @@ def check_data(data: DataSection) -> None:
 
 
 def check_engine(config: Config) -> None:
-    """Refuse what the server cannot do, or cannot do rightly."""
-    engine, tensor_parallel = config.engine, "tp_size"
-    if config.worker.engine == "torch":
-        return check_no_server(engine)
-    if config.worker.engine == "vllm":
-        check_vllm(config)
-        tensor_parallel = "tensor_parallel_size"
-    if engine.pause != "abort" and engine.stream_tokens != 1:
-        raise ConfigError(
-            f"key 'engine.pause' = {engine.pause!r} leaves tokens unsent when weights change, whose version would be "
-            "unknown; set engine.stream_tokens = 1, or use engine.pause = 'abort'"
-        )
-    for key, spelled in (("pp_size", "pipeline_parallel_size"), ("dp_size", "data_parallel_size")):
-        value = engine.server.get(key, engine.server.get(spelled, 1))
-        if value != 1:
-            raise ConfigError(
-                f"key 'engine.server.{key}' = {value!r} cannot be: new weights go only into tensor-parallel ranks; use "
-                f"{tensor_parallel}, and one worker for each replica"
-            )
-    ranks = engine.tensor_ranks
-    if not isinstance(ranks, int) or ranks < 1:
-        raise ConfigError(f"key 'engine.server.{tensor_parallel}' = {ranks!r} is no number of ranks; use 1 or more")
-    if heads := config.attention_heads:
-        query, shared = heads
-        if query % ranks or (shared % ranks and ranks % shared):
-            raise ConfigError(
-                f"key 'engine.server.{tensor_parallel}' = {ranks} cannot split the model's {query} heads and {shared} "
-                f"key-value heads evenly; use a divisor of {query}"
-            )
-    check_servers(engine)
-
-
-def check_no_server(engine: EngineSection) -> None:
-    """The embedded engine would run in place of the servers that are meant."""
-    if engine.url:
-        raise ConfigError(
-            f"key 'engine.url' = {','.join(engine.url)!r} names servers, and 'worker.engine' is 'torch', which has "
-            "none; set worker.engine = 'sglang' (or 'vllm'), or leave engine.url out"
-        )
-
-
-def check_servers(engine: EngineSection) -> None:
-    """Refuse addresses that are none, and what is said of servers that others have started."""
-    for url in engine.url:
-        if not re.fullmatch(r"https?://[^/\s:]+(:\d+)?", url.rstrip("/")):
-            raise ConfigError(
-                f"key 'engine.url' = {url!r} is no address; give the server's as http://HOST:PORT, several with commas"
-            )
-    if len({url.rstrip("/") for url in engine.url}) < len(engine.url):
-        raise ConfigError(
-            f"key 'engine.url' = {','.join(engine.url)!r} names a server twice, whose weights would be loaded twice "
-            "over; name each once"
-        )
-    if engine.url and engine.server:
-        raise ConfigError(
-            f"key 'engine.server' = {engine.server!r} cannot be passed to the server at {engine.url[0]}, which is not "
-            "started here; leave it out"
-        )
-    if engine.url and engine.servers > 1:
-        raise ConfigError(
-            f"key 'engine.servers' = {engine.servers} starts servers, but engine.url = {','.join(engine.url)!r} names "
-            "those that there are; leave one of them out"
-        )
-    if engine.port and engine.port + engine.servers > 65536:
-        raise ConfigError(
-            f"key 'engine.port' = {engine.port} leaves no ports for {engine.servers} servers behind it; lower it, or "
-            "use 0 for any that are free"
-        )
-
-
-def check_vllm(config: Config) -> None:
-    """Refuse what SGLang's servers do and vLLM's does not."""
-    engine = config.engine
-    if engine.url:
-        raise ConfigError(
-            f"key 'engine.url' = {','.join(engine.url)!r} cannot be: a vLLM server runs April's own program, so "
-            "that a worker starts it itself; leave it out"
-        )
-    if engine.servers > 1:
-        raise ConfigError(
-            f"key 'engine.servers' = {engine.servers} is for SGLang's servers: a worker has one vLLM server; raise "
-            "worker.count instead"
-        )
-    for key, value, only in (("pause", engine.pause, "abort"), ("weights", engine.weights, "disk")):
-        if value != only:
-            raise ConfigError(
-                f"key 'engine.{key}' = {value!r} is for SGLang's servers, not for worker.engine = 'vllm'; use {only!r}"
-            )
-    for key, temperature in (("sampling", config.sampling.temperature), ("evaluation", config.evaluation.temperature)):
-        if temperature > VLLM_TEMPERATURE:
-            raise ConfigError(
-                f"key '{key}.temperature' = {temperature} is above {VLLM_TEMPERATURE:g}, the most that vLLM takes; "
-                "lower it"
-            )
+    """Refuse what the engine cannot do, or cannot do rightly; what that is, the engine says."""
+    engine = registry_of("worker.engine").find(config.worker.engine)
+    check_supports(config)
     for key, value, whole in (("top_k", config.evaluation.top_k, 0), ("top_p", config.evaluation.top_p, 1.0)):
-        if value != whole:
+        if value != whole and not engine.cuts:
             raise ConfigError(
-                f"key 'evaluation.{key}' = {value} cuts the distribution, which worker.engine = 'vllm' does not do; "
-                f"use {whole}"
+                f"key 'evaluation.{key}' = {value} cuts the distribution, which worker.engine = "
+                f"{config.worker.engine!r} does not do; use {whole}"
             )
+    engine.check(config)
+    transports = registry_of("weights.transport")
+    if engine.broadcasts_to_servers(config) and not transports.find(config.weights.transport).takes_servers:
+        raise ConfigError(
+            f"key 'weights.transport' = {config.weights.transport!r} takes no servers into its lanes, which "
+            f"engine.weights = {config.engine.weights!r} wants; use "
+            f"{transports.those(lambda transport: transport.takes_servers)}, or another engine.weights"
+        )
 
 
 def check_address(address: str) -> str:

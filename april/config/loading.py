@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from april.config.checks import INPUTS, check
 from april.config.overrides import known_keys, parse_overrides, set_key
-from april.config.sections import Config, ConfigError, Section
+from april.config.sections import Config, Section
+from april.errors import ConfigError
 
 
 def load(path: str | Path | Sequence[Path], overrides: Sequence[str] = (), inputs: Collection[str] = INPUTS) -> Config:
@@ -50,14 +52,14 @@ def merge(tree: dict[str, Any], other: dict[str, Any]) -> None:
             tree[key] = value
 
 
-def validate(tree: dict) -> Config:
+def validate(tree: dict[str, Any]) -> Config:
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
         raise ConfigError(sentence(error.errors()[0])) from None
 
 
-def sentence(error: dict, model: type[Section] = Config, listing: str = "`april run --help`") -> str:
+def sentence(error: ErrorDetails, model: type[Section] = Config, listing: str = "`april run --help`") -> str:
     """One sentence from a pydantic error of `model`, whose keys `listing` lists: the key, the value, what was
     expected."""
     key = ".".join(str(part) for part in error["loc"])

@@ -3,7 +3,8 @@
 import tomllib
 from typing import Any, Literal, get_args, get_origin
 
-from april.config.sections import Config, ConfigError, Section
+from april.config.sections import Config, Section
+from april.errors import ConfigError
 
 OVERRIDES = "every key of the configuration can be given as --section.key value:\n"
 
@@ -42,7 +43,7 @@ def parse_value(text: str) -> Any:
         return text
 
 
-def set_key(tree: dict, key: str, value: Any) -> None:
+def set_key(tree: dict[str, Any], key: str, value: Any) -> None:
     *sections, name = key.split(".")
     for section in sections:
         tree = tree.setdefault(section, {})

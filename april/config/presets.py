@@ -74,7 +74,7 @@ def fill_preset(tree: Any, default_budget_tokens: int) -> Any:
     return filled
 
 
-def budget_tokens(tree: dict, default: int) -> int:
+def budget_tokens(tree: dict[str, Any], default: int) -> int:
     sampling = tree.get("sampling")
     found = sampling.get("max_response_tokens", default) if isinstance(sampling, dict) else default
     return found if isinstance(found, int) else default

@@ -9,11 +9,10 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, WrapValidator, field_validator, model_validator
 
 from april.config.presets import fill_preset
-from april.limits import CHUNK_TOKENS, CONTEXT_TOKENS, TOP_K
+from april.wire.limits import CHUNK_TOKENS, TOP_K
 
-
-class ConfigError(ValueError):
-    """A configuration that cannot work; the text says which key, which value and how to mend it."""
+CONTEXT_TOKENS = 1 << 20
+"""of a prompt, and of a response"""
 
 
 class Section(BaseModel):
@@ -25,13 +24,16 @@ class RunSection(Section):
         "run", min_length=1, pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$", description="folder name of the run"
     )
     dir: Path = Field(Path("runs"), description="where run folders are written")
+    target: str = Field(
+        "local", description="where `april run` starts the parts: local, or yours as package.module:Class"
+    )
 
 
 class ModelSection(Section):
     path: Path = Field(description="Hugging Face folder of the starting policy")
 
 
-Mapping = Literal["plain", "dapo_math", "deepscaler", "deepmath", "aime"]
+Mapping = Literal["plain", "dapo_math", "deepscaler", "deepmath", "aime", "gsm8k"]
 
 
 class SourceSection(Section):
@@ -104,8 +106,9 @@ Automatic = Annotated[
 
 
 class ScheduleSection(Section):
-    kind: Literal["sync", "april", "continuous"] = Field(
-        "april", description="sync waits for all; april stops at N; continuous never stops"
+    kind: str = Field(
+        "april",
+        description="sync waits for all; april stops at N; continuous never stops; or yours as package.module:Class",
     )
     rollout_batch_size: int = Field(32, ge=1, description="N: groups in a batch")
     over_sampling_batch_size: Automatic = Field(
@@ -123,7 +126,7 @@ class ScheduleSection(Section):
 
     dynamic_sampling: bool = Field(False, description="discard and replace groups all right or all wrong")
     group_filter: str = Field(
-        "", description="package.module:function that gives the reason to discard a complete group; empty: none"
+        "", description="gives the reason to discard a complete group: zero_spread, or yours as package.module:function"
     )
     in_flight: Automatic = Field(
         None, description="C: samples that `continuous` keeps in generation; none: N' x n; auto: from lengths"
@@ -143,6 +146,12 @@ class ScheduleSection(Section):
         return self.over_sampling_batch_size or self.rollout_batch_size
 
     @property
+    def over_sampled(self) -> int:
+        """N' where it is above N, otherwise 2 N: what plans compare."""
+        per_round = self.groups_per_round
+        return per_round if per_round > self.rollout_batch_size else 2 * self.rollout_batch_size
+
+    @property
     def most_in_flight(self) -> int:
         """C: training samples that are generated at a time."""
         return self.in_flight or self.groups_per_round * self.n_samples_per_prompt
@@ -156,11 +165,6 @@ class ScheduleSection(Section):
     def filters_groups(self) -> bool:
         """Whether complete groups can be discarded for what they are."""
         return self.dynamic_sampling or bool(self.group_filter)
-
-    @property
-    def groups_outlive_a_round(self) -> bool:
-        """Whether a batch is trained while other groups are unfinished."""
-        return self.kind == "continuous" or self.groups_per_round > self.rollout_batch_size
 
 
 class SamplingSection(Section):
@@ -197,7 +201,10 @@ class EvaluationSection(Section):
 
 class WorkerSection(Section):
     count: int = Field(2, ge=1, description="worker processes that `april run` starts")
-    engine: Literal["torch", "sglang", "vllm"] = Field("torch", description="generation engine; for others: [engine]")
+    engine: str = Field(
+        "torch",
+        description="generation engine: torch, sglang, vllm, or yours as package.module:Class; servers': [engine]",
+    )
     slots: int = Field(64, ge=1, description="sequences decoded together")
     prefetch: int = Field(8, ge=0, description="samples waiting in a worker for a free slot")
     chunk_tokens: int = Field(512, ge=1, le=CHUNK_TOKENS, description="a chunk is sent after this many tokens")
@@ -216,7 +223,7 @@ class EngineSection(Section):
     )
     servers: int = Field(1, ge=1, le=64, description="servers that a worker starts")
     python: Path | None = Field(
-        None, description="interpreter that has the server's package; none: .venv-sglang's or .venv-vllm's"
+        None, description="interpreter that has the server's package; none: that of .venv-ENGINE"
     )
     port: int = Field(
         0, ge=0, le=65535, description="of the server that is started, of further ones those behind it; 0: any free"
@@ -247,7 +254,7 @@ class EngineSection(Section):
     @property
     def tensor_ranks(self) -> int:
         """Tensor-parallel ranks of a server that is started here, as its options say."""
-        return self.server.get("tp_size", self.server.get("tensor_parallel_size", 1))
+        return int(self.server.get("tp_size", self.server.get("tensor_parallel_size", 1)))
 
 
 class RewardSection(Section):
@@ -327,10 +334,14 @@ class AlgorithmSection(Section):
     preset: Literal["grpo", "dapo", "gspo"] | None = Field(
         None, description="sets what the paper sets; keys that are given win"
     )
-    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"] = Field(
-        "grpo", description="advantage estimator"
+    advantage: str = Field(
+        "grpo",
+        description="advantage estimator: grpo, dr_grpo, rloo, reinforce_pp, reinforce_pp_baseline, "
+        "or yours as package.module:function",
     )
-    loss: Literal["ppo", "gspo", "gspo_token", "cispo"] = Field("ppo", description="policy loss")
+    loss: str = Field(
+        "ppo", description="policy loss: ppo, gspo, gspo_token, cispo, or yours as package.module:function"
+    )
     clip_low: float = Field(0.2, gt=0, le=1, description="ratio clipped below 1 - this; 1: no lower bound")
     clip_high: float = Field(0.28, gt=0, description="ratio clipped above 1 + this")
     dual_clip: float | None = Field(
@@ -353,11 +364,10 @@ class AlgorithmSection(Section):
         description="the loss clips its ratio around what sampled the token, the policy before the step, "
         "or one version before it",
     )
-    corrections: tuple[Literal["truncated", "truncated_sequence", "icepop", "geometric", "on_policy_only"], ...] = (
-        Field(
-            ("truncated_sequence",),
-            description="weights of stale tokens between behaviour and proximal policy, multiplied",
-        )
+    corrections: tuple[str, ...] = Field(
+        ("truncated_sequence",),
+        description="weights of stale tokens between behaviour and proximal policy, multiplied: truncated, "
+        "truncated_sequence, icepop, geometric, on_policy_only, or yours as package.module:function",
     )
     truncation: float = Field(2.0, gt=0, description="truncated: largest importance weight of a token")
     sequence_truncation: float = Field(
@@ -378,8 +388,8 @@ class BrokerSection(Section):
     abort_deadline_s: float = Field(5.0, gt=0, description="longest wait for an aborted sample (seconds)")
     readopt_s: float = Field(10.0, gt=0, description="wait for former lease holders after a restart (seconds)")
     credit_mb: int = Field(64, ge=1, description="sent to a peer ahead of what it says has reached it (MiB)")
-    segment_mb: int = Field(512, ge=1, description="size of a journal file; a snapshot is taken with each (MiB)")
-    segment_records: int = Field(250_000, ge=100, description="most records in a journal file")
+    journal_file_mb: int = Field(512, ge=1, description="size of a journal file; a snapshot is taken with each (MiB)")
+    journal_file_records: int = Field(250_000, ge=100, description="most records in a journal file")
     patience_s: float = Field(600.0, gt=0, description="peers wait this long for a broker that is away (seconds)")
     max_restarts: int = Field(5, ge=0, description="restarts without a new step in between before giving up")
     hung_s: float = Field(120.0, gt=0, description="`april run` restarts a broker silent for this long (seconds)")
@@ -387,6 +397,9 @@ class BrokerSection(Section):
 
 
 class WeightsSection(Section):
+    transport: str = Field(
+        "collective", description="what carries them: collective (process groups), or yours as package.module:Class"
+    )
     host: str = Field("127.0.0.1", description="address under which workers reach learner rank 0")
     backend: Literal["auto", "gloo", "nccl"] = Field(
         "auto", description="auto: nccl (RCCL on AMD) between accelerators, gloo otherwise"
@@ -412,7 +425,9 @@ class OperationsSection(Section):
     stuck_after_s: float = Field(
         30.0, gt=0, description="/health fails when the broker's loop has not come round for this long (seconds)"
     )
-    tensorboard: bool = Field(False, description="write metrics to `tensorboard/` of the run folder, too")
+    sinks: list[str] = Field(
+        [], description="where metrics go beside the run folder: tensorboard, or yours as package.module:Class"
+    )
     log_format: Literal["text", "json"] = Field("text", description="log lines; json: one object a line, with ids")
 
     @property
@@ -453,17 +468,6 @@ class Config(Section):
         return self.scorer.count if self.reward.where == "scorer" else 0
 
     @property
-    def broadcasts_to_servers(self) -> bool:
-        """Whether the learner's weights go to SGLang servers past their worker."""
-        return self.worker.engine == "sglang" and self.engine.weights == "broadcast"
-
-    def lanes_of(self, worker: str) -> list[str]:
-        """Names of a worker's lanes to the learner: its own, or one for each of several servers behind it."""
-        servers = len(self.engine.url) or self.engine.servers
-        several = self.worker.engine != "torch" and servers > 1
-        return [f"{worker}-server-{index}" for index in range(servers)] if several else [worker]
-
-    @property
     def run_dir(self) -> Path:
         return self.run.dir / self.run.name
 
@@ -492,11 +496,6 @@ class Config(Section):
     def _model_shape(self) -> dict[str, Any]:
         path = self.model.path / "config.json"
         return json.loads(path.read_text()) if path.exists() else {}
-
-    @property
-    def engine_python(self) -> Path:
-        """The interpreter that has the server's package."""
-        return self.engine.python or Path(f".venv-{self.worker.engine}/bin/python")
 
     @property
     def longest_prompt_tokens(self) -> int:

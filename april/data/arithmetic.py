@@ -85,9 +85,9 @@ def split_of(prompt: str) -> str:
 
 
 def demonstration(task: Task, noise: Noise = CLEAN, random: Random | None = None) -> str:
-    """A response to the task, end of text not included. Clean without noise."""
+    """A response to the task, end of text not included. Clean without noise, which wants a `random` of its own."""
     times, digit, value = task
-    if noise == CLEAN:
+    if random is None or noise == CLEAN:
         random = Random(0)
     if random.random() < noise.p_short:
         return "#" + wrong_guess(task, random)

@@ -10,6 +10,7 @@ import logging
 import tempfile
 from array import array
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -129,16 +130,14 @@ def row_of(record: Any, mapping: Mapping, source: SourceSection, data: DataSecti
 
 def verifier_of(source: SourceSection) -> str | None:
     """The verifier of rows that name none, where the source or its mapping has one."""
-    return source.reward or MAPPINGS[source.mapping].reward
+    return source.reward or MAPPINGS[source.mapping or "plain"].reward
 
 
 def mapping_of(source: SourceSection) -> Mapping:
     """The named mapping, with the keys that the source names instead."""
-    mapping = MAPPINGS[source.mapping]
-    return Mapping(
+    mapping = MAPPINGS[source.mapping or "plain"]
+    return replace(
+        mapping,
         prompt=(source.prompt_key,) if source.prompt_key else mapping.prompt,
         label=(source.label_key,) if source.label_key else mapping.label,
-        reward=mapping.reward,
-        chat=mapping.chat,
-        template=mapping.template,
     )

@@ -52,8 +52,8 @@ def data_files(path: Path) -> list[Path]:
                 f"dataset {path} has a state.json without its list of files; save it with save_to_disk again"
             ) from None
     if (path / "dataset_dict.json").is_file():
-        splits = ", ".join(sorted(str(folder) for folder in path.iterdir() if (folder / "state.json").is_file()))
-        raise ConfigError(f"dataset {path} has several splits; give one of them: {splits}")
+        folders = ", ".join(sorted(str(folder) for folder in path.iterdir() if (folder / "state.json").is_file()))
+        raise ConfigError(f"dataset {path} has several splits; give one of them: {folders}")
     files = sorted(file for file in path.iterdir() if kind_of(file) and file.name not in HUB_FILES)
     if not files:
         raise ConfigError(f"dataset {path} is a folder without JSONL, JSON, Parquet or Arrow files; give one with some")

@@ -13,12 +13,13 @@ def make_data(
     out_dir: str | Path, train_prompts: int = 4096, heldout_prompts: int = 512, seed: int = 0
 ) -> tuple[Path, Path]:
     """Write both files and return their paths; a file that already reads so is left alone."""
-    paths = []
+    paths: list[Path] = []
     for split, count in zip(SPLITS, (train_prompts, heldout_prompts), strict=True):
         rows = (orjson.dumps(row(task)) + b"\n" for task in distinct_tasks(split, count, seed))
         paths.append(Path(out_dir) / f"{split}.jsonl")
         write_if_changed(paths[-1], b"".join(rows))
-    return tuple(paths)
+    train, heldout = paths
+    return train, heldout
 
 
 def row(task: Task) -> dict:
@@ -30,7 +31,7 @@ def distinct_tasks(split: str, count: int, seed: int) -> list[Task]:
     """`count` different tasks with K distributed as in training. Raises ConfigError when a K runs out."""
     random = Random(f"{split} {seed}")
     unused: dict[int, list[Task]] = {}
-    tasks = []
+    tasks: list[Task] = []
     while len(tasks) < count:
         times = draw_times(random)
         if times not in unused:

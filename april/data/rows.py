@@ -1,12 +1,15 @@
 """A row of a dataset, the field mappings that say where its parts are, and what is refused of it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from april.limits import LABEL_CHARACTERS
+from april.data.gsm8k import final_number
 
+LABEL_CHARACTERS = 200_000
+"""of a reference answer, which travels with every sample of its prompt"""
 GROUP_REWARD = "group:"
 """begins the name of a reward that sees all responses of a prompt"""
 
@@ -39,6 +42,10 @@ class Mapping:
     """a text is what the user says"""
     template: str = "{prompt}"
     """around a text, before it becomes a message"""
+    answer_of: Callable[[str], str | None] | None = None
+    """the reference answer in a label that is a whole solution, None where it has none"""
+    answer_form: str = ""
+    """how a solution ends that has one"""
 
     @property
     def columns(self) -> set[str]:
@@ -47,6 +54,10 @@ class Mapping:
 
 
 BOXED = "{prompt}\n\nReason step by step, and put the final answer into \\boxed{}."
+MARKED = (
+    "{prompt}\n\nReason step by step, and end with the final answer on a line of its own: "
+    "#### and then the number alone."
+)
 
 MAPPINGS = {
     "plain": Mapping(),
@@ -54,13 +65,18 @@ MAPPINGS = {
     "deepscaler": Mapping(("problem",), ("answer",), reward="deepscaler", chat=True, template=BOXED),
     "deepmath": Mapping(("question",), ("final_answer",), reward="math", chat=True, template=BOXED),
     "aime": Mapping(("problem", "Problem"), ("answer", "Answer"), reward="math", chat=True, template=BOXED),
-}
+    "gsm8k": Mapping(
+        ("question",), ("answer",), reward="gsm8k", chat=True, template=MARKED,
+        answer_of=final_number, answer_form="#### 42",
+    ),
+}  # fmt: skip
 """Fields of published datasets:
 
     dapo_math    BytedTsinghua-SIA/DAPO-Math-17k: prompt [{role, content}], reward_model {ground_truth, style}
     deepscaler   agentica-org/DeepScaleR-Preview-Dataset: problem, answer, solution
     deepmath     zwhe99/DeepMath-103K: question, final_answer, difficulty, topic, r1_solution_1 .. 3
     aime         HuggingFaceH4/aime_2024 (problem, answer) and Maxwell-Jia/AIME_2024 (Problem, Answer)
+    gsm8k        openai/gsm8k, and github.com/openai/grade-school-math: question, answer (a solution, then #### 42)
 """
 
 
@@ -76,7 +92,7 @@ def make_row(record: Any, mapping: Mapping, reward: str | None = None, prompt_as
     own = checked_reward(record.get("reward"))
     return Row(
         prompt=shaped_prompt(checked_prompt(prompt, prompt_key), mapping, prompt_as),
-        label=checked_label(label, label_key),
+        label=answer_in(checked_label(label, label_key), label_key, mapping),
         reward=reward or own or mapping.reward,
     )
 
@@ -129,6 +145,17 @@ def checked_label(label: Any, key: str) -> str:
     if isinstance(label, int | float) and not isinstance(label, bool):
         return str(label)
     raise BadRow(f"key {key!r} = {excerpt(label)} is no reference answer; give text or a number")
+
+
+def answer_in(label: str, key: str, mapping: Mapping) -> str:
+    """The label, or what the mapping finds in it."""
+    answer = mapping.answer_of(label) if mapping.answer_of else label
+    if answer is None:
+        raise BadRow(
+            f"key {key!r} ends in {label[-60:]!r} and has no answer like {mapping.answer_form!r}; "
+            "write it behind the solution, or name another key with --data.label_key"
+        )
+    return answer
 
 
 def checked_reward(reward: Any) -> str | None:

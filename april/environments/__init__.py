@@ -1,5 +1,15 @@
 """Tasks in several turns: what answers the policy between them. `docs/environments.md` shows how to write one."""
 
 from april.environments.base import Observation, Turn
+from april.registry import Registry
 
-__all__ = ["Observation", "Turn"]
+ENVIRONMENTS = Registry(
+    "environment.name",
+    "environment",
+    {
+        "calculator": "april.environments.calculator:calculator",
+        "scratchpad": "april.environments.calculator:scratchpad",
+    },
+)
+
+__all__ = ["ENVIRONMENTS", "Observation", "Turn"]

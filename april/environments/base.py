@@ -15,9 +15,7 @@ does to the world outside must bear being done twice.
 One of your own is named by where it lives, `package.module:function`. It may raise: then it has not answered.
 """
 
-import importlib
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import msgspec
@@ -52,30 +50,3 @@ class Observation(msgspec.Struct, frozen=True):
 
 Environment = Callable[[Turn], Observation | str]
 """a text alone is an observation without state"""
-
-ENVIRONMENTS = {
-    "calculator": "april.environments.calculator:calculator",
-    "scratchpad": "april.environments.calculator:scratchpad",
-}
-
-
-@cache
-def find_environment(name: str) -> Environment:
-    """Raises LookupError, ImportError, AttributeError or ValueError for a name that leads nowhere."""
-    module, _, function = (name if ":" in name else ENVIRONMENTS[name]).partition(":")
-    return getattr(importlib.import_module(module), function)
-
-
-def check_environment(name: str) -> None:
-    """Raises ConfigError unless the environment can be found; the empty name is none."""
-    from april.config import ConfigError
-
-    try:
-        if name:
-            find_environment(name)
-    except (LookupError, ImportError, AttributeError, ValueError) as error:
-        reason = "" if isinstance(error, KeyError) else f" ({error})"
-        raise ConfigError(
-            f"key 'environment.name' = {name!r} is no environment{reason}; use one of "
-            f"{', '.join(map(repr, ENVIRONMENTS))} or name your own as package.module:function"
-        ) from None

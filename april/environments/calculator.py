@@ -3,6 +3,7 @@
 import ast
 import operator
 import re
+from collections.abc import Callable
 from fractions import Fraction
 
 from april.data.arithmetic import units_first
@@ -13,7 +14,7 @@ LEADING_ZEROS = re.compile(r"(?<![\d.])0+(?=\d)")
 STEP = re.compile(r"(\d\d)\*(\d)\+(\d)(\d)=$")
 ERROR = "error"
 
-OPERATORS = {
+OPERATORS: dict[type[ast.AST], Callable[..., Fraction]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,

@@ -1,7 +1,7 @@
 """Environments at work in processes of their own: a call that hangs or crashes costs its own sample, nothing else."""
 
 from april.environments.messages import Answer, Call, EnvironmentRules
-from april.workers.rewards.pool import PoolProcess, ProcessPool
+from april.processes.pool import PoolProcess, ProcessPool
 
 
 class EnvironmentPool(ProcessPool[Call, Answer]):

@@ -7,11 +7,15 @@ import sys
 
 import msgspec
 
-from april.environments.base import Environment, Observation, Turn, find_environment
+from april.environments import ENVIRONMENTS
+from april.environments.base import Environment, Observation, Turn
 from april.environments.messages import Answer, Call, EnvironmentRules
-from april.limits import OBSERVATION_CHARACTERS, STATE_BYTES
-from april.workers.rewards.messages import LENGTH_BYTES, READY, frame
-from april.workers.rewards.process import ERROR_CHARACTERS, limit_memory, private_pipes, send
+from april.processes.frames import LENGTH_BYTES, READY, frame, private_pipes, send
+from april.processes.memory import limit_memory
+from april.wire.limits import STATE_BYTES, TEXT_CHARACTERS
+
+OBSERVATION_CHARACTERS = 1 << 18
+"""of what an environment answers to a turn; the rest is cut off"""
 
 
 def main(limit_s: float, rules: EnvironmentRules) -> None:
@@ -21,7 +25,7 @@ def main(limit_s: float, rules: EnvironmentRules) -> None:
     limit_memory(rules.memory_mb)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     with contextlib.suppress(Exception):
-        find_environment(rules.name)
+        ENVIRONMENTS.find(rules.name)
     send(answers, READY)
     while length := int.from_bytes(calls.read(LENGTH_BYTES), "little"):
         call = msgspec.msgpack.decode(calls.read(length), type=Call)
@@ -33,9 +37,9 @@ def main(limit_s: float, rules: EnvironmentRules) -> None:
 
 def ask(name: str, call: Call) -> Answer:
     try:
-        return answer_of(find_environment(name), call)
+        return answer_of(ENVIRONMENTS.find(name), call)
     except Exception as error:
-        return Answer(call.key, error=f"{type(error).__name__}: {error}"[:ERROR_CHARACTERS])
+        return Answer(call.key, error=f"{type(error).__name__}: {error}"[:TEXT_CHARACTERS])
 
 
 def answer_of(environment: Environment, call: Call) -> Answer:

@@ -5,9 +5,10 @@ import logging
 import sys
 
 from april import config as configuration
-from april.client import AccessDenied, BrokerRefused, BrokerUnreachable
+from april.connections.broker import AccessDenied, BrokerRefused, BrokerUnreachable
 from april.learner import refusal
-from april.process import REFUSED, die_with_parent, end, log_to_stderr
+from april.processes.lifetime import REFUSED, die_with_parent, end
+from april.processes.logs import log_to_stderr
 from april.security.keys import load_keys
 
 log = logging.getLogger(__name__)
@@ -86,7 +87,7 @@ def train(config: configuration.Config, address: str) -> None:
         source = BrokerSource(address, publisher.address, config.broker.patience_s, load_keys(keys, "learner"))
     loop.run(config, Trainer(config, device), source, publisher)
     process_group.leave()
-    if source:
+    if source and publisher:
         source.close()
         publisher.close()
     log.info("rank %d is done", rank)

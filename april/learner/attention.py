@@ -45,10 +45,10 @@ def packed_attention(
     By `variable_length` or `each_sequence`, whichever `choice` says; the former needs `cu_seq_lens_q` (int32
     [sequences + 1]) and `max_length_q`. `PackedAttentionError` for what neither computes.
     """
-    refuse_unsupported(query, key, attention_mask, dropout, seq_lens, features)
+    lengths = supported(query, key, attention_mask, dropout, seq_lens, features)
     if chosen(query.device, query.dtype) == "variable_length":
         return variable_length(query, key, value, cu_seq_lens_q, max_length_q, scaling), None
-    return each_sequence(query, key, value, seq_lens, scaling), None
+    return each_sequence(query, key, value, lengths, scaling), None
 
 
 def choice(capability: tuple[int, int] | None, dtype: torch.dtype, importable: bool) -> str:
@@ -107,14 +107,15 @@ def parameters_of(function: Callable) -> frozenset[str]:
     return frozenset(signature(function).parameters)
 
 
-def refuse_unsupported(
+def supported(
     query: Tensor,
     key: Tensor,
     attention_mask: Tensor | None,
     dropout: float,
     seq_lens: list[int] | None,
     features: dict,
-) -> None:
+) -> list[int]:
+    """The lengths of the sequences. Raises PackedAttentionError."""
     if attention_mask is not None:
         raise PackedAttentionError("an attention mask was passed; packed input has no padding, pass None")
     if query.shape[0] != 1:
@@ -131,6 +132,7 @@ def refuse_unsupported(
     for name in ("sliding_window", "softcap", "s_aux", "position_bias"):
         if features.get(name) is not None:
             raise PackedAttentionError(f"the model uses {name}, which packed attention does not compute")
+    return seq_lens
 
 
 def no_mask(*, q_length: int, kv_length: int, attention_mask: Tensor | None = None, **unused) -> None:

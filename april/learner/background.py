@@ -3,12 +3,14 @@
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
+
+Answer = TypeVar("Answer")
 
 
-def in_background(work: Callable, *arguments: Any) -> Future:
+def in_background(work: Callable[..., Answer], *arguments: Any) -> Future[Answer]:
     """What `work` returns or raises, once it has. Its thread never keeps the process from ending."""
-    future = Future()
+    future: Future[Answer] = Future()
 
     def run() -> None:
         try:

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from april.support import Support
-from april.version import Version
+from april.data.support import Support
+from april.wire.version import Version
 
 NO_MORE_BATCHES = -1
 """sent in place of the byte count when the run is over"""

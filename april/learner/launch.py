@@ -4,7 +4,7 @@ silent about a failed rank, which has said itself why."""
 import os
 import sys
 
-from april.process import REFUSED, SUPERVISED, die_with_parent
+from april.processes.lifetime import REFUSED, SUPERVISED, die_with_parent
 
 if __name__ == "__main__":
     die_with_parent()
@@ -12,7 +12,7 @@ if __name__ == "__main__":
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main
 
-    from april import store
+    from april.connections import store
 
     own = store.serve("127.0.0.1")
     try:

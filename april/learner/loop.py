@@ -20,7 +20,8 @@ from april.learner.background import in_background
 from april.learner.batch import Batch, encode, share_batch
 from april.learner.process_group import handover_group
 from april.learner.trainer import ReadyBatch, Trainer
-from april.version import Version
+from april.wire.training import Discard
+from april.wire.version import Version
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ class Source(Protocol):
     def alive(self) -> None:
         """The learner waits and lives; said every `ALIVE_S`."""
 
-    def consumed(self, step: int, metrics: dict[str, float], discarded: str = "") -> None:
+    def consumed(self, step: int, metrics: dict[str, float], discarded: Discard = "") -> None:
         """Batch `step` is in the weights, or was passed without changing them because it is `discarded`."""
 
     def durable(self, step: int, oldest: int) -> None:
@@ -89,7 +90,7 @@ def run(config: Config, trainer: Trainer, source: Source | None, publisher: Publ
     nonfinite_in_a_row = 0
     handover.ask(trainer.step_count)
     release.publish()
-    costs = {}
+    costs: dict[str, float] = {}
     while arrived := handover.take():
         (batch, ready), wait_s = arrived
         handover.ask(batch.step + 1)
@@ -162,7 +163,8 @@ class Handover:
 
     def __init__(self, trainer: Trainer, source: Source | None, group: dist.ProcessGroup):
         self.trainer, self.source, self.group = trainer, source, group
-        self._next: Future | None = None
+        self._next: Future[tuple[Batch, ReadyBatch] | None]
+        """of the last `ask`"""
 
     def ask(self, step: int) -> None:
         self._next = in_background(self._fetch, step)
@@ -191,7 +193,7 @@ class Release:
 
     def __init__(self, trainer: Trainer, publisher: Publisher | None, branch: int, frontier: int):
         self.trainer, self.publisher, self.branch, self.frontier = trainer, publisher, branch, frontier
-        self._sending: Future | None = None
+        self._sending: Future[dict[str, float]] | None = None
 
     def publish(self) -> dict[str, float]:
         """Begin with the weights as they are, unless they are below the frontier. Collective."""
@@ -200,12 +202,14 @@ class Release:
         began = time.perf_counter()
         tensors = self.trainer.weights()
         if self.publisher:
-            self._sending = in_background(self._send, Version(self.branch, self.trainer.step_count), tensors)
+            self._sending = in_background(
+                self._send, self.publisher, Version(self.branch, self.trainer.step_count), tensors
+            )
         return {"gather_s": time.perf_counter() - began}
 
-    def _send(self, version: Version, tensors: dict[str, Tensor]) -> dict[str, float]:
+    def _send(self, publisher: Publisher, version: Version, tensors: dict[str, Tensor]) -> dict[str, float]:
         began = time.perf_counter()
-        return self.publisher.publish(version, tensors) | {"publish_s": time.perf_counter() - began}
+        return publisher.publish(version, tensors) | {"publish_s": time.perf_counter() - began}
 
     def finish(self) -> dict[str, float]:
         """Wait for what is being sent; figures about it."""

@@ -46,7 +46,7 @@ class ScoreTokens(torch.autograd.Function):
                 logits = support.select(logits, rows)
             places = columns[rows, None]
             target_logits[rows] = logits.gather(-1, places)[:, 0]
-            log_p = torch.log_softmax(logits, -1, out=None if support else whole[: len(logits)])
+            log_p = torch.log_softmax(logits, -1, out=None if whole is None else whole[: len(logits)])
             logprobs[rows] = log_p.gather(-1, places)[:, 0]
             entropies[rows] = -torch.exp(log_p, out=logits).mul_(log_p).sum(-1)
             if support or len(hidden) <= rows_per_chunk:
@@ -234,7 +234,8 @@ def buckets(
     parameters: Iterable[tuple[str, DTensor]], dtype: torch.dtype | None
 ) -> Iterator[list[tuple[str, DTensor]]]:
     """Runs of parameters of one type that travel together, `BUCKET_BYTES` or a single parameter."""
-    bucket, size = [], 0
+    bucket: list[tuple[str, DTensor]] = []
+    size = 0
     for name, parameter in parameters:
         parameter_bytes = parameter.numel() * (dtype or parameter.dtype).itemsize
         mixed = bucket and dtype is None and parameter.dtype != bucket[0][1].dtype
@@ -255,8 +256,8 @@ def gather_bucket(bucket: list[tuple[str, DTensor]], dtype: torch.dtype | None) 
     row_sizes = [parameter.numel() // parameter.shape[0] for _, parameter in bucket]
     largest = sum(rows * size for rows, size in zip(rows_per_rank, row_sizes, strict=True))
     sent = nn.functional.pad(local, (0, largest - len(local)))
-    received = [torch.empty_like(sent) for _ in range(ranks)] if leader else None
-    dist.gather(sent, received, dst=0)
+    received = [torch.empty_like(sent) for _ in range(ranks)] if leader else []
+    dist.gather(sent, received or None, dst=0)
     if not leader:
         return {}
     shards = [shard.cpu() for shard in received]

@@ -10,7 +10,7 @@ where tokens without an advantage have no pull towards their behaviour policy, s
 with one optimizer step a batch, so that pi at hand is also the policy at the start of the step.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,14 +18,16 @@ import torch
 from torch import Tensor
 
 from april.config import Config
+from april.config.checks import check_algorithm
 from april.learner.batch import Batch, TrainSample
 from april.learner.diagnostics import TokenTotals
-from april.learner.losses import corrections
+from april.learner.losses import CORRECTIONS, LOSSES
 from april.learner.losses.advantages import advantages, has_spread
 from april.learner.losses.columns import Spans, log_ratio
+from april.learner.losses.corrections import StaleTokens, interpolated_proximal
 from april.learner.losses.divergence import KL_ESTIMATORS, k1, k2, k3
 from april.learner.losses.normalisation import token_weights
-from april.learner.losses.policy import POLICY_LOSSES, Clip
+from april.learner.losses.policy import Clip
 
 MAX_VERSIONS = 64
 """policy versions whose share of a batch is told apart; metrics of a step are limited in number"""
@@ -65,9 +67,12 @@ class Objective:
     """`section` is the configuration's `[algorithm]`."""
 
     def __init__(self, config: Config):
+        """Raises ConfigError for a loss or correction that cannot be found."""
         self.section = config.algorithm
         self.max_response_tokens = config.sampling.max_response_tokens
-        self.policy_loss = POLICY_LOSSES[self.section.loss]
+        check_algorithm(self.section)
+        self.policy_loss = LOSSES.find(self.section.loss)
+        self.corrections = [CORRECTIONS.find(name) for name in self.section.corrections]
         self.clip = Clip(self.section.clip_low, self.section.clip_high, self.section.dual_clip)
         self.needs_reference = self.section.kl_coef > 0
         self.trains_every_sample = self.needs_reference or self.section.entropy_coef > 0
@@ -173,32 +178,22 @@ class Objective:
             return tokens.behaviour_logprobs
         if self.section.proximal == "recomputed":
             return logprobs.detach()
-        return corrections.interpolated_proximal(logprobs, tokens.behaviour_logprobs, tokens.ages)
+        return interpolated_proximal(logprobs, tokens.behaviour_logprobs, tokens.ages)
 
     def correction(self, current: Tensor, proximal: Tensor, tokens: ResponseTokens) -> tuple[Tensor, Tensor]:
         """What each token's policy loss is multiplied by, float32 [K], and where a cap has made that less, bool [K];
         no gradient."""
-        section, weight = self.section, torch.ones_like(current)
-        truncated = torch.zeros_like(current, dtype=torch.bool)
-        from_behaviour = log_ratio(proximal, tokens.behaviour_logprobs)
-        for name in section.corrections:
-            if name == "truncated":
-                ratios, truncated = corrections.truncated(from_behaviour, section.truncation)
-                weight = weight * ratios
-            elif name == "truncated_sequence":
-                ratios, truncated = corrections.truncated_sequence(
-                    from_behaviour, tokens.spans, section.sequence_truncation
-                )
-                weight = weight * ratios
-            elif name == "icepop":
-                weight = weight * corrections.icepop(from_behaviour, section.icepop_low, section.icepop_high)
-            elif name == "geometric":
-                whole = log_ratio(current, tokens.behaviour_logprobs)
-                weight = weight * corrections.geometric(
-                    whole, tokens.spans, section.geometric_low, section.geometric_high
-                )
-            else:
-                weight = weight * corrections.on_policy_only(tokens.ages, weight.dtype)
+        weight, truncated = torch.ones_like(current), torch.zeros_like(current, dtype=torch.bool)
+        stale = StaleTokens(
+            from_behaviour=log_ratio(proximal, tokens.behaviour_logprobs),
+            whole=log_ratio(current, tokens.behaviour_logprobs),
+            ages=tokens.ages,
+            spans=tokens.spans,
+        )
+        for correction in self.corrections:
+            found = correction(stale, self.section)
+            weights, touched = found if isinstance(found, tuple) else (found, truncated)
+            weight, truncated = weight * weights, truncated | touched
         return weight, truncated
 
 
@@ -213,11 +208,11 @@ def version_shares(samples: list[TrainSample]) -> dict[str, float]:
 
     Versions before the newest MAX_VERSIONS share `version_share_older`.
     """
-    tokens = Counter()
+    tokens: Counter[int] = Counter()
     for sample in samples:
         for start, end, version in sample.segments:
             tokens[version.step] += end - start
-    shares = Counter()
+    shares: defaultdict[str, float] = defaultdict(float)
     for place, step in enumerate(sorted(tokens, reverse=True)):
         shares[f"version_share_{step if place < MAX_VERSIONS else 'older'}"] += tokens[step] / tokens.total()
     return dict(shares)

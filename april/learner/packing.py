@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from april.data.support import Support
 from april.learner.batch import TrainSample
-from april.support import Support
-from april.version import Version
+from april.wire.version import Version
 
 NEVER = -1e20
 """a logit that softmax makes 0 of, and that stays finite where it is multiplied with a gradient"""
@@ -51,7 +51,8 @@ def place(
 ) -> list[list[int]] | None:
     """`count` bins, the costliest first, and among those of like cost those with the longest samples; None if the
     samples do not fit into so few."""
-    bins, cost = [[] for _ in range(count)], np.zeros(count)
+    bins: list[list[int]] = [[] for _ in range(count)]
+    cost = np.zeros(count)
     tokens, squares = np.zeros((2, count), np.int64)
     for sample in order:
         length = lengths[sample]

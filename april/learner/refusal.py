@@ -20,6 +20,6 @@ def is_remembered() -> bool:
 
 
 def launcher_store():
-    from april import store
+    from april.connections import store
 
     return store.connect(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), TIMEOUT_S)

@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from april import clock, wire
-from april.client import BrokerConnection, BrokerRefused
+from april import wire
+from april.connections.broker import BrokerConnection, BrokerRefused
+from april.data.support import Support
 from april.learner.batch import Batch, TrainSample
+from april.processes import clock
 from april.security.keys import Keys
-from april.support import Support
 
 POLL_MS = 200
 SPEAKS_S = 3.0
@@ -69,7 +70,7 @@ class BrokerSource:
     def alive(self) -> None:
         self._alive_at = clock.now()
 
-    def consumed(self, step: int, metrics: dict[str, float], discarded: str = "") -> None:
+    def consumed(self, step: int, metrics: dict[str, float], discarded: wire.Discard = "") -> None:
         self._ask(wire.Consumed(step, {name: float(value) for name, value in metrics.items()}, discarded))
 
     def durable(self, step: int, oldest: int) -> None:
@@ -122,8 +123,8 @@ class BrokerSource:
         """Send what is new and take what has arrived, or say hello and everything again to a restarted broker."""
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake_reader, 4096)
-        for request in self._take_new():
-            pending[self.connection.send(request.message)] = request
+        for new in self._take_new():
+            pending[self.connection.send(new.message)] = new
         for received in self.connection.receive(POLL_MS):
             if self.connection.is_disowned(received):
                 return self._begin_again(pending)

@@ -217,7 +217,7 @@ class PhaseSeconds:
 
     def __init__(self, device: torch.device):
         self.device = device
-        self.spent = {}
+        self.spent: dict[str, float] = {}
 
     @contextmanager
     def __call__(self, phase: str):

@@ -134,7 +134,7 @@ def phase_batches(
 
 
 def batches_of_like_length(pool: list[tuple[str, str]], batch_tokens: int) -> list[list[tuple[str, str]]]:
-    cut = [[]]
+    cut: list[list[tuple[str, str]]] = [[]]
     for example in sorted(pool, key=text_tokens):
         if cut[-1] and text_tokens(example) * (len(cut[-1]) + 1) > batch_tokens:
             cut.append([])

@@ -2,6 +2,7 @@
 
 import math
 from collections import deque
+from functools import partial
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -15,7 +16,7 @@ from april.report.run_folder import dig
 
 SPARKS = "▁▂▃▄▅▆▇█"
 REFRESH_HZ = 4
-BAR_STYLE = {"complete_style": "cyan", "finished_style": "green"}
+Bar = partial(ProgressBar, complete_style="cyan", finished_style="green")
 
 
 class LiveView:
@@ -101,7 +102,7 @@ def overview(status: dict, last_step: dict, rewards: list[float]) -> Table:
     left = f"  ETA {duration(status['eta_s'])}" if status.get("eta_s") is not None else ""
     done, needed = status.get("groups_complete") or 0, status.get("groups_needed") or 0
     groups = Table.grid(padding=(0, 1))
-    groups.add_row(ProgressBar(total=max(needed, 1), completed=done, width=14, **BAR_STYLE), f"{done} of {needed}")
+    groups.add_row(Bar(total=max(needed, 1), completed=done, width=14), f"{done} of {needed}")
 
     table = Table.grid(padding=(0, 2))
     for style in ("dim", "", "dim", ""):
@@ -125,13 +126,13 @@ def holders_table(status: dict) -> Table:
         table.add_row(
             Text(str(worker.get("name"))),
             Text(f"version {worker.get('version', '–')}", style="dim"),
-            ProgressBar(total=max(slots, 1), completed=min(leased, slots), width=16, **BAR_STYLE),
+            Bar(total=max(slots, 1), completed=min(leased, slots), width=16),
             f"{min(leased, slots)}/{slots} slots",
             speed(worker.get("tokens_per_s")) or "–",
         )
     for scorer in status.get("scorers") or []:
         capacity, leased = scorer.get("capacity") or 0, scorer.get("leased") or 0
-        bar = ProgressBar(total=max(capacity, 1), completed=min(leased, capacity), width=16, **BAR_STYLE)
+        bar = Bar(total=max(capacity, 1), completed=min(leased, capacity), width=16)
         table.add_row(Text(str(scorer.get("name"))), Text("scores", style="dim"), bar, f"{leased}/{capacity} leases")
     return table
 

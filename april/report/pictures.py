@@ -218,7 +218,9 @@ def lanes_picture(run: Run) -> str | None:
 
 def draw_spans(axes: "Axes", lanes: list[Lane]) -> None:
     for kind, label, color, half_height in BARS:
-        boxes = [(*span, row) for row, lane in enumerate(lanes) for span in lane.spans.get(kind, [])]
+        boxes = [
+            (left, right, float(row)) for row, lane in enumerate(lanes) for left, right in lane.spans.get(kind, [])
+        ]
         draw_boxes(axes, boxes, color, half_height, label)
 
 
@@ -287,7 +289,7 @@ def mean_known(part: np.ndarray) -> float:
 
 
 def whole_steps(axes: "Axes") -> None:
-    axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
+    axes.locator_params(axis="x", integer=True, min_n_ticks=1)
     axes.grid(axis="x", visible=False)
     axes.margins(x=0.01)
 

@@ -8,6 +8,7 @@ from typing import Any
 import orjson
 
 from april.config import ConfigError
+from april.formats.versions import RUN_FOLDER
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ def read_run(run_dir: str | Path) -> Run:
     config_path = path / "config.toml"
     if not config_path.is_file():
         raise ConfigError(f"{path} is not a run folder: {config_path} does not exist; give a folder such as runs/NAME")
+    RUN_FOLDER.check(path)
     config_text = config_path.read_text()
     try:
         config = tomllib.loads(config_text)

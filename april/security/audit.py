@@ -2,7 +2,7 @@
 
 import logging
 
-from april import clock
+from april.processes import clock
 
 log = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ FAILURES = {
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "protocol",
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "broken off",
 }
-CAUSES = {
+CAUSES: dict[int, str] = {
     zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH: "no keys",
     zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC: "wrong broker key",
 }
@@ -59,14 +59,14 @@ class Door:
 
     def peer_of(self, frame: zmq.Frame) -> Peer:
         """Who has sent a message, from any of its frames."""
-        return self.allow_list.find(frame.get("User-Id"))
+        return self.allow_list.find(str(frame.get("User-Id")))
 
     def watch(self) -> bool:
         """Count the handshakes that have failed; True if the allow-list has changed since the last call."""
         for _, monitor in self._guarded:
             while monitor.poll(0):
                 event = recv_monitor_message(monitor)
-                self._fail(CAUSES.get(event["value"], FAILURES[event["event"]]))
+                self._fail(CAUSES.get(event["value"], FAILURES[zmq.Event(event["event"])]))
         seen, self._list_seen = self._list_seen, self.allow_list.refresh()
         return self._list_seen != seen
 

@@ -3,7 +3,7 @@
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from april import clock
+from april.processes import clock
 from april.security.keys import Keys
 
 EVENTS = (

@@ -7,6 +7,7 @@ A key file is TOML: role, name, public and secret key, and the broker's public k
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import overload
 
 from april.config import ConfigError
 
@@ -32,6 +33,10 @@ def find_key_file(keys: Path, role: str) -> Path:
     return keys / f"{role}.key" if keys.is_dir() else keys
 
 
+@overload
+def load_keys(keys: Path, role: str) -> Keys: ...
+@overload
+def load_keys(keys: Path | None, role: str) -> Keys | None: ...
 def load_keys(keys: Path | None, role: str) -> Keys | None:
     """The keys of this process, None where `security.keys` is not set. Raises ConfigError."""
     if keys is None:

@@ -8,14 +8,16 @@ broker that comes back goes on with it; only `april run --resume` chooses again.
 import tomllib
 from pathlib import Path
 
+from april.broker.schedules import SCHEDULES
 from april.config import Config, ConfigError
 from april.config.checks import check_schedule
 from april.simulate.costs import EngineCost
 from april.simulate.lengths import LengthsSection
 from april.simulate.recording import record_trace
-from april.simulate.scenario import WITHOUT_PREFIX_CACHE, Scenario, check_scenario, load_scenario
+from april.simulate.scenario import Scenario, check_scenario, load_scenario
 from april.simulate.trace import write_trace
 from april.simulate.tune import tune
+from april.workers.engines import ENGINES
 
 DEFAULT_FACTOR = 2
 """batches started at a time where no length is known"""
@@ -63,13 +65,12 @@ def choose(config: Config, key: str, resumed: bool, folder: Path) -> tuple[int, 
             "configs/published.toml, or leave it out"
         )
     scenario = load_scenario(schedule.scenario) if schedule.scenario else None
-    lengths, whose = scenario and scenario.lengths, f"of {schedule.scenario}"
+    lengths, whose = scenario.lengths if scenario else None, f"of {schedule.scenario}"
     if resumed and (seen := seen_lengths(config, folder)):
         lengths, whose = seen
     if lengths is None:
         batches = min(DEFAULT_FACTOR, schedule.batches_in_reach)
-        groups = batches * schedule.rollout_batch_size
-        value = groups if key == "over_sampling_batch_size" else groups * schedule.n_samples_per_prompt
+        value = batches * SCHEDULES.find(schedule.kind).dial.of_one_batch(schedule)
         return value, f"{batches} times the batch, since too few lengths are known; schedule.scenario can name some"
     choice = tune(planned(config, scenario or Scenario(cost=PLAIN_COST), lengths))
     return choice.value, f"by the lengths {whose}, {choice.why}"
@@ -94,14 +95,14 @@ def planned(config: Config, scenario: Scenario, lengths: LengthsSection) -> Scen
     """The scenario with the run's own schedule, budget and slots, what its engines keep in their caches, and no longer
     than the start of a run may take."""
     schedule = config.schedule.model_copy(update={config.schedule.automatic_key: None})
-    engines = config.worker.count * len(config.lanes_of("worker"))
-    keeps_prefixes = config.worker.engine not in WITHOUT_PREFIX_CACHE
+    engine = ENGINES.find(config.worker.engine)
+    engines = config.worker.count * len(engine.lanes(config, "worker"))
     batch = schedule.rollout_batch_size * schedule.n_samples_per_prompt
     changes = {
         "schedule": schedule,
         "lengths": lengths.model_copy(update={"longest_tokens": config.sampling.max_response_tokens}),
         "engines": scenario.engines.model_copy(
-            update={"count": engines, "slots": config.worker.slots, "prefix_cache": keeps_prefixes}
+            update={"count": engines, "slots": config.worker.slots, "prefix_cache": engine.keeps_prefixes}
         ),
         "weights": scenario.weights.model_copy(update={"keep_kv": config.engine.pause == "in_place"}),
         "warmup_steps": schedule.batches_in_reach,

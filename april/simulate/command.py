@@ -1,15 +1,17 @@
 """`april simulate`, `april trace`, `april tune` and `april calibrate`: what they print and write."""
 
+from functools import partial
 from pathlib import Path
 
 from april.config import ConfigError
 from april.config.overrides import parse_overrides
 from april.simulate import experiments, pictures
-from april.simulate.scenario import WITHOUT_PREFIX_CACHE, Scenario, load_scenario
+from april.simulate.scenario import Scenario, load_scenario
 from april.simulate.sweep import sweeps
 from april.simulate.trace import budget_of, read_trace, write_trace
 from april.simulate.tune import tune
 from april.simulate.variants import COLUMNS, columns, evaluate, table, variants
+from april.workers.engines import ENGINES
 
 EXPERIMENTS = ("lengths", "buffers", "versions")
 
@@ -31,24 +33,29 @@ def read_decided(path: Path, cost: str | None, overrides: list[str]) -> Scenario
     return scenario
 
 
-def compare(scenario: Scenario) -> None:
-    """The table of all schedules that the bound admits, and why it refuses the others."""
-    admitted, refused = variants(scenario)
+def asked_for(overrides: list[str]) -> str:
+    """The kind of schedule that the command line names, empty if it names none."""
+    return str(dict(parse_overrides(overrides)).get("schedule.kind", ""))
+
+
+def compare(scenario: Scenario, kind: str = "") -> None:
+    """The table of all schedules that the bound admits, or of those of one kind, and why it refuses the others."""
+    admitted, refused = variants(scenario, kind)
     print(table([columns(evaluate(name, one)) for name, one in admitted.items()], COLUMNS))
     for name, error in refused.items():
         print(f"left out: {name}: {error}")
 
 
-def sweep(scenario: Scenario, out: Path) -> None:
+def sweep(scenario: Scenario, out: Path, kind: str = "") -> None:
     make_folder(out)
-    for number, one in enumerate(sweeps(scenario), start=1):
+    for number, one in enumerate(sweeps(scenario, kind), start=1):
         print(f"{one.title}\n{one.table()}")
-        print(f"{pictures.draw(out / f'sweep-{number}.png', lambda one=one: pictures.sweep_picture(one))}\n")
+        print(f"{pictures.draw(out / f'sweep-{number}.png', partial(pictures.sweep_picture, one))}\n")
 
 
-def experiment(name: str, scenario: Scenario, out: Path) -> None:
+def experiment(name: str, scenario: Scenario, out: Path, kind: str = "") -> None:
     make_folder(out)
-    text, found = getattr(experiments, name)(scenario)
+    text, found = getattr(experiments, name)(scenario, kind)
     picture = getattr(pictures, f"{name}_picture")
     print(text)
     print(pictures.draw(out / f"{name}.png", lambda: picture(found)))
@@ -87,8 +94,8 @@ def calibrate(model: Path, slots: int, out: Path, overrides: list[str]) -> None:
         raise ConfigError("calibrating needs torch; run `pip install 'april-rl[worker]'`") from None
     check_writable(out)
     with probe_of(model, slots, overrides) as (probe, name):
-        source, prefix_cache = f"measured on the {name} engine with {slots} slots", name not in WITHOUT_PREFIX_CACHE
-        fitted = fit(measure(probe), source, probe.engine.kv_tokens, prefix_cache)
+        source = f"measured on the {name} engine with {slots} slots"
+        fitted = fit(measure(probe), source, probe.engine.kv_tokens, ENGINES.find(name).keeps_prefixes)
     print(fitted.describe())
     out.write_text(fitted.to_toml())
     print(out)

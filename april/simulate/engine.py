@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from april.simulate.costs import EngineCost
-from april.version import Version
+from april.wire.version import Version
 
 KV_HEADROOM = 0.05
 """share of the KV cache that is free after a retraction, and that an admission leaves free"""
@@ -17,7 +17,7 @@ KV_HEADROOM = 0.05
 class Run:
     """A sample in an engine's hands."""
 
-    token: int
+    lease_id: int
     """of its lease"""
     prompt_tokens: int
     acknowledged: int
@@ -89,7 +89,7 @@ class SimulatedEngine:
         self.transit_slot_s = 0.0
         """slot-seconds in which samples were on their way in"""
         self._finishes: list[tuple[int, int]] = []
-        """heap of (step, token)"""
+        """heap of (step, lease id)"""
         self._changes: tuple[list[int], list[Version]] = ([0], [Version(0, 0)])
         """from which step on which version"""
         self._staged: tuple[float, Version, float] | None = None
@@ -132,7 +132,7 @@ class SimulatedEngine:
         if self._take_back_s is not None and self._take_back_s <= now:
             handed_back = self._take_all_back(now)
         if self._staged and self._staged[0] <= now:
-            self._swap_weights()
+            self._swap_weights(*self._staged[1:])
         self._retract()
         self._admit(now)
         self._plan()
@@ -149,12 +149,12 @@ class SimulatedEngine:
         self._plan()
         return lost
 
-    def drop(self, token: int) -> Run | None:
+    def drop(self, lease_id: int) -> Run | None:
         """Stop generating a sample whose lease is void; what it has become here, None if it has ended."""
-        run = self.running.get(token)
+        run = self.running.get(lease_id)
         if run is None:
-            run = next((run for run in self.waiting if run.token == token), None)
-            self.waiting = deque(run for run in self.waiting if run.token != token)
+            run = next((run for run in self.waiting if run.lease_id == lease_id), None)
+            self.waiting = deque(run for run in self.waiting if run.lease_id != lease_id)
         else:
             self._settle(run)
             self._remove(run)
@@ -205,8 +205,8 @@ class SimulatedEngine:
 
     def _pop_finished(self) -> Iterator[Run]:
         while self._finishes and self._finishes[0][0] <= self.steps:
-            _, token = heapq.heappop(self._finishes)
-            run = self.running[token]
+            _, lease_id = heapq.heappop(self._finishes)
+            run = self.running[lease_id]
             self._settle(run)
             self._remove(run)
             self._full = False
@@ -240,11 +240,10 @@ class SimulatedEngine:
         run.begun = end
 
     def _remove(self, run: Run) -> None:
-        del self.running[run.token]
+        del self.running[run.lease_id]
         self.kv -= run.context
 
-    def _swap_weights(self) -> None:
-        _, version, pause_s = self._staged
+    def _swap_weights(self, version: Version, pause_s: float) -> None:
         self._staged = None
         self.version = version
         self.handed_back.clear()
@@ -289,7 +288,7 @@ class SimulatedEngine:
         self._order_finishes()
 
     def _order_finishes(self) -> None:
-        self._finishes = [(run.begun + run.left, run.token) for run in self.running.values()]
+        self._finishes = [(run.begun + run.left, run.lease_id) for run in self.running.values()]
         heapq.heapify(self._finishes)
 
     def _admit(self, now: float) -> None:
@@ -306,7 +305,7 @@ class SimulatedEngine:
                 self.kv_wait_slot_s += waited_s
             else:
                 self.transit_slot_s += waited_s
-            found = self.handed_back.pop(run.sample, 0)
+            found = self.handed_back.pop(run.sample, 0) if run.sample else 0
             self.kv += run.context
             if self.handed_back:
                 self._forget_handed_back()
@@ -315,7 +314,7 @@ class SimulatedEngine:
             self.recomputed_tokens += run.context - max(run.prompt_tokens, found)
             admitted, context = admitted + 1, context + run.context - found
             run.begun = self.steps
-            self.running[run.token] = run
-            heapq.heappush(self._finishes, (self.steps + run.left, run.token))
+            self.running[run.lease_id] = run
+            heapq.heappush(self._finishes, (self.steps + run.left, run.lease_id))
         self.clock_s += self.cost.context_s(admitted, context) * self.slowdown
         self._full = self._full and bool(self.waiting)

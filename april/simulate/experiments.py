@@ -1,23 +1,26 @@
-"""The three experiments that readers of the method ask for first, on a scenario; each a table and a picture."""
+"""The three experiments that readers of the method ask for first, on a scenario; each a table and a picture.
+
+`kind`: of the schedule that was asked for, if any was.
+"""
 
 from collections import Counter
 
 import numpy as np
 
-from april.broker.lengths import describe
+from april.broker.telemetry.lengths import describe
 from april.simulate.scenario import Scenario
 from april.simulate.sweep import admitted
-from april.simulate.variants import Outcome, evaluate, over_sampled, table
+from april.simulate.variants import Outcome, counts_groups, dialled, evaluate, table, turned
 
 GROUPS = 4096
 """whose lengths make the histogram"""
 FACTORS = (1.5, 2.0, 3.0)
 
 
-def lengths(scenario: Scenario) -> tuple[str, np.ndarray]:
+def lengths(scenario: Scenario, kind: str = "") -> tuple[str, np.ndarray]:
     """Response lengths of pure rollouts, no schedule involved: (table, int [samples])."""
     drawn = scenario.make_lengths().sample(GROUPS)
-    found = describe(Counter(drawn.ravel().tolist()))
+    found = describe(Counter(drawn.ravel().tolist())) or {}
     longest_of_group = drawn.max(axis=1)
     longest = scenario.lengths.longest_tokens
     rows = [
@@ -31,11 +34,11 @@ def lengths(scenario: Scenario) -> tuple[str, np.ndarray]:
     return table(rows, ("response lengths", "tokens")), drawn.ravel()
 
 
-def buffers(scenario: Scenario) -> tuple[str, list[tuple[float, Outcome]]]:
+def buffers(scenario: Scenario, kind: str = "") -> tuple[str, list[tuple[float, Outcome]]]:
     """N' = 1.5, 2, 3 x N: throughput against the largest buffer. Raises ConfigError."""
-    groups = scenario.schedule.rollout_batch_size
+    groups, kind = scenario.schedule.rollout_batch_size, dialled(kind, counts_groups)
     points = [
-        (factor, evaluate(f"{factor:g} N", over_sampled(scenario, round(factor * groups))))
+        (factor, evaluate(f"{factor:g} N", turned(scenario, kind, round(factor * groups))))
         for factor in admitted(scenario, FACTORS)
     ]
     lines = [
@@ -48,7 +51,7 @@ def buffers(scenario: Scenario) -> tuple[str, list[tuple[float, Outcome]]]:
     return table(lines, ("N'", "consumed/s", "buffer_peak_tokens", "buffer_peak_bytes", "stale mean")), points
 
 
-def versions(scenario: Scenario) -> tuple[str, Outcome]:
+def versions(scenario: Scenario, kind: str = "") -> tuple[str, Outcome]:
     """Share of the trained tokens by the age of the policy that generated them."""
     outcome = evaluate(scenario.schedule.kind, scenario)
     ages = outcome.measures.tokens_by_age

@@ -1,19 +1,15 @@
 """What a simulated run is judged by, over the batches after the warm-up."""
 
 from array import array
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from april.broker.recorder import BYTES_PER_TOKEN, describe_ages, tokens_by_age
-from april.broker.samples import Group, SampleState
+from april.broker.ledger.samples import Group, SampleState
+from april.broker.telemetry.recorder import BYTES_PER_TOKEN, describe_ages, tokens_by_age
 from april.config import ConfigError
-from april.simulate.scenario import Scenario
-
-if TYPE_CHECKING:
-    from april.simulate.pipeline import Pipeline
+from april.simulate.state import SimulationState
 
 IDLE_CAUSES = ("admission", "barrier", "update", "pipeline", "kv", "failure")
 LENGTHS_KEPT = 256
@@ -62,14 +58,14 @@ class TrainedStep:
 
 
 class Measures:
-    def __init__(self, scenario: Scenario, pipeline: "Pipeline"):
-        self.scenario, self.pipeline = scenario, pipeline
+    def __init__(self, state: SimulationState):
+        self.scenario, self.state = state.scenario, state
         self.steps: list[TrainedStep] = []
         self.training_s = 0.0
         self.buffer_peak_tokens = 0
         """most tokens of open and ready groups at a time, as the broker's `Recorder` has it, over the whole run"""
         self._leased_slot_s = self._rollout_s = 0.0
-        self._unleased_slot_s = Counter()
+        self._unleased_slot_s: defaultdict[str, float] = defaultdict(float)
         self._before = self._after = Totals()
         self._kv_peaks: list[int] = []
 
@@ -77,23 +73,23 @@ class Measures:
 
     def passed(self, seconds: float) -> None:
         """Nothing has changed for so long."""
-        ledger, wanted = self.pipeline.ledger, self.scenario.slots_wanted
+        ledger, wanted = self.state.ledger, self.scenario.slots_wanted
         leased = ledger.generating
         self._leased_slot_s += leased * seconds
         if leased:
             self._rollout_s += seconds
         if leased < wanted:
-            failed = max(0, wanted - max(leased, self.pipeline.slots_up))
+            failed = max(0, wanted - max(leased, self.state.slots_up))
             self._unleased_slot_s["failure"] += failed * seconds
             self._unleased_slot_s[self._cause()] += (wanted - leased - failed) * seconds
 
     def _cause(self) -> str:
         """Why a slot has no sample now."""
-        if not self.pipeline.by_rounds:
+        if not self.state.schedule.by_rounds:
             return "admission"
-        ledger, floor = self.pipeline.ledger, self.pipeline.schedule.floor(self.pipeline.ledger)
+        ledger, floor = self.state.ledger, self.state.schedule.floor(self.state.ledger)
         waits_for_weights = ledger.round_open and ledger.consumed >= floor
-        waits_for_weights = waits_for_weights and all(engine.version.step < floor for engine in self.pipeline.engines)
+        waits_for_weights = waits_for_weights and all(engine.version.step < floor for engine in self.state.engines)
         return "update" if waits_for_weights else "barrier"
 
     def delivered(self, tokens: int) -> None:
@@ -101,7 +97,7 @@ class Measures:
 
         What engines have generated counts as acknowledged, up to the last event of each.
         """
-        ledger, totals = self.pipeline.ledger, self._totals()
+        ledger, totals = self.state.ledger, self._totals()
         left = ledger.tokens["trained"] + ledger.tokens["delivered"] + totals.discarded
         self.buffer_peak_tokens = max(self.buffer_peak_tokens, totals.generated - totals.lost - left + tokens)
 
@@ -111,34 +107,34 @@ class Measures:
                 sample.length for group in groups for sample in group.samples if sample.state is SampleState.DONE
             ]
             ages, kept = dict(tokens_by_age(groups, step)), representatives(lengths)
-            self.steps.append(TrainedStep(step, self.pipeline.now_s, len(lengths), sum(ages.values()), ages, kept))
+            self.steps.append(TrainedStep(step, self.state.now_s, len(lengths), sum(ages.values()), ages, kept))
         if step == self.scenario.first_measured - 1:
             self._before = self._totals()
 
     def finish(self) -> None:
         """Let go of the run."""
         self._after = self._totals()
-        self._kv_peaks = [engine.kv_peak for engine in self.pipeline.engines]
+        self._kv_peaks = [engine.kv_peak for engine in self.state.engines]
         self.measured = self._after - self._before
         if not self.measured.time_s:
             raise ConfigError(f"key 'steps' = {self.scenario.steps}: so few batches take no time here; measure more")
-        del self.pipeline
+        del self.state
 
     def _totals(self) -> Totals:
-        pipeline, engines, ledger = self.pipeline, self.pipeline.engines, self.pipeline.ledger
+        state, engines, ledger = self.state, self.state.engines, self.state.ledger
         latency_s = self.scenario.engines.latency_s
         idle_slot_s = {cause: self._unleased_slot_s[cause] for cause in IDLE_CAUSES}
         idle_slot_s["update"] += sum(engine.pause_slot_s for engine in engines)
         idle_slot_s["kv"] += sum(engine.kv_wait_slot_s for engine in engines)
-        idle_slot_s["pipeline"] += latency_s * pipeline.handed_out + sum(engine.transit_slot_s for engine in engines)
+        idle_slot_s["pipeline"] += latency_s * state.handed_out + sum(engine.transit_slot_s for engine in engines)
         return Totals(
-            time_s=pipeline.now_s,
+            time_s=state.now_s,
             rollout_s=self._rollout_s,
             training_s=self.training_s,
             consumed=ledger.tokens["trained"],
             generated=sum(engine.generated for engine in engines),
             discarded=sum(ledger.discarded.values()),
-            lost=pipeline.lost_tokens,
+            lost=state.lost_tokens,
             prefilled=sum(engine.prefilled_tokens for engine in engines),
             recomputed=sum(engine.recomputed_tokens for engine in engines),
             reused=sum(engine.reused_tokens for engine in engines),

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from april.simulate.variants import Outcome
 MAX_STEPS = 200
 
 
-def draw(path: Path, picture: Callable[[], object]) -> str:
+def draw(path: Path, picture: Callable[[], Any]) -> str:
     """Write what `picture` makes as PNG, in the report's style; where it is, or why there is none."""
     try:
         from matplotlib import rc_context, rcParamsDefault

@@ -6,17 +6,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from april.broker.ledger import Ledger, Rules, Verdict
-from april.broker.ledger_state import DEAD_ROUNDS
+from april.broker.ledger.ledger import Ledger, Verdict
+from april.broker.ledger.samples import Sample
+from april.broker.ledger.state import DEAD_ROUNDS, Rules
 from april.broker.plan import make_schedule
-from april.broker.rounds import RoundSchedule
-from april.broker.samples import Sample
-from april.broker.schedule import choose_sample
+from april.broker.schedules.schedule import choose_sample
 from april.config import ConfigError
 from april.simulate.engine import Run, SimulatedEngine
 from april.simulate.measures import Measures
 from april.simulate.scenario import Scenario
-from april.version import Version
+from april.simulate.state import SimulationState
+from april.wire.version import Version
 
 INFINITY = float("inf")
 LEARNER = -1
@@ -54,7 +54,6 @@ class Pipeline:
         self.last_step = scenario.first_measured + scenario.steps
         beyond_the_end = schedule.model_copy(update={"max_steps": self.last_step + 2 * (schedule.max_staleness + 2)})
         self.schedule = make_schedule(beyond_the_end, EndlessPrompts())
-        self.by_rounds = isinstance(self.schedule, RoundSchedule)
         self.ledger = Ledger(
             Rules(
                 schedule.rollout_batch_size,
@@ -69,14 +68,11 @@ class Pipeline:
         self.random = np.random.default_rng([scenario.seed, 1])
         self.engines = self._make_engines()
         self.number_of = {engine.name: number for number, engine in enumerate(self.engines)}
-        self.measures = Measures(scenario, self)
-        self.now_s = 0.0
+        self.state = SimulationState(scenario, self.ledger, self.schedule, self.engines)
+        self.measures = Measures(self.state)
         self.training = False
         self.weights_sent_s = 0.0
         """when the last weights have been sent; the learner reports no batch before"""
-        self.lost_tokens = 0
-        """generated, and lost with an engine before they were acknowledged"""
-        self.handed_out = 0
         self._events: list[tuple[float, int, int]] = []
         """heap of (instant, running number, engine or LEARNER)"""
         self._numbers = itertools.count()
@@ -86,12 +82,6 @@ class Pipeline:
         """heap of (share of slots that is leased, engine, its load); an entry with another load is out of date"""
         self._failures: list[tuple[float, int]] = []
         """heap of (instant, engine), a failure if the engine is up, otherwise its return"""
-        self._down: set[int] = set()
-
-    @property
-    def slots_up(self) -> int:
-        """Of the engines that have not failed."""
-        return self.scenario.engines.slots * (len(self.engines) - len(self._down))
 
     def _make_engines(self) -> list[SimulatedEngine]:
         engines, cost, keep_kv = self.scenario.engines, self.scenario.cost, self.scenario.weights.keep_kv
@@ -102,7 +92,7 @@ class Pipeline:
 
     # --- the clock ------------------------------------------------------------------------------------------
 
-    def run(self) -> "Measures":
+    def run(self) -> Measures:
         for number in range(len(self.engines)):
             self._has_room(number)
             self._schedule_failure(number)
@@ -113,12 +103,12 @@ class Pipeline:
         return self.measures
 
     def _next_instant(self) -> None:
-        """All events of the next instant, then what the broker makes of them: a turn of its loop takes all messages."""
+        """All events of the next instant, then what the broker makes of them: a pass of its loop takes all messages."""
         at_s = min(
             self._events[0][0] if self._events else INFINITY, self._failures[0][0] if self._failures else INFINITY
         )
         if at_s == INFINITY:
-            raise Stuck(self.ledger.next_step, self.now_s)
+            raise Stuck(self.ledger.next_step, self.state.now_s)
         self._move_clock(at_s)
         changed = False
         while self._failures and self._failures[0][0] == at_s:
@@ -135,9 +125,9 @@ class Pipeline:
             self._after_change()
 
     def _move_clock(self, now_s: float) -> None:
-        if now_s > self.now_s:
-            self.measures.passed(now_s - self.now_s)
-            self.now_s = now_s
+        if now_s > self.state.now_s:
+            self.measures.passed(now_s - self.state.now_s)
+            self.state.now_s = now_s
 
     def _replan(self, number: int) -> None:
         at_s = self.engines[number].next_event_s
@@ -159,7 +149,7 @@ class Pipeline:
             self._hand_in(run, "length" if run.acknowledged + run.generated == self.longest else "stop")
         for run in handed_back:
             self._hand_in(run)
-            self.ledger.end_lease(run.token, "abort")
+            self.ledger.end_lease(run.lease_id, "abort")
         if ended or handed_back:
             engine.load -= len(ended) + len(handed_back)
             self._has_room(number)
@@ -176,41 +166,41 @@ class Pipeline:
         ledger, start = self.ledger, run.acknowledged
         last = len(run.pieces) - 1
         for place, (version, count) in enumerate(run.pieces):
-            verdict = ledger.add_chunk(run.token, start, count, version, finish_reason if place == last else "")
+            verdict = ledger.add_chunk(run.lease_id, start, count, version, finish_reason if place == last else "")
             assert verdict is Verdict.OK, f"{verdict}: {run}"
             start += count
         if finish_reason:
-            ledger.score(run.token, 1.0)
+            ledger.score(run.lease_id, 1.0)
 
     def _schedule_failure(self, number: int) -> None:
         if every_s := self.scenario.engines.failure_every_s:
-            heapq.heappush(self._failures, (self.now_s + self.random.exponential(every_s), number))
+            heapq.heappush(self._failures, (self.state.now_s + self.random.exponential(every_s), number))
 
     def _fail_or_return(self, number: int) -> None:
         engine = self.engines[number]
-        if number in self._down:
-            self._down.remove(number)
+        if number in self.state.down:
+            self.state.down.remove(number)
             engine.version = Version(0, self.ledger.consumed)
-            engine.load_weights(engine.version, self.now_s, 0.0)
+            engine.load_weights(engine.version, self.state.now_s, 0.0)
             self._replan(number)
             self._has_room(number)
             self._schedule_failure(number)
         else:
-            self._down.add(number)
-            for run in engine.fail(self.now_s):
+            self.state.down.add(number)
+            for run in engine.fail(self.state.now_s):
                 self._lose(engine, run)
             self._drop_voided()
             self._replan(number)
-            heapq.heappush(self._failures, (self.now_s + self.scenario.engines.restart_s, number))
+            heapq.heappush(self._failures, (self.state.now_s + self.scenario.engines.restart_s, number))
 
     def _lose(self, engine: SimulatedEngine, run: Run) -> None:
         """Of what it generated here only whole chunks had reached the broker, and nothing if its group has ended."""
-        if run.token not in self.ledger.leases:
-            self.lost_tokens += run.generated
+        if run.lease_id not in self.ledger.leases:
+            self.state.lost_tokens += run.generated
             return
         engine.load -= 1
         whole = run.generated - run.generated % self.scenario.engines.chunk_tokens
-        self.lost_tokens += run.generated - whole
+        self.state.lost_tokens += run.generated - whole
         kept, pieces = 0, []
         for version, count in run.pieces:
             if take := min(count, whole - kept):
@@ -218,7 +208,7 @@ class Pipeline:
                 kept += take
         run.pieces = pieces
         self._hand_in(run)
-        self.ledger.end_lease(run.token, "lost", f"{engine.name} has failed", self.now_s)
+        self.ledger.end_lease(run.lease_id, "lost", f"{engine.name} has failed", self.state.now_s)
 
     # --- the learner ----------------------------------------------------------------------------------------
 
@@ -232,7 +222,7 @@ class Pipeline:
         cost = self.scenario.learner
         duration_s = cost.step_s + cost.token_s * tokens
         self.measures.training_s += duration_s
-        reported_s = max(self.now_s + duration_s, self.weights_sent_s)
+        reported_s = max(self.state.now_s + duration_s, self.weights_sent_s)
         heapq.heappush(self._events, (reported_s, next(self._numbers), LEARNER))
 
     def _batch_tokens(self, step: int) -> int:
@@ -246,9 +236,9 @@ class Pipeline:
         self.ledger.checkpoint(step + 1, step + 1)
         weights = self.scenario.weights
         version = Version(0, step + 1)
-        self.weights_sent_s = self.now_s + weights.transfer_s
+        self.weights_sent_s = self.state.now_s + weights.transfer_s
         for number, engine in enumerate(self.engines):
-            if number not in self._down:
+            if number not in self.state.down:
                 engine.load_weights(version, self.weights_sent_s, weights.pause_s)
                 self._replan(number)
 
@@ -273,10 +263,10 @@ class Pipeline:
     def _drop_voided(self) -> None:
         """Samples whose group has ended without them."""
         voided, self.ledger.voided = self.ledger.voided, []
-        for name, token in voided:
+        for name, lease_id in voided:
             number = self.number_of[name]
-            run = self.engines[number].drop(token)
-            self.lost_tokens += run.generated if run else 0
+            run = self.engines[number].drop(lease_id)
+            self.state.lost_tokens += run.generated if run else 0
             self.engines[number].load -= 1
             self._replan(number)
             self._has_room(number)
@@ -284,31 +274,32 @@ class Pipeline:
     def _abort(self) -> None:
         for number, engine in enumerate(self.engines):
             if engine.load:
-                engine.take_back(self.now_s)
+                engine.take_back(self.state.now_s)
                 self._replan(number)
 
     def _has_room(self, number: int) -> None:
         engine = self.engines[number]
-        if engine.load < engine.slots and number not in self._down:
+        if engine.load < engine.slots and number not in self.state.down:
             heapq.heappush(self._by_load, (engine.load / engine.slots, number, engine.load))
             if len(self._by_load) > 4 * len(self.engines) + 64:
                 self._by_load = [
                     (engine.load / engine.slots, number, engine.load)
                     for number, engine in enumerate(self.engines)
-                    if engine.load < engine.slots and number not in self._down
+                    if engine.load < engine.slots and number not in self.state.down
                 ]
                 heapq.heapify(self._by_load)
 
     def _hand_out(self) -> None:
         """Fill every engine as far as it has room, as the broker's `WorkerDesk` does: the emptiest first, but what an
         engine has in its cache goes there."""
-        nothing_up_to, set_aside = -1, []
+        nothing_up_to = -1
+        set_aside: list[tuple[float, int, int]] = []
         newest = self.ledger.consumed
         while self._by_load and nothing_up_to < newest:
             entry = heapq.heappop(self._by_load)
             _, number, load = entry
             engine = self.engines[number]
-            if load != engine.load or number in self._down or (set_aside and entry == set_aside[-1]):
+            if load != engine.load or number in self.state.down or (set_aside and entry == set_aside[-1]):
                 continue
             step = engine.version.step
             sample = choose_sample(self.schedule, self.ledger, step) if step > nothing_up_to else None
@@ -329,18 +320,18 @@ class Pipeline:
         """The engine that has its prefix in cache, if it has room and is at `step`, or else the emptiest."""
         number = self.number_of.get(sample.cached_by(step), emptiest)
         home = self.engines[number]
-        able = number not in self._down and home.load < home.slots and home.version.step == step
+        able = number not in self.state.down and home.load < home.slots and home.version.step == step
         return number if able else emptiest
 
     def _grant(self, sample: Sample, engine: SimulatedEngine) -> None:
         group = sample.group.id
         lease = self.ledger.lease(sample, engine.name, engine.version.step, INFINITY)
         left = self.lengths.of(group)[sample.index] - sample.length
-        arrives_s = self.now_s + self.scenario.engines.latency_s
+        arrives_s = self.state.now_s + self.scenario.engines.latency_s
         place = group, sample.index
-        engine.submit(Run(lease.token, self.lengths.prompt_of(group), sample.length, left, arrives_s, place))
+        engine.submit(Run(lease.id, self.lengths.prompt_of(group), sample.length, left, arrives_s, place))
         engine.load += 1
-        self.handed_out += 1
+        self.state.handed_out += 1
 
 
 def simulate(scenario: Scenario) -> Measures:

@@ -6,19 +6,22 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
-from april.config import ConfigError
+from april.config import Config, ConfigError
 from april.config.checks import check_engine
 from april.config.loading import validate
 from april.config.overrides import parse_overrides, set_key
 from april.simulate.calibrate import Timing
-from april.version import Version
+from april.wire.version import Version
+from april.workers.engines import ENGINES
 from april.workers.engines.base import Chunk, Engine, EngineError, Request
-from april.workers.engines.torch_engine import load_folder_weights
-from april.workers.process import device_of, make_engine
+from april.workers.engines.devices import device_of
+from april.workers.engines.folder_weights import load_folder_weights
+from april.workers.process import make_engine
 
 STEPS, SETTLE_STEPS = 128, 16
 """decode steps that are timed together, and those before them"""
@@ -82,10 +85,10 @@ class EngineProbe:
         self.engine.submit(Request(self._count, tokens, left, seed=self._count))
         crowd.origins[self._count] = len(tokens) - crowd.steps
 
-    def _generate(self, crowd: Crowd, tokens: int) -> dict[str, float]:
+    def _generate(self, crowd: Crowd, tokens: int) -> dict[str, Any]:
         """Go on until there are so many more; fields of `Timing`."""
         engine, running, since = self.engine, len(crowd.origins), crowd.steps
-        admissions = admitted = kv_steps = 0
+        admissions, admitted, kv_steps = 0, 0, 0.0
         began, wanted = self.clock(), engine.generated_tokens + tokens
         while engine.generated_tokens < wanted:
             before = engine.generated_tokens
@@ -119,6 +122,14 @@ def unhindered_s() -> float:
     return time.perf_counter() - waited_ns / 1e9
 
 
+def vocabulary_of(config: Config) -> int:
+    if config.vocabulary is None:
+        raise ConfigError(
+            f"key 'model.path' = {str(config.model.path)!r} has a config.json without vocab_size; give one"
+        )
+    return config.vocabulary
+
+
 @contextmanager
 def probe_of(model: Path, slots: int, overrides: list[str]) -> Iterator[tuple[EngineProbe, str]]:
     """The engine that a worker of a run with these keys would have, and its name. Raises ConfigError, also for what
@@ -134,10 +145,10 @@ def probe_of(model: Path, slots: int, overrides: list[str]) -> Iterator[tuple[En
             "weights.keep_kv = true in the scenario"
         )
     torch.set_num_threads(config.worker.threads)
-    clock = unhindered_s if config.worker.engine == "torch" else time.perf_counter
+    clock = unhindered_s if ENGINES.find(config.worker.engine).in_process else time.perf_counter
     try:
         with closing(make_engine(config, device_of(config), "calibrate")) as engine:
             tensors = load_folder_weights(model)
-            yield EngineProbe(engine, config.vocabulary, slots, tensors, clock), config.worker.engine
+            yield EngineProbe(engine, vocabulary_of(config), slots, tensors, clock), config.worker.engine
     except EngineError as error:
         raise ConfigError(str(error)) from None

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import msgspec
 
-from april.broker import records
-from april.broker.events import AnyEvent, ChunkAccepted, Event, GroupOpened, ObservationAccepted, RunStarted
-from april.broker.journal import SUFFIX
-from april.broker.ledger import Ledger, Rules
-from april.broker.snapshot import SnapshotStore, header_of, thaw
+from april.broker.journal import records
+from april.broker.journal.journal import SUFFIX
+from april.broker.journal.snapshot import SnapshotStore, header_of, thaw
+from april.broker.ledger.events import AnyEvent, ChunkAccepted, Event, GroupOpened, ObservationAccepted, RunStarted
+from april.broker.ledger.ledger import Ledger
+from april.broker.ledger.state import Rules
 from april.config import ConfigError
 from april.simulate.trace import TracedGroup
 
@@ -52,7 +53,7 @@ def record_trace(run_dir: Path) -> Recording:
             case GroupOpened(evaluation=False):
                 opened[event.group], lengths[event.group] = event, {}
             case ChunkAccepted() | ObservationAccepted() if event.finish_reason:
-                sample = ledger.leases[event.token].sample
+                sample = ledger.leases[event.lease_id].sample
                 lengths.get(sample.group.id, {})[sample.index] = event.start + event.count
         ledger.apply(event)
     complete = {group for group in opened if len(lengths[group]) == opened[group].size}
@@ -74,12 +75,13 @@ def record_trace(run_dir: Path) -> Recording:
 
 
 def restore(journal: Path) -> tuple[Ledger, int]:
-    """The ledger of the oldest snapshot, behind which no segment is missing, and its position in the journal; without
+    """The ledger of the oldest snapshot, behind which no file is missing, and its position in the journal; without
     a snapshot an empty one."""
     position, image = [(0, None), *SnapshotStore(journal).newest_first()][-1]
-    if image is None:
+    header = header_of(image) if image else None
+    if image is None or header is None:
         return Ledger(Rules(1, 1, 0)), position
-    ledger = Ledger(rules_of(header_of(image)))
+    ledger = Ledger(rules_of(header))
     thaw(image, ledger)
     return ledger, position
 
@@ -97,8 +99,12 @@ def read_events(journal: Path, position: int) -> Iterator[Event]:
     while offset and (path := journal / f"{position:020d}{SUFFIX}").exists():
         offset = 0
         if size := path.stat().st_size:
-            with path.open("rb") as file, mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as data:
-                while record := records.decode(data, offset):
+            with (
+                path.open("rb") as file,
+                mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as data,
+                memoryview(data) as view,
+            ):
+                while record := records.decode(view, offset):
                     offset += record.length
                     event = decoder.decode(bytes(record.event))
                     record = None

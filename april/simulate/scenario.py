@@ -1,12 +1,15 @@
 """What is simulated: the schedule of a run, the lengths, the engines, the learner and the weights; a TOML file."""
 
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from pydantic import Field, ValidationError
 
-from april.broker.bound import throughput_cap
+from april.broker.plan import throughput_cap
+from april.broker.schedules import SCHEDULES
+from april.broker.schedules.schedule import Schedule
 from april.config import ConfigError, ScheduleSection
 from april.config.checks import check_schedule
 from april.config.loading import sentence
@@ -17,8 +20,6 @@ from april.simulate.lengths import Lengths, LengthsSection
 
 LENGTHS_LOOKED_AT = 20_000
 """responses whose mean and maximum stand for a family's"""
-WITHOUT_PREFIX_CACHE = ("torch",)
-"""of the kinds in `worker.engine`: those that compute the context of what comes back again"""
 
 
 class EnginesSection(Section):
@@ -65,9 +66,13 @@ class Scenario(Section):
         return 3 * (self.schedule.max_staleness + 1) if self.warmup_steps is None else self.warmup_steps
 
     @property
+    def kind(self) -> type[Schedule]:
+        return SCHEDULES.find(self.schedule.kind)
+
+    @property
     def slots_wanted(self) -> int:
         """Slots that the schedule would fill if nothing held it back."""
-        return min(self.schedule.most_in_flight, self.engines.count * self.engines.slots)
+        return min(self.kind.samples_in_flight(self.schedule), self.engines.count * self.engines.slots)
 
     def make_lengths(self) -> Lengths:
         return Lengths(self.lengths, self.schedule.n_samples_per_prompt, self.seed)
@@ -87,14 +92,8 @@ class Scenario(Section):
     def cap(self, lengths: Lengths) -> float:
         """Share of the no-barrier limit that the staleness bound, or the round's barrier, leaves."""
         drawn = lengths.sample(max(64, LENGTHS_LOOKED_AT // lengths.group_size))
-        schedule = self.schedule
-        if schedule.groups_outlive_a_round:
-            batches, groups = schedule.batches_in_reach, schedule.rollout_batch_size
-        else:
-            batches, groups = 1, schedule.groups_per_round
-        return throughput_cap(
-            batches, groups, schedule.n_samples_per_prompt, self.slots_wanted, float(drawn.mean()), float(drawn.max())
-        )
+        (batches, groups), n = self.kind.in_reach(self.schedule), self.schedule.n_samples_per_prompt
+        return throughput_cap(batches, groups, n, self.slots_wanted, float(drawn.mean()), float(drawn.max()))
 
 
 def check_scenario(scenario: Scenario) -> Scenario:
@@ -108,7 +107,7 @@ def check_scenario(scenario: Scenario) -> Scenario:
     return scenario
 
 
-def load_scenario(path: Path, overrides: list[tuple[str, object]] = (), cost: str | None = None) -> Scenario:
+def load_scenario(path: Path, overrides: Sequence[tuple[str, object]] = (), cost: str | None = None) -> Scenario:
     """Read a scenario. A file with several cost models has them as [costs.NAME]; `cost` or its first line chooses."""
     try:
         tree = tomllib.loads(Path(path).read_text())

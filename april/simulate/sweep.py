@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass
 
+from april.broker.schedules import SCHEDULES
 from april.config import ConfigError
 from april.simulate.scenario import Scenario
-from april.simulate.variants import Outcome, evaluate, over_sampled, table, with_schedule
+from april.simulate.variants import Outcome, counts_samples, dialled, evaluate, table, turned
 
 FACTORS = (1.25, 1.5, 2.0, 2.5, 3.0, 4.0)
 """N' over N, and samples in flight over N * n; the latter also below 1"""
@@ -12,6 +13,9 @@ FEWER_IN_FLIGHT = (0.25, 0.5, 1.0)
 STALENESS = (1, 2, 3, 4, 5, 6, 8, 12)
 ENGINES = (0.25, 0.5, 1.0, 2.0, 4.0)
 """engines over those of the scenario, for the same learner"""
+
+UNITS = {True: "in flight", False: "groups in a round"}
+"""what a dial counts, by whether that is samples"""
 
 HEADER = (
     "", "consumed/s", "of limit", "stale mean", "max", "occupied", "KV peak", "retracted", "step p50 s", "learner busy",
@@ -37,30 +41,53 @@ class Sweep:
         ]  # fmt: skip
 
 
-def sweeps(scenario: Scenario) -> list[Sweep]:
-    """Over-sampling, samples in flight, staleness bound, engines for each learner. Raises ConfigError."""
-    schedule = scenario.schedule
-    groups, batch = schedule.rollout_batch_size, schedule.rollout_batch_size * schedule.n_samples_per_prompt
-    reach = schedule.max_staleness + 1
-    in_flight = schedule.in_flight or min(2, reach) * batch
-    continuous = with_schedule(scenario, "continuous", in_flight=in_flight)
-    counts = {in_flight, *(max(1, round(factor * batch)) for factor in (*FEWER_IN_FLIGHT, *FACTORS) if factor <= reach)}
+def sweeps(scenario: Scenario, kind: str = "") -> list[Sweep]:
+    """What each schedule starts at a time; then, for one that starts samples, staleness bound and engines for each
+    learner. `kind`: of the only schedule; none: all that are shipped. Raises ConfigError."""
+    kinds = [dialled(kind)] if kind else [name for name in SCHEDULES.shipped if SCHEDULES.find(name).dial]
+    found = [dial_sweep(scenario, one) for one in kinds]
+    flowing = kind or dialled("", counts_samples)
+    dial, schedule = SCHEDULES.find(flowing).dial, scenario.schedule
+    value, batch = value_of(scenario, flowing), dial.of_one_batch(schedule)
+    named, base = f"{flowing}, {value} {UNITS[dial.counts_samples]}", turned(scenario, flowing, value)
     return [
-        _sweep("april: over-sampling", "N' / N", [
-            (factor, over_sampled(scenario, round(factor * groups))) for factor in admitted(scenario, FACTORS)
+        *found,
+        _sweep(f"{named}: staleness bound", "max_staleness", [
+            (staleness, base.with_keys(schedule__max_staleness=staleness))
+            for staleness in sorted({*STALENESS, schedule.max_staleness})
+            if value <= (staleness + batches_more(base)) * batch
         ]),
-        _sweep("continuous: samples in flight", "in flight", [
-            (count, with_schedule(scenario, "continuous", in_flight=count)) for count in sorted(counts)
-        ]),
-        _sweep(f"continuous, {in_flight} in flight: staleness bound", "max_staleness", [
-            (staleness, continuous.with_keys(schedule__max_staleness=staleness))
-            for staleness in sorted({*STALENESS, schedule.max_staleness}) if in_flight <= (staleness + 1) * batch
-        ]),
-        _sweep(f"continuous, {in_flight} in flight: engines for the learner", "engines", [
-            (count, continuous.with_keys(engines__count=count))
+        _sweep(f"{named}: engines for the learner", "engines", [
+            (count, base.with_keys(engines__count=count))
             for count in sorted({max(1, round(part * scenario.engines.count)) for part in ENGINES})
         ]),
     ]  # fmt: skip
+
+
+def batches_more(scenario: Scenario) -> int:
+    """Batches in reach beyond the staleness bound."""
+    return scenario.schedule.batches_in_reach - scenario.schedule.max_staleness
+
+
+def value_of(scenario: Scenario, kind: str) -> int:
+    """Of a schedule's dial, as the scenario says, or what two batches take."""
+    schedule, dial = scenario.schedule, SCHEDULES.find(kind).dial
+    return getattr(schedule, dial.key) or min(2, schedule.max_staleness + 1) * dial.of_one_batch(schedule)
+
+
+def dial_sweep(scenario: Scenario, kind: str) -> Sweep:
+    schedule, dial = scenario.schedule, SCHEDULES.find(kind).dial
+    batch = dial.of_one_batch(schedule)
+    if not dial.counts_samples:
+        return _sweep(f"{kind}: over-sampling", "N' / N", [
+            (factor, turned(scenario, kind, round(factor * batch))) for factor in admitted(scenario, FACTORS)
+        ])  # fmt: skip
+    reach = schedule.max_staleness + 1
+    more = (max(1, round(factor * batch)) for factor in (*FEWER_IN_FLIGHT, *FACTORS) if factor <= reach)
+    counts = sorted({value_of(scenario, kind), *more})
+    return _sweep(
+        f"{kind}: samples in flight", UNITS[True], [(count, turned(scenario, kind, count)) for count in counts]
+    )
 
 
 def admitted(scenario: Scenario, factors: tuple[float, ...]) -> list[float]:

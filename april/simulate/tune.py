@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass
 
+from april.broker.schedules import SCHEDULES
+from april.broker.schedules.schedule import Dial
 from april.config import ConfigError
 from april.simulate.scenario import Scenario
-from april.simulate.variants import Outcome, evaluate, over_sampled, table, with_schedule
+from april.simulate.variants import Outcome, evaluate, table, turned
 
 FACTORS = (1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0)
 """N' over N, or samples in flight over N * n, that are tried; the latter also below 1, and all slots"""
@@ -26,10 +28,12 @@ class Choice:
 def tune(scenario: Scenario, most_staleness: float | None = None) -> Choice:
     """For the scenario's kind of schedule. `most_staleness`: of the mean over trained tokens (steps); none: only the
     scenario's `max_staleness` bounds it."""
-    schedule = scenario.schedule
-    if schedule.kind == "sync":
-        raise ConfigError("key 'schedule.kind' = 'sync' has nothing to tune; use 'april' or 'continuous'")
-    key, outcomes = candidates(scenario)
+    if scenario.kind.dial is None:
+        raise ConfigError(
+            f"key 'schedule.kind' = {scenario.schedule.kind!r} has nothing to tune; use "
+            f"{SCHEDULES.those(lambda kind: kind.dial)}"
+        )
+    key, outcomes = candidates(scenario, scenario.kind.dial)
     permitted = [one for one in outcomes if most_staleness is None or one.measures.staleness_mean <= most_staleness]
     if not permitted:
         least = min(outcomes, key=lambda one: one.measures.staleness_mean)
@@ -57,19 +61,17 @@ def tune(scenario: Scenario, most_staleness: float | None = None) -> Choice:
     return Choice(key, int(chosen.name), why, table(lines, (key, *HEADER[1:])))
 
 
-def candidates(scenario: Scenario) -> tuple[str, list[Outcome]]:
+def candidates(scenario: Scenario, dial: Dial) -> tuple[str, list[Outcome]]:
     """(the key, what its values give, the smallest first). Where the bound admits nothing above N, N' is N."""
     schedule = scenario.schedule
-    groups, n = schedule.rollout_batch_size, schedule.n_samples_per_prompt
-    if schedule.kind == "continuous":
-        most = min(schedule.batches_in_reach * groups * n, scenario.engines.count * scenario.engines.slots)
-        wanted = {most, *(round(factor * groups * n) for factor in (*FEWER_IN_FLIGHT, *FACTORS))}
+    unit = dial.of_one_batch(schedule)
+    most = schedule.batches_in_reach * unit
+    if dial.counts_samples:
+        most = min(most, scenario.engines.count * scenario.engines.slots)
+        wanted = {most, *(round(factor * unit) for factor in (*FEWER_IN_FLIGHT, *FACTORS))}
         values = sorted(value for value in wanted if 1 <= value <= most)
-        make = {value: with_schedule(scenario, "continuous", in_flight=value) for value in values}
-        key = "schedule.in_flight"
     else:
-        wanted = {round(factor * groups) for factor in FACTORS}
-        values = sorted(value for value in wanted if groups < value <= schedule.batches_in_reach * groups)
-        make = {value: over_sampled(scenario, value) for value in values or [groups]}
-        key = "schedule.over_sampling_batch_size"
-    return key, [evaluate(str(value), one) for value, one in make.items()]
+        wanted = {round(factor * unit) for factor in FACTORS}
+        values = sorted(value for value in wanted if unit < value <= most) or [unit]
+    outcomes = [evaluate(str(value), turned(scenario, schedule.kind, value)) for value in values]
+    return f"schedule.{dial.key}", outcomes

@@ -1,7 +1,10 @@
-"""The schedules that are compared on one scenario: the baseline, the published method, its variants, `continuous`."""
+"""The schedules that are compared on one scenario; which lines there are of a schedule, it says itself."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from april.broker.schedules import SCHEDULES
+from april.broker.schedules.schedule import Schedule
 from april.config import ConfigError
 from april.simulate.limit import no_barrier_limit
 from april.simulate.measures import Measures
@@ -40,47 +43,60 @@ def evaluate(name: str, scenario: Scenario) -> Outcome:
     )
 
 
-def variants(scenario: Scenario) -> tuple[dict[str, Scenario], dict[str, ConfigError]]:
+def variants(scenario: Scenario, kind: str = "") -> tuple[dict[str, Scenario], dict[str, ConfigError]]:
     """(those that the bound admits, why it refuses the others). `scenario` gives N, n, N' (2 N if it has none), S,
-    samples in flight beside those of N' and N, and everything that is not a schedule."""
-    schedule = scenario.schedule
-    groups, n = schedule.rollout_batch_size, schedule.n_samples_per_prompt
-    over = schedule.groups_per_round if schedule.groups_per_round > groups else 2 * groups
-    peak, april = over * n, {"kind": "april", "over_sampling_batch_size": over}
-    recomputed = scenario.with_keys(weights__keep_kv=False)
-    wanted = {
-        f"sync, N = {groups}": (scenario, {"kind": "sync"}),
-        f"sync, N = {over}": (scenario, {"kind": "sync", "rollout_batch_size": over}),
-        f"april, N' = {over}": (scenario, april),
-        f"april, N' = {over}, work dropped": (scenario, april | {"partial_rollout": False}),
-        f"april, N' = {over}, overlap": (scenario, april | {"overlap": True}),
-        **{
-            f"continuous, {count} in flight": (scenario, {"kind": "continuous", "in_flight": count})
-            for count in sorted({peak // 2, peak, schedule.in_flight or peak})
-        },
-        f"continuous, {peak}, cache recomputed": (recomputed, {"kind": "continuous", "in_flight": peak}),
-    }
+    samples in flight beside those of N' and N, and everything that is not a schedule.
+
+    `kind`: the only one that is compared; none: all that are shipped, and the scenario's own.
+    """
+    kinds = [kind] if kind else list(dict.fromkeys([*SCHEDULES.shipped, scenario.schedule.kind]))
     admitted, refused = {}, {}
-    for name, (base, keys) in wanted.items():
-        try:
-            admitted[name] = with_schedule(base, **keys)
-        except ConfigError as error:
-            refused[name] = error
+    for each in kinds:
+        for line, keys in SCHEDULES.find(each).variants(scenario.schedule).items():
+            name = f"{each}, {line}" if line else each
+            try:
+                admitted[name] = with_schedule(scenario, each, **keys)
+            except ConfigError as error:
+                refused[name] = error
     return admitted, refused
 
 
-def over_sampled(scenario: Scenario, groups: int) -> Scenario:
-    """`april` with so many groups in a round, overlapped and resumed as the scenario says."""
-    schedule = scenario.schedule
-    kept = {"overlap": schedule.overlap, "partial_rollout": schedule.partial_rollout}
-    return with_schedule(scenario, "april", over_sampling_batch_size=groups, **kept)
+def turned(scenario: Scenario, kind: str, value: int) -> Scenario:
+    """Under a kind of schedule with its dial at a value; overlapped and resumed as the scenario says, where that means
+    something."""
+    entry, schedule = SCHEDULES.find(kind), scenario.schedule
+    kept = {key: getattr(schedule, key) for key in ("overlap", "partial_rollout") if key in entry.reads}
+    return with_schedule(scenario, kind, **kept | {entry.dial.key: value})
 
 
 def with_schedule(scenario: Scenario, kind: str, **keys) -> Scenario:
-    """The scenario under another schedule; of the old one N, n and S are kept."""
+    """The scenario under another schedule; of the old one N, n and S are kept. `section__key` is of another section."""
     fresh = {"over_sampling_batch_size": None, "in_flight": None, "overlap": False, "partial_rollout": True}
     changes = fresh | {"kind": kind} | keys
-    return scenario.with_keys(**{f"schedule__{key}": value for key, value in changes.items()})
+    return scenario.with_keys(**{key if "__" in key else f"schedule__{key}": value for key, value in changes.items()})
+
+
+def counts_samples(kind: type[Schedule]) -> bool:
+    """Whether its dial does."""
+    return kind.dial is not None and kind.dial.counts_samples
+
+
+def counts_groups(kind: type[Schedule]) -> bool:
+    return kind.dial is not None and not kind.dial.counts_samples
+
+
+def dialled(kind: str, fits: Callable[[type[Schedule]], bool] = lambda entry: True) -> str:
+    """`kind`, or where none is asked for the first shipped one whose dial can be turned, and that `fits`.
+
+    Raises ConfigError for one that is asked for and is no such schedule.
+    """
+    able = [name for name in SCHEDULES.shipped if (entry := SCHEDULES.find(name)).dial and fits(entry)]
+    if kind and not ((entry := SCHEDULES.find(kind)).dial and fits(entry)):
+        raise ConfigError(
+            f"key 'schedule.kind' = {kind!r} has nothing to turn here; use {' or '.join(map(repr, able))}, or leave "
+            "the key out"
+        )
+    return kind or able[0]
 
 
 COLUMNS = (

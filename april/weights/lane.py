@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from april import clock
+from april.processes import clock
 
 LEARNER, WORKER = 0, 1
 """ranks in a lane; those of an inference server begin at the worker's"""

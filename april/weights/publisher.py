@@ -9,7 +9,7 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,16 +18,31 @@ import torch.distributed as dist
 import zmq
 from torch import Tensor
 
-from april import clock, limits, store, wire
+from april import wire
 from april.config import ConfigError, WeightsSection
+from april.connections import store
+from april.processes import clock
 from april.security.allow_list import AllowList, Peer
 from april.security.audit import Audit
 from april.security.door import Door
 from april.security.keys import ALLOW_LIST, load_keys
-from april.version import Version
-from april.weights import lane as lanes
+from april.weights import TRANSPORTS
+from april.weights.lane_messages import (
+    LANES,
+    LaneAlive,
+    LaneFailed,
+    LaneInvite,
+    LaneJoin,
+    LaneLoaded,
+    LaneManifest,
+    LanePosted,
+    LaneReady,
+)
 from april.weights.server_checksums import checksums_in_server
 from april.weights.snapshot import Snapshot, buckets, joined, pack, server_buckets, unpack
+from april.weights.transport import Link, Transport
+from april.wire import limits
+from april.wire.version import Version
 
 log = logging.getLogger(__name__)
 
@@ -37,10 +52,12 @@ SILENCE_S = 3.0
 
 VERIFY_EVERY = 20
 """transfers to an inference server after the first, until its weights are compared again"""
+MAX_LANES = 2048
+"""each has a thread"""
 INBOX_MESSAGES = 64
 """a worker that says more at once than its lane takes loses it"""
 FROM_WORKERS = (
-    wire.LaneJoin, wire.LaneReady, wire.LaneAlive, wire.LanePosted, wire.LaneLoaded, wire.LaneFailed
+    LaneJoin, LaneReady, LaneAlive, LanePosted, LaneLoaded, LaneFailed
 )  # fmt: skip
 ANYBODY = Peer("", "worker", "")
 """who speaks where there are no keys"""
@@ -64,7 +81,7 @@ class PeerLane:
     transfers: int = 0
     key: str = ""
     """CURVE key of the worker, "" without CURVE"""
-    inbox: queue.Queue = field(default_factory=lambda: queue.Queue(INBOX_MESSAGES))
+    inbox: queue.Queue[Any] = field(default_factory=lambda: queue.Queue(INBOX_MESSAGES))
     """LaneReady, LanePosted, LaneLoaded, LaneFailed of this lane"""
 
 
@@ -74,9 +91,10 @@ class WeightPublisher:
     def __init__(self, config: WeightsSection, run: str, device: str, keys: Path | None = None):
         """`keys`: the folder with the learner's key and the allow-list. Raises ConfigError."""
         own = load_keys(keys, "learner")
-        allow_list = AllowList(keys / ALLOW_LIST) if own else None
+        allow_list = AllowList(keys / ALLOW_LIST) if keys else None
         self.config = config
         self.bucket_bytes = config.bucket_mb << 20
+        self._transport: Transport = TRANSPORTS.find(config.transport)(config)
         self.run = run
         self.device = device
         self._snapshot: Snapshot | None = None
@@ -93,7 +111,7 @@ class WeightPublisher:
         self._socket.setsockopt(zmq.HANDSHAKE_IVL, int(limits.HANDSHAKE_S * 1000))
         self._socket.setsockopt(zmq.MAXMSGSIZE, limits.FROM_PEER.frame_bytes)
         self._socket.setsockopt(zmq.RCVHWM, limits.UPLOAD_QUEUE_MESSAGES)
-        self._door = Door(self._context, own, allow_list) if own else None
+        self._door = Door(self._context, own, allow_list) if own and allow_list else None
         if self._door:
             self._door.guard(self._socket)
         port = self._socket.bind_to_random_port(f"tcp://{config.host}")
@@ -182,21 +200,21 @@ class WeightPublisher:
 
     def _receive(self, route: bytes, frames: list, peer: Peer) -> None:
         try:
-            message = wire.decode(frames, limits.FROM_PEER).message
+            message = wire.decode(frames, limits.FROM_PEER, LANES).message
             if peer.role != "worker" or not isinstance(message, FROM_WORKERS):
                 raise wire.WireError("not for this peer to send")
         except wire.WireError as error:
             self._audit.say("bad message about weights: %s", error)
             return
-        if isinstance(message, wire.LaneJoin):
+        if isinstance(message, LaneJoin):
             self._invite(route, message, peer)
             return
         lane = self._lanes.get(getattr(message, "lane", ""))
         if lane is None or lane.route != route:
-            self._outbox.put((route, wire.LaneFailed(message.lane[: limits.TEXT_CHARACTERS], "the lane has ended")))
+            self._outbox.put((route, LaneFailed(message.lane[: limits.TEXT_CHARACTERS], "the lane has ended")))
             return
         lane.last_seen = clock.now()
-        if isinstance(message, wire.LaneAlive):
+        if isinstance(message, LaneAlive):
             return
         try:
             lane.inbox.put_nowait(message)
@@ -204,7 +222,7 @@ class WeightPublisher:
             with self._changed:
                 self._lose(lane, "it says too much at once")
 
-    def _invite(self, route: bytes, join: wire.LaneJoin, peer: Peer) -> None:
+    def _invite(self, route: bytes, join: LaneJoin, peer: Peer) -> None:
         """One lane for every request; what the worker had before, or its predecessor of that name, is lost."""
         with self._changed:
             namesakes = [lane for lane in self._lanes.values() if lane.worker == join.name]
@@ -212,8 +230,8 @@ class WeightPublisher:
                 return self._audit.say("no lane for another key under the name %s", join.name)
             for lane in namesakes:
                 self._lose(lane, "its worker asks for a new lane")
-            if len(self._lanes) >= limits.WEIGHT_LANES:
-                return self._audit.say("no lane for %s: there are %d", join.name, limits.WEIGHT_LANES)
+            if len(self._lanes) >= MAX_LANES:
+                return self._audit.say("no lane for %s: there are %d", join.name, MAX_LANES)
             self._count += 1
             name = f"w-{self.run}-{join.name}-{self._count}"
             backend = self._backend(join.device)
@@ -244,7 +262,7 @@ class WeightPublisher:
     def _drop_revoked(self) -> None:
         with self._changed:
             for lane in list(self._lanes.values()):
-                if self._door.allow_list.find(lane.key).role != "worker":
+                if self._door and self._door.allow_list.find(lane.key).role != "worker":
                     self._lose(lane, "its key is off the allow-list")
 
     def _lose(self, lane: PeerLane, why: str) -> None:
@@ -263,25 +281,25 @@ class WeightPublisher:
 
     def _run_lane(self, lane: PeerLane) -> None:
         try:
-            group = self._join(lane)
+            link = self._join(lane)
             self._set_state(lane, "ready")
             while (snapshot := self._next_snapshot(lane)) is not None:
                 self._set_state(lane, "sending")
-                self._transfer(lane, group, snapshot)
+                self._transfer(lane, link, snapshot)
                 lane.last_seen = clock.now()
                 self._set_state(lane, "ready", acknowledged=snapshot.version)
         except (LaneLost, RuntimeError, OSError) as error:
             with self._changed:
                 self._lose(lane, str(error))
 
-    def _join(self, lane: PeerLane) -> "dist.Backend":
+    def _join(self, lane: PeerLane) -> Link:
         timeout_s = self.config.join_deadline_s
         port = self._store.port
-        self._send(lane, wire.LaneInvite(lane.name, lane.backend, self.config.host, port, timeout_s))
-        client = store.connect(self.config.host, port, timeout_s)
-        group = lanes.join(lane.name, client, lanes.LEARNER, lane.backend, timeout_s, lane.server_ranks)
-        self._await(lane, wire.LaneReady, None, clock.now() + timeout_s)
-        return group
+        invite = LaneInvite(lane.name, lane.backend, self.config.host, port, timeout_s)
+        self._send(lane, invite)
+        link = self._transport.meet(invite, as_learner=True, server_ranks=lane.server_ranks)
+        self._await(lane, LaneReady, None, clock.now() + timeout_s)
+        return link
 
     def _next_snapshot(self, lane: PeerLane) -> Snapshot | None:
         """Wait for one that the worker does not have; None when the lane or the publisher has ended."""
@@ -292,22 +310,21 @@ class WeightPublisher:
                 self._changed.wait(1.0)
         return None
 
-    def _transfer(self, lane: PeerLane, group: "dist.Backend", snapshot: Snapshot) -> None:
+    def _transfer(self, lane: PeerLane, link: Link, snapshot: Snapshot) -> None:
         bucket_bytes = self.bucket_bytes
         heads, size = snapshot.heads, snapshot.data.numel()
         expected = self._server_checksums(lane, snapshot)
-        manifest = wire.LaneManifest(
-            lane.name, snapshot.version, heads, size, bucket_bytes, snapshot.checksum, expected
-        )
+        manifest = LaneManifest(lane.name, snapshot.version, heads, size, bucket_bytes, snapshot.checksum, expected)
         deadline = clock.now() + self.config.transfer_deadline_s
         self._send(lane, manifest)
-        self._await(lane, wire.LanePosted, snapshot.version, deadline)
+        self._await(lane, LanePosted, snapshot.version, deadline)
+        parts: Iterable[Tensor]
         if lane.server_ranks:
             parts = (joined(snapshot, heads) for heads in server_buckets(snapshot.heads, bucket_bytes))
         else:
             parts = buckets(snapshot.data, bucket_bytes)
-        lanes.transfer(group, parts, lane.backend, deadline)
-        self._await(lane, wire.LaneLoaded, snapshot.version, deadline)
+        link.send(parts, deadline)
+        self._await(lane, LaneLoaded, snapshot.version, deadline)
 
     def _server_checksums(self, lane: PeerLane, snapshot: Snapshot) -> dict[str, str]:
         """What a server says of these weights, where it can be foretold: of the first transfer and every k-th."""
@@ -317,7 +334,7 @@ class WeightPublisher:
             return {}
         return checksums_in_server(unpack(snapshot.heads, snapshot.data, snapshot.checksum))
 
-    def _await(self, lane: PeerLane, kind: type, version: Version | None, deadline: float) -> Any:
+    def _await(self, lane: PeerLane, kind: type[wire.Message], version: Version | None, deadline: float) -> Any:
         silent_since = clock.now()
         while lane.state != "lost" and not self._closed:
             try:
@@ -328,9 +345,9 @@ class WeightPublisher:
                 if clock.now() - max(lane.last_seen, silent_since) > SILENCE_S:
                     raise LaneLost(f"silent for {SILENCE_S:g} s while {kind.__name__} was due") from None
                 continue
-            if isinstance(message, wire.LaneFailed):
+            if isinstance(message, LaneFailed):
                 raise LaneLost(message.error)
-            if isinstance(message, kind) and (version is None or message.version == version):
+            if isinstance(message, kind) and version in (None, getattr(message, "version", None)):
                 return message
         raise LaneLost("the lane has ended")
 

@@ -17,18 +17,30 @@ from functools import partial
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 import zmq
 from torch import Tensor
 
-from april import clock, store, wire
+from april import wire
 from april.config import WeightsSection
-from april.limits import FROM_BROKER, TEXT_CHARACTERS
+from april.processes import clock
 from april.security.handshake import Handshake
 from april.security.keys import Keys
-from april.version import Version
-from april.weights import lane as lanes
+from april.weights import TRANSPORTS
+from april.weights.lane_messages import (
+    LANES,
+    LaneAlive,
+    LaneFailed,
+    LaneInvite,
+    LaneJoin,
+    LaneLoaded,
+    LaneManifest,
+    LanePosted,
+    LaneReady,
+)
 from april.weights.snapshot import SnapshotError, buckets, unpack
+from april.weights.transport import Link, Transport
+from april.wire.limits import FROM_BROKER, TEXT_CHARACTERS
+from april.wire.version import Version
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +57,7 @@ class Staged:
     """None where the learner will broadcast them to the server as soon as `post` is called"""
     started_at: float
     """when its manifest arrived, unix seconds"""
-    manifest: wire.LaneManifest | None = None
+    manifest: LaneManifest | None = None
     post: Callable[[], None] | None = None
 
 
@@ -57,7 +69,7 @@ class InferenceServer(Protocol):
     device: str
     """cpu, cuda"""
 
-    def join(self, invite: wire.LaneInvite) -> None:
+    def join(self, invite: LaneInvite) -> None:
         """Build the group. Raises RuntimeError."""
 
     def leave(self, lane: str) -> None:
@@ -83,6 +95,7 @@ class WeightReceiver:
         wait."""
         self.server, self.up = server, up
         self.config = config
+        self.transport: Transport = TRANSPORTS.find(config.transport)(config)
         self.keys = keys
         self.uid, self.name, self.device = uid, name, device
         self._lock = threading.Lock()
@@ -94,7 +107,7 @@ class WeightReceiver:
         """address and public key"""
         self._closed = self._forgotten = False
         self._refusal = ""
-        self._posted: wire.LaneManifest | None = None
+        self._posted: LaneManifest | None = None
         self._wake_reader, self._wake_writer = os.pipe()
         self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
         self._thread.start()
@@ -171,16 +184,16 @@ class WeightReceiver:
     def _sleep(self, seconds: float = 1.0) -> None:
         poller = zmq.Poller()
         poller.register(self._wake_reader, zmq.POLLIN)
-        if poller.poll(seconds * 1000):
+        if poller.poll(int(seconds * 1000)):
             os.read(self._wake_reader, 4096)
 
-    def post(self, manifest: wire.LaneManifest) -> None:
+    def post(self, manifest: LaneManifest) -> None:
         """The server is ready for these weights."""
         with self._lock:
             self._posted = manifest
         self._wake()
 
-    def take_posted(self) -> wire.LaneManifest | None:
+    def take_posted(self) -> LaneManifest | None:
         with self._lock:
             posted, self._posted = self._posted, None
         return posted
@@ -219,8 +232,8 @@ class LearnerConnection:
         self.socket = socket
         self.learner = learner
         self.handshake = handshake
-        self.lane: wire.LaneInvite | None = None
-        self.group: dist.Backend | None = None
+        self.lane: LaneInvite | None = None
+        self.link: Link | None = None
         self._ask_again_at = 0.0
 
     def run(self) -> None:
@@ -232,11 +245,11 @@ class LearnerConnection:
             if problem := self.handshake.problem():
                 raise LearnerRefuses(problem)
             self._speak()
-            ready = dict(poller.poll(SPEAK_S * 1000))
+            ready = dict(poller.poll(int(SPEAK_S * 1000)))
             if self.receiver._wake_reader in ready:
                 os.read(self.receiver._wake_reader, 4096)
             if posted := self.receiver.take_posted():
-                self._send(wire.LanePosted(posted.lane, posted.version))
+                self._send(LanePosted(posted.lane, posted.version))
             if refusal := self.receiver.take_refusal():
                 self._fail(refusal)
                 self._ask_again_at = clock.now() + INVITATION_S
@@ -244,7 +257,7 @@ class LearnerConnection:
                 self.leave()
                 self._ask_again_at = 0.0
             if version := self.receiver.take_loaded():
-                self._send(wire.LaneLoaded(self.lane.lane if self.lane else "", version))
+                self._send(LaneLoaded(self.lane.lane if self.lane else "", version))
             while self.socket.poll(0):
                 self._receive(self.socket.recv_multipart())
 
@@ -253,18 +266,18 @@ class LearnerConnection:
         if self.lane and self.receiver.server:
             self.receiver.server.leave(self.lane.lane)
             self.receiver.drop_announced()
-        self.lane = self.group = None
+        self.lane = self.link = None
 
     def _speak(self) -> None:
         if self.lane and not self.receiver.up():
             self._fail("its server is down")
         if self.lane:
-            self._send(wire.LaneAlive(self.lane.lane))
+            self._send(LaneAlive(self.lane.lane))
         elif clock.now() >= self._ask_again_at and self.receiver.up():
             self._ask_again_at = clock.now() + INVITATION_S
             receiver, server = self.receiver, self.receiver.server
             device, ranks = (server.device, server.ranks) if server else (receiver.device, 0)
-            self._send(wire.LaneJoin(receiver.uid, receiver.name, device, receiver.held, ranks))
+            self._send(LaneJoin(receiver.uid, receiver.name, device, receiver.held, ranks))
 
     def _send(self, message: wire.Message) -> None:
         """A learner that has been away for so long that no more fits into the queue is another one when it is back."""
@@ -277,12 +290,12 @@ class LearnerConnection:
 
     def _receive(self, frames: list) -> None:
         try:
-            message = wire.decode(frames).message
-            if isinstance(message, wire.LaneInvite):
+            message = wire.decode(frames, bodies=LANES).message
+            if isinstance(message, LaneInvite):
                 self._join(message)
-            elif isinstance(message, wire.LaneManifest) and self.lane and message.lane == self.lane.lane:
-                self._receive_weights(message)
-            elif isinstance(message, wire.LaneFailed) and self.lane and message.lane == self.lane.lane:
+            elif isinstance(message, LaneManifest) and self.lane and message.lane == self.lane.lane:
+                self._receive_weights(message, self.link)
+            elif isinstance(message, LaneFailed) and self.lane and message.lane == self.lane.lane:
                 log.info("the learner has ended the lane: %s", message.error)
                 self.leave()
                 self._ask_again_at = 0.0
@@ -294,28 +307,28 @@ class LearnerConnection:
     def _fail(self, why: str) -> None:
         """Tell the learner why the lane has ended."""
         if self.lane:
-            self._send(wire.LaneFailed(self.lane.lane, why[:TEXT_CHARACTERS]))
+            self._send(LaneFailed(self.lane.lane, why[:TEXT_CHARACTERS]))
         self.leave()
 
-    def _join(self, invite: wire.LaneInvite) -> None:
-        self.lane, self.group = invite, None
+    def _join(self, invite: LaneInvite) -> None:
+        self.lane, self.link = invite, None
         if self.receiver.server:
             self.receiver.server.join(invite)
-            self._send(wire.LaneReady(invite.lane))
+            self._send(LaneReady(invite.lane))
             return
-        client = store.connect(invite.host, invite.port, invite.timeout_s)
-        self.group = lanes.join(invite.lane, client, lanes.WORKER, invite.backend, invite.timeout_s)
-        self._send(wire.LaneReady(invite.lane))
+        self.link = self.receiver.transport.meet(invite, as_learner=False)
+        self._send(LaneReady(invite.lane))
 
-    def _receive_weights(self, manifest: wire.LaneManifest) -> None:
+    def _receive_weights(self, manifest: LaneManifest, link: Link | None) -> None:
         started_at = clock.now()
         if self.receiver.server:
             post = partial(self.receiver.post, manifest)
             self.receiver.stage(Staged(manifest.version, None, started_at, manifest, post))
             return
+        assert link, "a lane that is none of a server's has a link"
         data = torch.empty(manifest.total_bytes, dtype=torch.uint8)
-        self._send(wire.LanePosted(manifest.lane, manifest.version))
+        self._send(LanePosted(manifest.lane, manifest.version))
         deadline = started_at + self.receiver.config.transfer_deadline_s
-        lanes.transfer(self.group, buckets(data, manifest.bucket_bytes), self.lane.backend, deadline)
+        link.receive(buckets(data, manifest.bucket_bytes), deadline)
         tensors = unpack(manifest.tensors, data, manifest.checksum)
         self.receiver.stage(Staged(manifest.version, tensors, started_at))

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from zlib_ng.zlib_ng import crc32
 
-from april.version import Version
-from april.wire import TensorHead
+from april.weights.lane_messages import TensorHead
+from april.wire.version import Version
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 ALIGNMENT_BYTES = 16

@@ -5,19 +5,21 @@ import os
 import signal
 import sys
 import uuid
-from functools import partial
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from april import clock
 from april.config import Config, ConfigError
-from april.devices import wanted
-from april.process import REFUSED, SUPERVISED, end, give_way, log_to_stderr
+from april.config.checks import check_engine
+from april.processes import clock
+from april.processes.lifetime import REFUSED, SUPERVISED, end, give_way
+from april.processes.logs import log_to_stderr
 from april.security.keys import load_keys
+from april.workers.engines import ENGINES
+from april.workers.engines.devices import device_of
 
 if TYPE_CHECKING:
     from april.security.keys import Keys
     from april.workers.engines.base import Engine
-    from april.workers.intake import Intake
+    from april.workers.engines.intake import Intake
     from april.workers.scorer import Scorer
     from april.workers.worker import Worker
 
@@ -28,7 +30,7 @@ def run_worker(config: Config, address: str, name: str) -> NoReturn:
     """Work for the broker at `address` until the run is over, then end the process. Raises ConfigError before."""
     import torch
 
-    from april.client import AccessDenied, BrokerConnection, BrokerUnreachable
+    from april.connections.broker import AccessDenied, BrokerConnection, BrokerUnreachable
     from april.workers.engines.base import EngineError
     from april.workers.worker import Worker
 
@@ -57,7 +59,7 @@ def run_worker(config: Config, address: str, name: str) -> NoReturn:
 
 def run_scorer(config: Config, address: str, name: str) -> NoReturn:
     """Score for the broker at `address` until the run is over, then end the process. Raises ConfigError before."""
-    from april.client import AccessDenied, BrokerConnection, BrokerUnreachable
+    from april.connections.broker import AccessDenied, BrokerConnection, BrokerUnreachable
     from april.workers.scorer import Scorer
 
     if config.reward.where != "scorer":
@@ -88,59 +90,16 @@ def stop_at_signals(part: "Worker | Scorer") -> None:
 def make_intakes(
     config: Config, engine: "Engine", uid: str, name: str, device: str, keys: "Keys | None"
 ) -> "list[Intake]":
-    """A lane to the learner for the engine, or for each server behind it; where the learner broadcasts to a server
-    itself, that takes the worker's place in its lane."""
+    """A lane to the learner for the engine, or several, as the engine says."""
     from april.weights.receiver import WeightReceiver
-    from april.workers.intake import Intake, ServerIntake
 
-    if config.worker.engine == "torch":
-        return [Intake(engine, WeightReceiver(config.weights, uid, name, device, keys))]
+    def make_receiver(lane: str, *server_and_up: Any) -> WeightReceiver:
+        return WeightReceiver(config.weights, f"{uid}-{lane}", lane, device, keys, *server_and_up)
 
-    from april.workers.engines.sglang_lane import ServerLane
-
-    intakes = []
-    for lane, part in zip(config.lanes_of(name), engine.parts, strict=True):
-        server = ServerLane(part) if config.broadcasts_to_servers else None
-        up = partial(getattr, part, "ready")
-        receiver = WeightReceiver(config.weights, f"{uid}-{lane}", lane, device, keys, server, up)
-        intakes.append(ServerIntake(part, receiver))
-    return intakes
-
-
-def device_of(config: Config) -> str:
-    """What a worker's engine runs on here, "cuda" or "cpu". Raises ConfigError."""
-    import torch
-
-    device = config.worker.device if wanted(config)[1] else "cpu"
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("key 'worker.device' = 'cuda' finds no accelerator here; use 'auto' or 'cpu'")
-    return device
+    return ENGINES.find(config.worker.engine).intakes(config, engine, name, make_receiver)
 
 
 def make_engine(config: Config, device: str, name: str) -> "Engine":
     """`name`: of the worker. Raises ConfigError."""
-    from april.workers.engines.base import EngineError
-    from april.workers.engines.torch_engine import TorchEngine
-
-    if config.worker.engine == "sglang":
-        from april.workers.engines.sglang_engine import make_sglang_engine
-
-        return make_sglang_engine(config, device, name)
-    if config.worker.engine == "vllm":
-        from april.workers.engines.vllm_engine import make_vllm_engine
-
-        return make_vllm_engine(config, device, name)
-
-    try:
-        return TorchEngine(
-            config.model.path,
-            slots=config.worker.slots,
-            device=device,
-            chunk_tokens=config.worker.chunk_tokens,
-            chunk_s=config.worker.chunk_s,
-            keep_cache=config.engine.pause == "in_place",
-        )
-    except EngineError as error:
-        raise ConfigError(f"key 'model.path' = {str(config.model.path)!r} cannot be used: {error}") from None
+    check_engine(config)
+    return ENGINES.find(config.worker.engine).from_config(config, device, name)

@@ -6,10 +6,11 @@ on the broker's disk, for another.
 
 import logging
 
-from april import clock, wire
-from april.client import HEARTBEAT_S, BrokerConnection
+from april import wire
 from april.config import Config
+from april.connections.broker import HEARTBEAT_S, BrokerConnection
 from april.data.tokenizer import Tokenizer
+from april.processes import clock
 from april.workers.rewards.messages import GroupScore, Score
 from april.workers.scoring import Scoring, closing
 
@@ -25,7 +26,7 @@ class Scorer:
         self.connection = connection
         self.scoring = Scoring(config, Tokenizer(config.model.path))
         self.closings: dict[int, wire.Message | None] = {}
-        """by the token of each lease: what was handed in for it and not yet acknowledged; None while it is scored"""
+        """by the id of each lease: what was handed in for it and not yet acknowledged; None while it is scored"""
         self.scores = 0
         """handed in"""
         self.renew_s = config.broker.renew_s
@@ -61,8 +62,8 @@ class Scorer:
     def _say_hello(self) -> None:
         welcome = self.connection.hello(list(self.closings))
         self.renew_s = welcome.renew_s
-        for token in welcome.lost:
-            self._drop(token)
+        for lease_id in welcome.lost:
+            self._drop(lease_id)
         self.connection.send(wire.Room(self.config.scorer.leases))
         for message in filter(None, self.closings.values()):
             self.connection.send(message)
@@ -81,21 +82,21 @@ class Scorer:
         message = received.message
         match message:
             case wire.Grant():
-                self.closings[message.token] = None
+                self.closings[message.lease_id] = None
                 self.scoring.submit(message, received.arrays, message.finish_reason)
             case wire.Acknowledged():
-                for token in message.done:
-                    self._drop(token)
+                for lease_id in message.done:
+                    self._drop(lease_id)
             case wire.Cancel(tokens) | wire.Renewed(tokens):
-                for token in tokens:
-                    self._drop(token)
+                for lease_id in tokens:
+                    self._drop(lease_id)
             case wire.Stop():
                 self.stop(message.reason)
             case wire.Refused() if self.connection.is_disowned(received):
                 self._say_hello()
             case wire.Refused() if "unknown session" not in message.reason:
                 log.warning("refused: %s", message.reason)
-                self._drop(message.token)
+                self._drop(message.lease_id)
 
     def _hand_in(self, score: Score | GroupScore) -> None:
         """A score whose lease has ended meanwhile counts no longer."""
@@ -107,5 +108,5 @@ class Scorer:
         self.scores += 1
         self.connection.send(message)
 
-    def _drop(self, token: int) -> None:
-        self.closings.pop(token, None)
+    def _drop(self, lease_id: int) -> None:
+        self.closings.pop(lease_id, None)

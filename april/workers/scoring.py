@@ -25,8 +25,9 @@ class Scoring:
         if at_once:
             self._start()
 
-    def _start(self) -> None:
+    def _start(self) -> RewardPool:
         self.pool = RewardPool(self.config.reward.processes, reward_rules(self.config))
+        return self.pool
 
     @property
     def pending(self) -> int:
@@ -39,8 +40,7 @@ class Scoring:
         """`tokens`: the prompt, then the response in pieces, as they come with a grant and grow; of a grant on a group
         the prompt and its responses, whose finish reasons it has. `state`: of the environment at the end, where that
         is not the grant's."""
-        if self.pool is None:
-            self._start()
+        pool = self.pool or self._start()
         prompt = self.tokenizer.decode(tokens[0])
         if grant.together:
             responses = zip(tokens[1:], grant.together, strict=True)
@@ -48,14 +48,14 @@ class Scoring:
                 Item(place, grant.reward, self.tokenizer.decode(ids), grant.label, reason, prompt, len(ids))
                 for place, (ids, reason) in enumerate(responses)
             ]
-            return self.pool.submit_group(grant.token, grant.reward, items)
+            return pool.submit_group(grant.lease_id, grant.reward, items)
         response = np.concatenate(tokens[1:])
         text = self.tokenizer.decode(response)
         state = grant.state if state is None else state
-        self.pool.submit(grant.token, grant.reward, text, grant.label, finish_reason, prompt, len(response), state)
+        pool.submit(grant.lease_id, grant.reward, text, grant.label, finish_reason, prompt, len(response), state)
 
     def poll(self) -> list[Score | GroupScore]:
-        """What the verifiers have said since the last call; the key of a score is the token of its lease."""
+        """What the verifiers have said since the last call; the key of a score is the id of its lease."""
         return self.pool.poll() if self.pool else []
 
     def close(self) -> None:
@@ -66,7 +66,8 @@ class Scoring:
 def closing(score: Score | GroupScore, length: int = 0) -> wire.Scored | wire.ScoredTogether | wire.GiveBack:
     """What ends the lease; `length`: of the response, as far as this process has generated it."""
     if isinstance(score, GroupScore):
-        rewards, details = [one.reward for one in score.scores], [one.details for one in score.scores]
+        rewards = [one.reward for one in score.scores if one.reward is not None]
+        details = [one.details for one in score.scores]
         return wire.ScoredTogether(score.key, rewards, details)
     if score.reward is None:
         return wire.GiveBack(score.key, length, "scoring_failed", score.error or "no reward")

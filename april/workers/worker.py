@@ -10,15 +10,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from april import clock, wire
-from april.client import HEARTBEAT_S, BrokerConnection
+from april import wire
 from april.config import Config
+from april.connections.broker import HEARTBEAT_S, BrokerConnection
 from april.data.tokenizer import Tokenizer
 from april.environments.turns import Observed, Turns
-from april.limits import clip
-from april.version import Version
+from april.processes import clock
+from april.wire.limits import clip
+from april.wire.version import Version
 from april.workers.engines.base import Chunk, Engine, EngineError, Request
-from april.workers.intake import Intake
+from april.workers.engines.intake import Intake
 from april.workers.rewards.messages import GroupScore, Score
 from april.workers.scoring import Scoring, closing
 
@@ -131,8 +132,8 @@ class Worker:
     def _generate(self) -> None:
         for chunk in self.engine.step():
             self._send_new(chunk)
-        for token, error in self.engine.failures():
-            self._give_back(token, "generation_failed", error)
+        for lease_id, error in self.engine.failures():
+            self._give_back(lease_id, "generation_failed", error)
         self._report_room()
 
     def _can_generate(self) -> bool:
@@ -148,8 +149,8 @@ class Worker:
     def _say_hello(self) -> None:
         welcome = self.connection.hello(list(self.works), self.acknowledged_tokens)
         self.renew_s, self.watermark = welcome.renew_s, max(self.watermark, welcome.watermark)
-        for token in welcome.lost:
-            self._drop(token)
+        for lease_id in welcome.lost:
+            self._drop(lease_id)
         self._connect_intakes(welcome.weights_address, welcome.weights_key)
         if self.engine.version is not None:
             self._report_holding(0.0)
@@ -162,8 +163,8 @@ class Worker:
         log.info("stopping: %s", self.stopping)
         for chunk in self.engine.cancel_all(list(self.works)):
             self._send_new(chunk)
-        for token in list(self.works):
-            self._give_back(token, "leave")
+        for lease_id in list(self.works):
+            self._give_back(lease_id, "leave")
         self._close_span()
         self.connection.send(wire.Heartbeat([], self.engine.generated_tokens))
         self.connection.send(wire.Goodbye())
@@ -195,23 +196,23 @@ class Worker:
             case wire.Grant():
                 self._accept(message, received.arrays)
             case wire.Acknowledged():
-                for token, length in message.lengths:
-                    self._acknowledged(token, length)
-                for token in message.done:
-                    self.works.pop(token, None)
+                for lease_id, length in message.lengths:
+                    self._acknowledged(lease_id, length)
+                for lease_id in message.done:
+                    self.works.pop(lease_id, None)
             case wire.ResendFrom():
-                if work := self.works.get(message.token):
+                if work := self.works.get(message.lease_id):
                     self._send_again(work, message.start)
             case wire.Abort():
                 self.watermark = max(self.watermark, message.watermark)
                 self._hand_back_aborted()
             case wire.Cancel(tokens):
-                for token in tokens:
-                    self._drop(token)
+                for lease_id in tokens:
+                    self._drop(lease_id)
             case wire.Renewed(tokens):
-                for token in tokens:
-                    if not self._is_handed_over(token):
-                        self._drop(token)
+                for lease_id in tokens:
+                    if not self._is_handed_over(lease_id):
+                        self._drop(lease_id)
             case wire.WeightsAt():
                 self._connect_intakes(message.address, message.key)
             case wire.Stop():
@@ -219,8 +220,8 @@ class Worker:
             case wire.Refused() if self.connection.is_disowned(received):
                 self._say_hello()
             case wire.Refused() if "unknown session" not in message.reason:
-                log.warning("refused: %s", message.reason, extra=self._ids(message.token))
-                self._drop(message.token)
+                log.warning("refused: %s", message.reason, extra=self._ids(message.lease_id))
+                self._drop(message.lease_id)
 
     def _accept(self, grant: wire.Grant, pieces: list[np.ndarray]) -> None:
         length = sum(map(len, pieces[1:]))
@@ -234,11 +235,11 @@ class Worker:
             turn_start=grant.turn_start,
             state=grant.state,
         )
-        self.works[grant.token] = work
+        self.works[grant.lease_id] = work
         if grant.scoring:
             self.scoring.submit(grant, pieces, grant.finish_reason)
-        elif grant.token <= self.watermark and not grant.evaluation:
-            self._give_back(grant.token, "abort")
+        elif grant.lease_id <= self.watermark and not grant.evaluation:
+            self._give_back(grant.lease_id, "abort")
         else:
             self._go_on(work)
 
@@ -246,11 +247,11 @@ class Worker:
         """Have the turn under way sampled, or answered if it is over."""
         grant, turn = work.grant, work.turn
         if self.turns.is_over(turn):
-            return self.turns.ask(grant.token, turn, work.turns, work.state, work.tokens[0], grant.label)
+            return self.turns.ask(grant.lease_id, turn, work.turns, work.state, work.tokens[0], grant.label)
         request = Request(
-            id=grant.token,
+            id=grant.lease_id,
             tokens=np.concatenate(work.tokens),
-            max_new_tokens=min(work.left, self.turns.room(turn)),
+            max_new_tokens=int(min(work.left, self.turns.room(turn))),
             seed=grant.seed,
             temperature=grant.temperature,
             top_p=grant.top_p,
@@ -262,10 +263,10 @@ class Worker:
         try:
             self.engine.submit(request)
         except EngineError as error:
-            self._give_back(grant.token, "generation_failed", str(error))
+            self._give_back(grant.lease_id, "generation_failed", str(error))
 
-    def _acknowledged(self, token: int, length: int) -> None:
-        if work := self.works.get(token):
+    def _acknowledged(self, lease_id: int, length: int) -> None:
+        if work := self.works.get(lease_id):
             done = [entry for entry in work.unacknowledged if entry[0].start < length]
             self.acknowledged_tokens += sum(len(arrays[0]) for sent, arrays in done if isinstance(sent, wire.Chunk))
             del work.unacknowledged[: len(done)]
@@ -276,7 +277,8 @@ class Worker:
         work = self.works.get(chunk.id)
         if work is None:
             return
-        start, ended = work.length, chunk.finish_reason or ""
+        start = work.length
+        ended: wire.Ending = chunk.finish_reason or ""
         work.append(chunk.tokens)
         if ended and self.turns.is_over(work.turn):
             ended = "" if work.left else "length"
@@ -287,17 +289,17 @@ class Worker:
 
     def _observe(self, observed: Observed) -> None:
         """Put an observation behind its turn, and go on; one for a sample that has been handed back comes too late."""
-        token, work = observed.key, self.works.get(observed.key)
+        lease_id, work = observed.key, self.works.get(observed.key)
         if work is None or work.closing:
             return
         if not len(observed.tokens):
-            return self._give_back(token, "environment_failed", observed.error)
+            return self._give_back(lease_id, "environment_failed", observed.error)
         if observed.error:
-            log.warning("an observation says that %s", observed.error, extra=self._ids(token))
+            log.warning("an observation says that %s", observed.error, extra=self._ids(lease_id))
         start, tokens = work.length, observed.tokens[: work.left]
         work.observe(tokens, observed.state)
-        ended = "stop" if observed.done else "" if work.left else "length"
-        self._send(work, wire.Observation(token, start, observed.state, ended, observed.failed), [tokens])
+        ended: wire.Ending = "stop" if observed.done else "" if work.left else "length"
+        self._send(work, wire.Observation(lease_id, start, observed.state, ended, observed.failed), [tokens])
         if not ended:
             self._go_on(work)
 
@@ -317,9 +319,9 @@ class Worker:
         if work.closing:
             self.connection.send(work.closing)
 
-    def _is_handed_over(self, token: int) -> bool:
+    def _is_handed_over(self, lease_id: int) -> bool:
         """Whether the last chunk of a response that others score is on its way: its acknowledgement will come."""
-        work = self.works.get(token)
+        work = self.works.get(lease_id)
         return work is not None and work.finished and work.grant.hand_over
 
     def _hand_in(self, score: Score | GroupScore) -> None:
@@ -336,31 +338,31 @@ class Worker:
         aborted = [t for t, work in self.works.items() if t <= self.watermark and not work.grant.evaluation]
         for chunk in self.engine.cancel_all(aborted):
             self._send_new(chunk)
-        for token in aborted:
-            self._give_back(token, "abort")
+        for lease_id in aborted:
+            self._give_back(lease_id, "abort")
 
-    def _give_back(self, token: int, cause: str, error: str = "") -> None:
+    def _give_back(self, lease_id: int, cause: wire.GiveBackCause, error: str = "") -> None:
         """Stop generating a sample; one that is being scored already stays, unless this worker leaves."""
-        for chunk in self.engine.cancel(token):
+        for chunk in self.engine.cancel(lease_id):
             self._send_new(chunk)
-        work = self.works.get(token)
-        if work is None or work.closing or self._is_handed_over(token) or (work.finished and cause == "abort"):
+        work = self.works.get(lease_id)
+        if work is None or work.closing or self._is_handed_over(lease_id) or (work.finished and cause == "abort"):
             return
         error = clip(error)
         if error:
-            log.warning("a sample goes back, %s: %s", cause, error, extra=self._ids(token))
-        work.closing = wire.GiveBack(token, work.length, cause, error)
+            log.warning("a sample goes back, %s: %s", cause, error, extra=self._ids(lease_id))
+        work.closing = wire.GiveBack(lease_id, work.length, cause, error)
         self.connection.send(work.closing)
 
-    def _ids(self, token: int) -> dict[str, int]:
+    def _ids(self, lease_id: int) -> dict[str, int]:
         """What a log line says of the sample behind a lease."""
-        work = self.works.get(token)
+        work = self.works.get(lease_id)
         return {"group": work.grant.group, "sample": work.grant.index} if work else {}
 
-    def _drop(self, token: int) -> None:
+    def _drop(self, lease_id: int) -> None:
         """The lease has ended: what is generated for it no longer counts."""
-        if self.works.pop(token, None):
-            self.engine.cancel(token)
+        if self.works.pop(lease_id, None):
+            self.engine.cancel(lease_id)
 
     # --- weights and the record -----------------------------------------------------------------------------
 
@@ -371,13 +373,14 @@ class Worker:
     def _take_weights(self) -> None:
         for intake in self.intakes:
             loaded_in_s = intake.load()
-            if loaded_in_s is not None and self.engine.version is not None:
+            if loaded_in_s is not None:
                 self._report_holding(loaded_in_s)
 
     def _report_holding(self, loaded_in_s: float) -> None:
-        self._reported_version, self._reported_room = self.engine.version, self.engine.capacity
-        capacity = self.engine.capacity + self.config.worker.prefetch
-        self.connection.send(wire.Holding(self.engine.version, capacity, loaded_in_s))
+        version, room = self.engine.version, self.engine.capacity
+        if version is not None:
+            self._reported_version, self._reported_room = version, room
+            self.connection.send(wire.Holding(version, room + self.config.worker.prefetch, loaded_in_s))
 
     def _report_room(self) -> None:
         """Tell the broker when the engine takes notably more or fewer requests than it was told, or none at all."""
@@ -386,7 +389,7 @@ class Worker:
             return
         if room:
             self._report_holding(0.0)
-        else:
+        elif self._reported_version is not None:
             self._reported_room = None
             self.connection.send(wire.Holding(self._reported_version, 0))
 

@@ -25,12 +25,12 @@ import orjson
 
 import april
 from april import wire
-from april.client import HEARTBEAT_S, BrokerConnection
+from april.connections.broker import HEARTBEAT_S, BrokerConnection
 from april.data.arithmetic import ALPHABET
 from april.policy.model import build_tokenizer
 from april.security.keygen import make_folder
 from april.security.keys import load_keys
-from april.version import Version
+from april.wire.version import Version
 
 from .load import PROMPT_TOKENS, RECORD_TOKENS, BenchmarkError, Crew, Load, Measured, Window, measured, record
 
@@ -212,13 +212,13 @@ def produce(ready, window: Window, door: Door, number: int, in_flight: int, fron
             connection.send(wire.Holding(held, in_flight))
         for received in connection.receive(POLL_MS):
             match received.message:
-                case wire.Grant(token=token):
-                    sent_at[token] = time.monotonic()
-                    connection.send(wire.Chunk(token, 0, held, "stop"), [ids, logprobs])
-                    connection.send(wire.Scored(token, 1.0))
+                case wire.Grant(lease_id=lease_id):
+                    sent_at[lease_id] = time.monotonic()
+                    connection.send(wire.Chunk(lease_id, 0, held, "stop"), [ids, logprobs])
+                    connection.send(wire.Scored(lease_id, 1.0))
                 case wire.Acknowledged(done=done):
                     now = time.monotonic()
-                    times_ms = [(now - sent_at.pop(token)) * 1000 for token in done]
+                    times_ms = [(now - sent_at.pop(lease_id)) * 1000 for lease_id in done]
                     if window.covers(now):
                         submit_ms += times_ms
                 case wire.Renewed() | wire.WeightsAt() | wire.Abort():

@@ -10,8 +10,8 @@ import numpy as np
 import zmq
 
 from april import wire
-from april.broker.learner_desk import PART_BYTES
-from april.version import Version
+from april.broker.desks.learner import PART_BYTES
+from april.wire.version import Version
 
 from .april_side import BATCH_GROUPS, GROUP_SIZE
 from .load import PROMPT_TOKENS, RECORD_BYTES, RECORD_TOKENS, Crew, Load, Window, record, steady_rate

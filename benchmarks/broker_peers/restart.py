@@ -13,13 +13,14 @@ from pathlib import Path
 import orjson
 from zlib_ng.zlib_ng import crc32
 
-from april import clock, wire
-from april.broker.journal import SUFFIX, Journal
+from april import wire
+from april.broker.journal.journal import SUFFIX, Journal
 from april.broker.prompts import PromptBook
 from april.broker.service import Service
-from april.client import BrokerConnection
 from april.config import Config, load
-from april.version import Version
+from april.connections.broker import BrokerConnection
+from april.processes import clock
+from april.wire.version import Version
 
 from .april_side import Broker, write_run
 from .load import PROCESSES, BenchmarkError
@@ -62,7 +63,9 @@ def make_journal(folder: Path, size_bytes: int, samples: int) -> tuple[Path, int
 
 def _write_and_die(pipe, config: Config, size_bytes: int) -> None:
     config.run_dir.mkdir(parents=True)
-    journal = Journal(config.run_dir / "journal", config.broker.segment_mb << 20, config.broker.segment_records)
+    journal = Journal(
+        config.run_dir / "journal", config.broker.journal_file_mb << 20, config.broker.journal_file_records
+    )
     service = Service(config, PromptBook(config), journal, clock.now())
     ledger = service.ledger
     service.tick(clock.now())
@@ -71,8 +74,8 @@ def _write_and_die(pipe, config: Config, size_bytes: int) -> None:
     arrays = [(crc32(data), data) for data in (os.urandom(4 * CHUNK_TOKENS), os.urandom(4 * CHUNK_TOKENS))]
     length = 0
     while True:
-        for token in ledger.leases:
-            ledger.add_chunk(token, length, CHUNK_TOKENS, Version(0, 0), arrays=arrays)
+        for lease_id in ledger.leases:
+            ledger.add_chunk(lease_id, length, CHUNK_TOKENS, Version(0, 0), arrays=arrays)
             if journal.unsynced_bytes < SYNC_BYTES:
                 continue
             journal.sync()
@@ -86,7 +89,7 @@ def _write_and_die(pipe, config: Config, size_bytes: int) -> None:
 def is_nearly_full(journal: Journal) -> bool:
     """Whether one more sync makes a snapshot due."""
     begins = max(int(segment.stem) for segment in journal.folder.glob(f"*{SUFFIX}"))
-    return journal.end + SYNC_BYTES >= begins + journal.segment_bytes
+    return journal.end + SYNC_BYTES >= begins + journal.file_bytes
 
 
 def restart_s(config_path: Path, tokens: int) -> float:

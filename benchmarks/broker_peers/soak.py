@@ -20,8 +20,8 @@ import numpy as np
 import zmq
 
 from april import wire
-from april.client import HEARTBEAT_S
-from april.version import Version
+from april.connections.broker import HEARTBEAT_S
+from april.wire.version import Version
 
 from .april_side import Door, consume, serving, write_run
 from .load import BenchmarkError, Crew, Load, Window, cpu_s
@@ -143,7 +143,7 @@ class Stream:
     """A sample in a worker's hands."""
 
     worker: "Worker"
-    token: int
+    lease_id: int
     sent: int
     left: int
     """chunks to come"""
@@ -257,19 +257,23 @@ def connect(context: zmq.Context, address: str) -> zmq.Socket:
 
 def take_in(worker: Worker, received: wire.Received, streams: deque[Stream], chance: random.Random) -> None:
     match received.message:
-        case wire.Grant(token=token, scoring=True):
-            worker.live[token] = Stream(worker, token, sum(map(len, received.arrays[1:])), 0)
-            worker.send(wire.Scored(token, 1.0))
-        case wire.Grant(token=token):
+        case wire.Grant(lease_id=lease_id, scoring=True):
+            worker.live[lease_id] = Stream(worker, lease_id, sum(map(len, received.arrays[1:])), 0)
+            worker.send(wire.Scored(lease_id, 1.0))
+        case wire.Grant(lease_id=lease_id):
             sent = sum(map(len, received.arrays[1:]))
             chunks = chance.randint(1, MOST_CHUNKS - sent // CHUNK_TOKENS)
-            stream = worker.live[token] = Stream(worker, token, sent, chunks)
+            stream = worker.live[lease_id] = Stream(worker, lease_id, sent, chunks)
             streams.append(stream)
         case wire.Acknowledged(lengths=lengths, done=done):
-            worker.unacknowledged.difference_update(token for token, _ in lengths)
-            for token in done:
-                del worker.live[token]
-            streams += [worker.live[token] for token, _ in lengths if token in worker.live and worker.live[token].left]
+            worker.unacknowledged.difference_update(lease_id for lease_id, _ in lengths)
+            for lease_id in done:
+                del worker.live[lease_id]
+            streams += [
+                worker.live[lease_id]
+                for lease_id, _ in lengths
+                if lease_id in worker.live and worker.live[lease_id].left
+            ]
         case wire.Renewed() | wire.WeightsAt() | wire.Abort():
             pass
         case unwanted:
@@ -279,9 +283,9 @@ def take_in(worker: Worker, received: wire.Received, streams: deque[Stream], cha
 def send_chunk(stream: Stream, ids: np.ndarray, logprobs: np.ndarray) -> None:
     stream.left -= 1
     worker, finish_reason = stream.worker, "" if stream.left else "stop"
-    chunk = wire.Chunk(stream.token, stream.sent, Version(0, worker.held), finish_reason)
+    chunk = wire.Chunk(stream.lease_id, stream.sent, Version(0, worker.held), finish_reason)
     worker.send(chunk, [ids, logprobs])
-    worker.unacknowledged.add(stream.token)
+    worker.unacknowledged.add(stream.lease_id)
     stream.sent += CHUNK_TOKENS
     if not stream.left:
-        worker.send(wire.Scored(stream.token, 1.0))
+        worker.send(wire.Scored(stream.lease_id, 1.0))

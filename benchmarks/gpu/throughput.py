@@ -27,17 +27,17 @@ from engine import LONGEST_PROMPT, LONGEST_RESPONSE, Work, longtail_work
 from transformers import AutoModelForCausalLM, Qwen3Config
 from transformers.utils import logging
 
-from april import store
 from april.config import Config, WeightsSection
-from april.devices import environment_of, visible_devices
+from april.connections import store
+from april.launch.devices import environment_of, visible_devices
 from april.learner.batch import Batch, TrainSample
 from april.learner.trainer import Trainer
-from april.version import Version
 from april.weights import lane
 from april.weights.publisher import WeightPublisher
 from april.weights.receiver import WeightReceiver
+from april.wire.version import Version
 from april.workers.engines.base import Request
-from april.workers.engines.torch_engine import TorchEngine
+from april.workers.engines.embedded.engine import TorchEngine
 
 GROUP = 8
 PATIENCE_S = 300.0

@@ -37,13 +37,13 @@ class Arena(Conversation):
 
     def start(self):
         super().start()
-        record = self.ledger.record
+        record = self.ledger.write
 
         def count(event, *arrays):
             self.events += 1
             return record(event, *arrays)
 
-        self.ledger.record = count
+        self.ledger.write = count
 
     def progress(self):
         """Everybody does some of what is theirs."""
@@ -56,7 +56,7 @@ class Arena(Conversation):
             peer.inbox = peer.take(wire.Grant)
 
     def leases_of(self, holder):
-        return [token for token, lease in self.ledger.leases.items() if lease.worker == holder.uid]
+        return [lease_id for lease_id, lease in self.ledger.leases.items() if lease.worker == holder.uid]
 
     def a_lease_of(self, holder):
         return next(iter(self.leases_of(holder)), 1)
@@ -84,10 +84,10 @@ class Holder(Remembered):
         arena, chance = self.conversation, self.conversation.chance
         for received in self.take(wire.Grant):
             self.received_bytes += received.array_bytes
-            self.held[received.message.token] = (received.message, sum(len(piece) for piece in received.arrays[1:]))
-        for token in [token for token in self.held if token not in arena.ledger.leases]:
-            arena.ended.append(token)
-            del self.held[token]
+            self.held[received.message.lease_id] = (received.message, sum(len(piece) for piece in received.arrays[1:]))
+        for lease_id in [lease_id for lease_id in self.held if lease_id not in arena.ledger.leases]:
+            arena.ended.append(lease_id)
+            del self.held[lease_id]
         self.say(wire.Heartbeat(list(self.held), 0, self.received_bytes), connection=b"control")
         if chance.random() < 0.2:
             self.say_room(chance.choice([2, 3, 6, 2**53]))
@@ -96,12 +96,12 @@ class Holder(Remembered):
 
     def score(self, grant, chance):
         if chance.random() < 0.05:
-            self.say(wire.GiveBack(grant.token, 0, "scoring_failed", "tired"))
+            self.say(wire.GiveBack(grant.lease_id, 0, "scoring_failed", "tired"))
         elif grant.together:
             rewards = [chance.random() for _ in grant.together]
-            self.say(wire.ScoredTogether(grant.token, rewards, [{}] * len(rewards)))
+            self.say(wire.ScoredTogether(grant.lease_id, rewards, [{}] * len(rewards)))
         else:
-            self.say(wire.Scored(grant.token, chance.random(), {"right": 1.0}))
+            self.say(wire.Scored(grant.lease_id, chance.random(), {"right": 1.0}))
 
 
 class Worker(Holder, FakeWorker):
@@ -117,16 +117,16 @@ class Worker(Holder, FakeWorker):
     def go_on(self, grant, length, chance):
         if grant.scoring:
             self.score(grant, chance)
-        elif grant.token <= self.conversation.ledger.watermark and not grant.evaluation:
-            self.say(wire.GiveBack(grant.token, length, "abort"))
+        elif grant.lease_id <= self.conversation.ledger.watermark and not grant.evaluation:
+            self.say(wire.GiveBack(grant.lease_id, length, "abort"))
         elif chance.random() < 0.5 and grant.max_new_tokens > length + 3:
             self.chunk(grant, length, 2)
-            self.held[grant.token] = (grant, length + 2)
+            self.held[grant.lease_id] = (grant, length + 2)
             if self.conversation.config.environment.name:
-                self.say(wire.Observation(grant.token, length + 2, b"state"), chunk_arrays(length + 2, 1)[:1])
-                self.held[grant.token] = (grant, length + 3)
+                self.say(wire.Observation(grant.lease_id, length + 2, b"state"), chunk_arrays(length + 2, 1)[:1])
+                self.held[grant.lease_id] = (grant, length + 3)
         elif chance.random() < 0.05:
-            self.say(wire.GiveBack(grant.token, length, chance.choice(["leave", "generation_failed"]), "tired"))
+            self.say(wire.GiveBack(grant.lease_id, length, chance.choice(["leave", "generation_failed"]), "tired"))
         else:
             self.chunk(grant, length, 1, "stop")
             if not grant.hand_over:
@@ -162,13 +162,13 @@ def digest(ledger):
         (
             group.id, group.state, group.tokens, group.step, group.started, group.opened_at,
             [
-                (s.state, s.length, s.token, s.attempts, s.reward, s.last_error, s.finish_reason, repr(s.segments))
+                (s.state, s.length, s.lease_id, s.attempts, s.reward, s.last_error, s.finish_reason, repr(s.segments))
                 for s in group.samples
             ],
         )
         for group in ledger.groups.values()
     ]  # fmt: skip
-    leases = [(lease.token, lease.worker, lease.step, lease.scoring) for lease in ledger.leases.values()]
+    leases = [(lease.id, lease.worker, lease.step, lease.scoring) for lease in ledger.leases.values()]
     plain = {
         name: repr(value) for name, value in vars(ledger).items() if isinstance(value, int | str | tuple | Counter)
     }

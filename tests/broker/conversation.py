@@ -5,10 +5,10 @@ import itertools
 import numpy as np
 
 from april import wire
-from april.broker.journal import Journal
+from april.broker.journal.journal import Journal
 from april.broker.prompts import PromptBook
 from april.broker.service import Service
-from april.version import Version
+from april.wire.version import Version
 
 LEARNERS = itertools.count()
 
@@ -24,7 +24,9 @@ class Conversation:
 
     def start(self):
         broker = self.config.broker
-        self.journal = Journal(self.config.run_dir / "journal", broker.segment_mb << 20, broker.segment_records)
+        self.journal = Journal(
+            self.config.run_dir / "journal", broker.journal_file_mb << 20, broker.journal_file_records
+        )
         self.service = Service(self.config, PromptBook(self.config), self.journal, self.now)
         self.deliver()
 
@@ -99,14 +101,14 @@ class FakeWorker(Peer):
         return [received.message for received in self.take(wire.Grant)]
 
     def chunk(self, grant, start, count, finish_reason="", version=None):
-        message = wire.Chunk(grant.token, start, version or self.version, finish_reason)
+        message = wire.Chunk(grant.lease_id, start, version or self.version, finish_reason)
         arrays = chunk_arrays(start, count)
         cut = self.conversation.config.sampling.is_cut and not grant.evaluation
         self.say(message, [*arrays, *support_arrays(arrays[0])] if cut else arrays)
 
     def complete(self, grant, count=4, reward=1.0, **details):
         self.chunk(grant, 0, count, "stop")
-        self.say(wire.Scored(grant.token, reward, details))
+        self.say(wire.Scored(grant.lease_id, reward, details))
 
 
 class FakeScorer(Peer):

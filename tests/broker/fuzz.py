@@ -19,7 +19,8 @@ from pathlib import Path
 import orjson
 
 from april import config as configuration
-from april import limits, wire
+from april import wire
+from april.wire import limits
 from tests.broker.arena import Arena, digest
 from tests.broker.fuzz_sockets import fuzz_sockets
 from tests.broker.hostile import Attacker
@@ -62,7 +63,7 @@ def fuzz(config, messages, seed=0, report=lambda done: None):
             fire(arena, *attacker.attack())
         assert digest(arena.ledger) == before, "the ledger has changed"
         arena.progress()
-        assert arena.ledger.closed and not arena.service.over, arena.service.over
+        assert arena.ledger.closed and not arena.service.run.over, arena.service.run.over
         assert len(sessions.refusals) <= MOST_CAUSES, sessions.refusals
         assert len(sessions.by_id) <= MAX_SESSIONS and len(sessions.tallies) <= limits.TALLIES
         report(done + BATCH)

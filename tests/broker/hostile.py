@@ -7,9 +7,11 @@ CURVE), and how the broker must answer: "refused", or "anything" where silence o
 import msgpack
 import numpy as np
 
-from april import limits, wire
+from april import wire
 from april.security.allow_list import Peer
-from april.version import Version
+from april.weights.lane_messages import LaneAlive, LaneFailed, LaneJoin
+from april.wire import limits
+from april.wire.version import Version
 
 EXTREMES = [0, 1, -1, 2, 2**31, -(2**31), 2**32, 2**53, 2**53 + 1, 2**63 - 1, -(2**63), 2**64 - 1]
 JUNK = [
@@ -30,11 +32,13 @@ JUNK = [
     "\n",
 ]
 LEASED = {
-    "Chunk": lambda c, token: wire.Chunk(token, c.choice([0, 1, 7, 2**53]), Version(0, 0), c.choice(["", "stop"])),
-    "Scored": lambda c, token: wire.Scored(token, c.choice([0.0, -1e308, float("nan"), float("inf")])),
-    "ScoredTogether": lambda c, token: wire.ScoredTogether(token, [c.choice([0.0, float("nan")])] * 2, [{}, {}]),
-    "Observation": lambda c, token: wire.Observation(token, c.choice([0, 1, 7, 2**53]), b"state"),
-    "GiveBack": lambda c, token: wire.GiveBack(token, c.choice([0, 2**53]), "abort", "e" * c.choice([0, 9999])),
+    "Chunk": lambda c, lease_id: wire.Chunk(
+        lease_id, c.choice([0, 1, 7, 2**53]), Version(0, 0), c.choice(["", "stop"])
+    ),
+    "Scored": lambda c, lease_id: wire.Scored(lease_id, c.choice([0.0, -1e308, float("nan"), float("inf")])),
+    "ScoredTogether": lambda c, lease_id: wire.ScoredTogether(lease_id, [c.choice([0.0, float("nan")])] * 2, [{}, {}]),
+    "Observation": lambda c, lease_id: wire.Observation(lease_id, c.choice([0, 1, 7, 2**53]), b"state"),
+    "GiveBack": lambda c, lease_id: wire.GiveBack(lease_id, c.choice([0, 2**53]), "abort", "e" * c.choice([0, 9999])),
 }
 """messages about a lease, from what draws and the lease"""
 ARRAYS = {"Chunk": [np.ones(3, "i4"), np.full(3, -1.0, "f4")], "Observation": [np.ones(3, "i4")]}
@@ -58,7 +62,7 @@ ONLY_FOR = {
         wire.Batch(0, 0, 0, []),
         wire.Stop(""),
     ],
-    "lanes": [wire.LaneJoin("u", "n", "cpu", None), wire.LaneAlive("l"), wire.LaneFailed("l", "e")],
+    "lanes": [LaneJoin("u", "n", "cpu", None), LaneAlive("l"), LaneFailed("l", "e")],
 }
 NOT_REPEATED = (wire.Hello, wire.Goodbye, wire.LearnerStart, wire.StopRun)
 """said again, these mean something new"""
@@ -207,7 +211,7 @@ class Attacker:
     def absurd_tokens(self):
         """Chunks and observations that make no sense where the lease is the worker's own."""
         worker = self.chance.choice(self.arena.workers)
-        token, ids, logprobs = self.arena.a_lease_of(worker), np.ones(3, "i4"), np.full(3, -1.0, "f4")
+        lease_id, ids, logprobs = self.arena.a_lease_of(worker), np.ones(3, "i4"), np.full(3, -1.0, "f4")
         of_a_chunk = [
             [],
             [ids],
@@ -229,9 +233,9 @@ class Attacker:
         of_an_observation = [[], [logprobs], [-ids], [2**20 * ids], [ids[:0]], [ids, logprobs]]
         message, arrays = self.chance.choice(
             [
-                (wire.Chunk(token, 0, Version(0, 0)), self.chance.choice(of_a_chunk)),
-                (wire.Observation(token, 0), self.chance.choice(of_an_observation)),
-                (wire.Observation(token, 0, bytes(limits.STATE_BYTES + 1)), [ids]),
+                (wire.Chunk(lease_id, 0, Version(0, 0)), self.chance.choice(of_a_chunk)),
+                (wire.Observation(lease_id, 0), self.chance.choice(of_an_observation)),
+                (wire.Observation(lease_id, 0, bytes(limits.STATE_BYTES + 1)), [ids]),
             ]
         )
         return worker.name.encode() + b"/data", encode(message, arrays, worker.session), None, "refused"
@@ -239,17 +243,17 @@ class Attacker:
     def absurd_scores(self):
         """Scores that make no sense where the lease is the holder's own."""
         holder, bad = self.chance.choice(self.arena.holders), self.chance.choice([float("nan"), float("-inf")])
-        token, many = self.arena.a_lease_of(holder), {f"d{number}": 0.0 for number in range(limits.DETAILS + 1)}
+        lease_id, many = self.arena.a_lease_of(holder), {f"d{number}": 0.0 for number in range(limits.DETAILS + 1)}
         message = self.chance.choice(
             [
-                wire.Scored(token, bad),
-                wire.Scored(token, 1.0, many),
-                wire.Scored(token, 1.0, {"right": bad}),
-                wire.ScoredTogether(token, [1.0, bad], [{}, {}]),
-                wire.ScoredTogether(token, [1.0, 1.0], [{}, many]),
-                wire.ScoredTogether(token, [1.0, 1.0], [{}]),
-                wire.ScoredTogether(token, [1.0] * 7, [{}] * 7),
-                wire.ScoredTogether(token, [], []),
+                wire.Scored(lease_id, bad),
+                wire.Scored(lease_id, 1.0, many),
+                wire.Scored(lease_id, 1.0, {"right": bad}),
+                wire.ScoredTogether(lease_id, [1.0, bad], [{}, {}]),
+                wire.ScoredTogether(lease_id, [1.0, 1.0], [{}, many]),
+                wire.ScoredTogether(lease_id, [1.0, 1.0], [{}]),
+                wire.ScoredTogether(lease_id, [1.0] * 7, [{}] * 7),
+                wire.ScoredTogether(lease_id, [], []),
             ]
         )
         return holder.name.encode() + b"/data", encode(message, (), holder.session), None, "refused"

@@ -2,13 +2,13 @@
 
 import pytest
 
-from april.broker.ledger import Ledger, Rules
+from april.broker.conformance.prompts import NumberedPrompts
+from april.broker.ledger.ledger import Ledger, Rules
+from april.broker.ledger.samples import GroupState
 from april.broker.plan import make_schedule
-from april.broker.samples import GroupState
-from april.broker.schedule import choose_sample
+from april.broker.schedules.schedule import choose_sample
 from april.config import ScheduleSection
-from april.version import Version
-from tests.broker.numbered_prompts import NumberedPrompts
+from april.wire.version import Version
 
 N, GROUP_SIZE, STALENESS = 2, 2, 1
 
@@ -43,8 +43,8 @@ class Run:
 
     def finish(self, *leases):
         for lease in leases:
-            self.ledger.add_chunk(lease.token, lease.sample.length, 3, Version(0, lease.step), "stop")
-            self.ledger.score(lease.token, 1.0)
+            self.ledger.add_chunk(lease.id, lease.sample.length, 3, Version(0, lease.step), "stop")
+            self.ledger.score(lease.id, 1.0)
         return self.schedule.advance(self.ledger)
 
     def consume(self):
@@ -97,7 +97,7 @@ def test_a_worker_with_old_weights_starts_nothing_that_would_be_overdue_and_goes
     run.finish(*run.fill(step=0)[:4])
     run.consume()
     (lease, *_) = run.fill(step=1)
-    run.ledger.end_lease(lease.token, "lost")
+    run.ledger.end_lease(lease.id, "lost")
     assert run.lease(step=0) is None
     assert run.lease(step=1).sample is lease.sample
 
@@ -106,10 +106,10 @@ def test_a_lost_worker_s_sample_is_the_next_to_be_resumed_with_its_tokens():
     run = Run(in_flight=8)
     leases = run.fill()
     for lease in leases[:4]:
-        run.ledger.add_chunk(lease.token, 0, 2, Version(0, 0))
-        run.ledger.end_lease(lease.token, "leave")
-    run.ledger.add_chunk(leases[7].token, 0, 1, Version(0, 0))
-    run.ledger.end_lease(leases[7].token, "lost")
+        run.ledger.add_chunk(lease.id, 0, 2, Version(0, 0))
+        run.ledger.end_lease(lease.id, "leave")
+    run.ledger.add_chunk(leases[7].id, 0, 1, Version(0, 0))
+    run.ledger.end_lease(leases[7].id, "lost")
     again = run.lease()
     assert again.sample is leases[7].sample and again.sample.length == 1
     assert run.lease().sample is leases[0].sample
@@ -120,7 +120,7 @@ def test_the_last_batch_ends_the_round_and_hands_back_what_is_open():
     leases = run.fill()
     assert run.finish(*leases[:4]) is True
     assert run.schedule.finished(run.ledger) and not run.ledger.round_open
-    assert run.ledger.is_aborted(leases[4].token)
+    assert run.ledger.is_aborted(leases[4].id)
     assert run.lease() is None
 
 
@@ -129,7 +129,7 @@ def test_a_run_goes_on_with_more_steps():
     leases = run.fill()
     run.finish(*leases[:4])
     for lease in leases[4:]:
-        run.ledger.end_lease(lease.token, "abort")
+        run.ledger.end_lease(lease.id, "abort")
     run.consume()
     run.schedule = make_schedule(run.section.model_copy(update={"max_steps": 2}), run.prompts)
     run.schedule.advance(run.ledger)

@@ -2,11 +2,12 @@
 
 import pytest
 
-from april.broker.dead_letters import KEPT
-from april.broker.ledger import Ledger, Rules, Verdict
-from april.broker.rounds import RoundRules, RoundSchedule
-from april.version import Version
-from tests.broker.test_ledger_machine import NumberedPrompts
+from april.broker.conformance.prompts import NumberedPrompts
+from april.broker.ledger.dead_letters import KEPT
+from april.broker.ledger.ledger import Ledger, Rules, Verdict
+from april.broker.schedules.rounds import RoundSchedule
+from april.config import ScheduleSection
+from april.wire.version import Version
 
 
 @pytest.fixture
@@ -17,7 +18,8 @@ def ledger():
 
 
 def schedule_over(rows, groups=2):
-    return RoundSchedule(RoundRules(batch_groups=2, round_groups=groups, max_steps=100), NumberedPrompts(rows, 1))
+    section = ScheduleSection(rollout_batch_size=2, over_sampling_batch_size=groups, max_steps=100)
+    return RoundSchedule(section, NumberedPrompts(rows, 1))
 
 
 def lease_next(ledger, schedule, **times):
@@ -31,14 +33,14 @@ def kill_a_sample(ledger, schedule, at=7.0):
         lease = lease_next(ledger, schedule)
         group = group or lease.sample.group
         cause = "generation_failed" if lease.sample.group is group else "leave"
-        ledger.end_lease(lease.token, cause, "engine fell over", at)
+        ledger.end_lease(lease.id, cause, "engine fell over", at)
     return group.id
 
 
 def complete(ledger, schedule):
     lease = lease_next(ledger, schedule)
-    ledger.add_chunk(lease.token, 0, 1, Version(0, 0), "stop")
-    ledger.score(lease.token, 1.0)
+    ledger.add_chunk(lease.id, 0, 1, Version(0, 0), "stop")
+    ledger.score(lease.id, 1.0)
 
 
 def test_a_dead_sample_leaves_a_letter_with_its_last_error(ledger):
@@ -94,11 +96,11 @@ def test_renewals_keep_a_lease_up_to_its_end_and_no_longer(ledger):
     schedule.advance(ledger)
     lease = lease_next(ledger, schedule, expires_at=10.0, ends_at=25.0)
     for now in (5.0, 14.0, 20.0):
-        assert ledger.expire(now) == [] and ledger.renew([lease.token], now + 10.0) == []
+        assert ledger.expire(now) == [] and ledger.renew([lease.id], now + 10.0) == []
     assert lease.expires_at == 25.0
     assert ledger.expire(25.0) == [lease]
     assert lease.sample.attempts == 1 and "broker.max_run_s" in lease.sample.last_error
-    assert ledger.renew([lease.token], 35.0) == [lease.token]
+    assert ledger.renew([lease.id], 35.0) == [lease.id]
 
 
 def test_a_lease_that_is_not_renewed_says_so(ledger):

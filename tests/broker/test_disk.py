@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from april.broker import disk
+from april.broker.journal import disk
 
 NEAR_BLOCKS = st.integers(0, 3).flatmap(lambda n: st.integers(-3, 3).map(lambda d: max(0, n * disk.BLOCK_BYTES + d)))
 BATCHES = st.lists(st.lists(NEAR_BLOCKS, min_size=1, max_size=4), min_size=1, max_size=4)
@@ -42,6 +42,13 @@ def test_a_file_is_the_same_whichever_way_its_parts_are_written(batches, tmp_pat
     writer = disk.open_uncached(path)
     assert path.read_bytes() == b"" and append(path, batches, writer) == path.read_bytes()
     writer.close()
+
+
+def test_what_was_written_is_synced_before_anybody_hears_of_it(tmp_path, uncached, monkeypatch):
+    synced = []
+    monkeypatch.setattr(os, "fdatasync", lambda file: synced.append(os.fstat(file).st_size))
+    append(tmp_path / "file", [[disk.BLOCK_BYTES], [100, 7]], uncached)
+    assert synced == [disk.BLOCK_BYTES, disk.BLOCK_BYTES + 107]
 
 
 def test_more_than_the_stage_holds_goes_in_several_writes(tmp_path, uncached):

@@ -13,8 +13,8 @@ import pytest
 from april import config as configuration
 from april import wire
 from april.broker import server
-from april.client import BrokerConnection, BrokerUnreachable
-from april.version import Version
+from april.connections.broker import BrokerConnection, BrokerUnreachable
+from april.wire.version import Version
 from tests.broker.conversation import chunk_arrays
 from tests.broker.fuzz_sockets import serving
 from tests.run.processes import APRIL, Job, wait_until
@@ -61,10 +61,10 @@ def generate_three(worker, learner):
     """The token of a lease of which three tokens are acknowledged."""
     assert isinstance(learner.request(wire.LearnerStart(0, "tcp://127.0.0.1:9"), 10.0).message, wire.LearnerStarted)
     worker.send(wire.Holding(Version(0, 0), 4))
-    token = wait_for(worker, wire.Grant).message.token
-    worker.send(wire.Chunk(token, 0, Version(0, 0)), chunk_arrays(0, 3))
-    assert wait_for(worker, wire.Acknowledged).message.lengths == [(token, 3)]
-    return token
+    lease_id = wait_for(worker, wire.Grant).message.lease_id
+    worker.send(wire.Chunk(lease_id, 0, Version(0, 0)), chunk_arrays(0, 3))
+    assert wait_for(worker, wire.Acknowledged).message.lengths == [(lease_id, 3)]
+    return lease_id
 
 
 def status_of(monitor):
@@ -79,10 +79,10 @@ def limit_files(job, size):
 
 def test_a_full_disk_costs_nothing_that_was_acknowledged_and_ends_by_itself(broker, join):
     worker, monitor = join(broker.address, "worker"), join(broker.address, "monitor")
-    token = generate_three(worker, join(broker.address, "learner"))
+    lease_id = generate_three(worker, join(broker.address, "learner"))
 
     limit_files(broker, sum(path.stat().st_size for path in (broker.run_dir / "journal").glob("*.msgpack")))
-    worker.send(wire.Chunk(token, 3, Version(0, 0)), chunk_arrays(3, 2))
+    worker.send(wire.Chunk(lease_id, 3, Version(0, 0)), chunk_arrays(3, 2))
     while (status := status_of(monitor))["state"] != "read only":
         pass
     assert "cannot be written" in status["read_only"] and "READ ONLY" in broker.output
@@ -92,10 +92,10 @@ def test_a_full_disk_costs_nothing_that_was_acknowledged_and_ends_by_itself(brok
 
     limit_files(broker, None)
     assert "unknown session" in wait_for(worker, wire.Refused).message.reason
-    welcome = worker.hello([token], acknowledged_tokens=3)
-    assert (welcome.epoch, welcome.lost) == (2, [])
-    worker.send(wire.Chunk(token, 3, Version(0, 0)), chunk_arrays(3, 2))
-    assert (token, 5) in wait_for(worker, wire.Acknowledged).message.lengths
+    welcome = worker.hello([lease_id], acknowledged_tokens=3)
+    assert (welcome.start, welcome.lost) == (2, [])
+    worker.send(wire.Chunk(lease_id, 3, Version(0, 0)), chunk_arrays(3, 2))
+    assert (lease_id, 5) in wait_for(worker, wire.Acknowledged).message.lengths
     monitor.hello([])
     status = status_of(monitor)
     assert (status["state"], status["read_only"], status["ledger_closed"]) == ("running", "", True)
@@ -111,20 +111,20 @@ def test_an_i_o_error_costs_nothing_that_was_acknowledged_and_waits_for_a_restar
     monkeypatch.setattr(server, "RETRY_S", 0.0)
     with serving(config) as live:
         worker, monitor = join(live.address, "worker"), join(live.address, "monitor")
-        token = generate_three(worker, join(live.address, "learner"))
+        lease_id = generate_three(worker, join(live.address, "learner"))
         with monkeypatch.context() as broken:
             broken.setattr(os, call, break_down)
-            worker.send(wire.Chunk(token, 3, Version(0, 0)), chunk_arrays(3, 2))
+            worker.send(wire.Chunk(lease_id, 3, Version(0, 0)), chunk_arrays(3, 2))
             while status_of(monitor)["state"] != "read only":
                 pass
         wait_for(worker, wire.Renewed, never=wire.Acknowledged)
         status = status_of(monitor)
         assert (status["state"], "Input/output error" in status["read_only"]) == ("read only", True), "a mended disk"
     with serving(config):
-        welcome = worker.hello([token], acknowledged_tokens=3)
-        assert (welcome.epoch, welcome.lost) == (2, [])
-        worker.send(wire.Chunk(token, 3, Version(0, 0)), chunk_arrays(3, 2))
-        assert (token, 5) in wait_for(worker, wire.Acknowledged).message.lengths
+        welcome = worker.hello([lease_id], acknowledged_tokens=3)
+        assert (welcome.start, welcome.lost) == (2, [])
+        worker.send(wire.Chunk(lease_id, 3, Version(0, 0)), chunk_arrays(3, 2))
+        assert (lease_id, 5) in wait_for(worker, wire.Acknowledged).message.lengths
 
 
 def test_a_run_that_is_stopped_while_the_disk_is_full_stays_stopped_when_it_has_room(config_file, join, monkeypatch):
@@ -134,10 +134,10 @@ def test_a_run_that_is_stopped_while_the_disk_is_full_stays_stopped_when_it_has_
     monkeypatch.setattr(server, "RETRY_S", 0.0)
     with serving(configuration.load(config_file)) as live:
         worker, monitor = join(live.address, "worker"), join(live.address, "monitor")
-        token = generate_three(worker, join(live.address, "learner"))
+        lease_id = generate_three(worker, join(live.address, "learner"))
         with monkeypatch.context() as full:
             full.setattr(os, "fdatasync", no_room)
-            worker.send(wire.Chunk(token, 3, Version(0, 0)), chunk_arrays(3, 2))
+            worker.send(wire.Chunk(lease_id, 3, Version(0, 0)), chunk_arrays(3, 2))
             while status_of(monitor)["state"] != "read only":
                 pass
             monitor.request(wire.StopRun("enough"), 10.0)

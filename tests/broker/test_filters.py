@@ -5,10 +5,10 @@ import pytest
 
 from april import config as configuration
 from april import wire
-from april.broker.filters import CompleteGroup, FilterFailed, GroupFilters, ask, zero_spread
-from april.broker.journal import Journal
-from april.broker.samples import GroupState
+from april.broker.journal.journal import Journal
+from april.broker.ledger.samples import GroupState
 from april.config import ConfigError, ScheduleSection
+from april.filters.filters import STATES, CompleteGroup, FilterFailed, GroupFilters, ask, zero_spread
 from tests.broker.conversation import Conversation, FakeLearner, FakeWorker
 
 
@@ -27,6 +27,10 @@ def test_equal_rewards_are_a_reason(rewards, reason):
 
 def test_rewards_that_differ_by_rounding_are_equal():
     assert zero_spread(group(0.1 + 0.2, 0.3)) == "zero_spread"
+
+
+def test_no_reason_is_mistaken_for_a_state():
+    assert set(GroupState) == STATES
 
 
 @pytest.fixture
@@ -114,7 +118,7 @@ def test_what_was_complete_when_the_broker_died_is_judged_by_its_successor(confi
     grants = in_order(worker.grants())
     worker.complete(grants[0], reward=1.0)
     worker.chunk(grants[1], 0, 4, "stop")
-    talk.ledger.score(grants[1].token, 1.0)
+    talk.ledger.score(grants[1].lease_id, 1.0)
     assert talk.ledger.groups[grants[0].group].state is GroupState.READY
     talk.restart_broker()
     talk.tick()
@@ -125,17 +129,17 @@ def test_a_run_in_which_everything_is_filtered_fails_instead_of_going_on_for_eve
     talk, worker, _ = talk_to(config_file, "--schedule.dynamic_sampling")
     for _ in range(100):
         complete_groups(worker, lambda group, index: 0.0)
-        if talk.service.over:
+        if talk.service.run.over:
             break
-    assert talk.service.state == "failed"
-    assert "120 groups in a row were filtered out, the last for zero_spread" in talk.service.over
+    assert talk.service.run.state == "failed"
+    assert "120 groups in a row were filtered out, the last for zero_spread" in talk.service.run.over
 
 
 @pytest.mark.parametrize("name", ["broken", "unclear", "misleading"])
 def test_a_filter_that_fails_ends_the_run_and_discards_nothing(config_file, own_filters, name):
     talk, worker, _ = talk_to(config_file, "--schedule.group_filter", f"own_filters:{name}")
     complete_groups(worker, lambda group, index: float(index))
-    assert talk.service.state == "failed" and name in talk.service.over
+    assert talk.service.run.state == "failed" and name in talk.service.run.over
     assert not talk.ledger.discarded and worker.take(wire.Stop)
 
 

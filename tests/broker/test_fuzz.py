@@ -6,9 +6,10 @@ import random
 import pytest
 
 from april import config as configuration
-from april import limits, wire
+from april import wire
 from april.broker.service import MAY_SEND
 from april.broker.sessions import Sessions, Tally
+from april.wire import limits
 from tests.broker.arena import Arena
 from tests.broker.conversation import Conversation, FakeWorker, Peer
 from tests.broker.fuzz import fuzz, make_configs

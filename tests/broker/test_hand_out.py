@@ -7,8 +7,8 @@ import pytest
 
 from april import config as configuration
 from april import wire
-from april.broker import worker_desk
-from april.broker.status import status
+from april.broker.desks import workers as worker_desk
+from april.broker.views.status import status
 from tests.broker.conversation import Conversation, FakeLearner, FakeWorker
 
 CONTINUOUS = ["--schedule.kind", "continuous", "--schedule.in_flight", "6", "--schedule.max_staleness", "1"]
@@ -53,12 +53,20 @@ def test_evaluation_is_no_part_of_what_is_in_flight(talk, worker):
     assert talk.ledger.generating == 6
 
 
+def test_evaluation_tokens_are_no_generated_ones(talk, worker):
+    for grant in worker.grants():
+        if grant.evaluation:
+            worker.complete(grant, count=4)
+    account = talk.ledger.account()
+    assert (account["evaluation"], account["generated"]) == (20, 0) and talk.ledger.closed
+
+
 def test_a_lost_sample_is_granted_before_other_partials_with_its_tokens(talk, worker):
     left, *_, lost = [grant for grant in worker.grants() if not grant.evaluation]
     for grant in (left, lost):
         worker.chunk(grant, 0, 5)
-    talk.ledger.end_lease(left.token, "leave")
-    talk.ledger.end_lease(lost.token, "lost")
+    talk.ledger.end_lease(left.lease_id, "leave")
+    talk.ledger.end_lease(lost.lease_id, "lost")
     worker.say(wire.Heartbeat(), connection=b"control")
     first, second = worker.grants()
     assert [(grant.group, grant.index) for grant in (first, second)] == [(g.group, g.index) for g in (lost, left)]
@@ -66,7 +74,7 @@ def test_a_lost_sample_is_granted_before_other_partials_with_its_tokens(talk, wo
 
 
 def test_a_crowd_that_gets_room_at_once_is_filled_over_several_turns_each_with_its_sync(config_file, monkeypatch):
-    monkeypatch.setattr(worker_desk, "TURN_GRANTS", 4)
+    monkeypatch.setattr(worker_desk, "PASS_GRANTS", 4)
     talk = Conversation(configuration.load(config_file, CONTINUOUS))
     worker, synced = FakeWorker(talk), talk.deliver
     turns = []
@@ -84,8 +92,8 @@ def test_a_worker_that_is_behind_with_its_weights_keeps_no_other_waiting(config_
     work_until(behind, lambda: talk.ledger.next_step == 1)
     assert learner.fetch(0)
     learner.consume(0)
-    for token in list(talk.ledger.leases):
-        behind.say(wire.GiveBack(token, talk.ledger.leases[token].sample.length, "abort"))
+    for lease_id in list(talk.ledger.leases):
+        behind.say(wire.GiveBack(lease_id, talk.ledger.leases[lease_id].sample.length, "abort"))
     assert not samples(behind.grants()), "batch 1 is made with newer weights than it has"
     ahead = FakeWorker(talk, "ahead")
     ahead.join(step=1)
@@ -107,7 +115,7 @@ def two(config_file):
         for grant in worker.grants():
             if worker is left and not grant.evaluation:
                 worker.chunk(grant, 0, 5)
-            worker.say(wire.GiveBack(grant.token, 5 * (worker is left and not grant.evaluation), "abort"))
+            worker.say(wire.GiveBack(grant.lease_id, 5 * (worker is left and not grant.evaluation), "abort"))
     talk.ledger.end_drain()
     return talk, right, left
 
@@ -140,19 +148,19 @@ def test_new_weights_and_failures_leave_no_prefix_in_a_cache(two):
     (sample, *_) = (s for group in talk.ledger.open_groups() for s in group.samples if s.length)
     assert (sample.cached_by(0), sample.cached_by(1)) == (left.uid, "")
     lease = talk.ledger.lease(sample, left.uid, 0, float("inf"))
-    talk.ledger.end_lease(lease.token, "lost")
+    talk.ledger.end_lease(lease.id, "lost")
     assert sample.cached_by(0) == ""
 
 
 def test_generation_goes_on_while_the_learner_has_a_batch_until_the_bound_is_reached(talk, worker, learner):
     work_until(worker, lambda: talk.ledger.next_step == 1)
-    assert status(talk.service, talk.now)["phase"] == "generating, training"
+    assert status(talk.service.books, talk.now)["phase"] == "generating, training"
     for _ in range(50):
         for grant in worker.grants():
             worker.complete(grant)
     assert not talk.ledger.generating and talk.ledger.next_step == 1
     assert len(talk.ledger.ready) == 4, "batch 1 is the last that may train what version 0 has generated"
-    assert status(talk.service, talk.now)["phase"] == "training"
+    assert status(talk.service.books, talk.now)["phase"] == "training"
 
 
 def test_a_run_without_rounds_comes_to_its_end(talk, worker, learner):
@@ -165,10 +173,10 @@ def test_a_run_without_rounds_comes_to_its_end(talk, worker, learner):
         line = (talk.config.run_dir / "metrics.jsonl").read_bytes().splitlines()[-1]
         staleness.append(orjson.loads(line)["staleness"]["max"])
     assert worker.take(wire.Abort), "what is unfinished at the last batch comes back"
-    for token in list(talk.ledger.leases):
-        worker.say(wire.GiveBack(token, talk.ledger.leases[token].sample.length, "abort"))
-    work_until(worker, lambda: talk.service.over)
-    assert talk.service.state == "finished" and max(staleness) <= 1 and talk.ledger.closed
+    for lease_id in list(talk.ledger.leases):
+        worker.say(wire.GiveBack(lease_id, talk.ledger.leases[lease_id].sample.length, "abort"))
+    work_until(worker, lambda: talk.service.run.over)
+    assert talk.service.run.state == "finished" and max(staleness) <= 1 and talk.ledger.closed
     assert [entry["step"] for entry in talk.ledger.evaluated.values()] == [0, 3]
 
 
@@ -187,7 +195,7 @@ def test_a_run_may_go_on_under_another_schedule(talk, worker, learner, config_fi
         work_until(worker, lambda step=step: again.ledger.next_step > step)
         assert learner.fetch(step)
         learner.consume(step)
-        for token in list(again.ledger.leases):
-            worker.say(wire.GiveBack(token, again.ledger.leases[token].sample.length, "abort"))
+        for lease_id in list(again.ledger.leases):
+            worker.say(wire.GiveBack(lease_id, again.ledger.leases[lease_id].sample.length, "abort"))
         worker.hold(step + 1)
     assert again.ledger.closed and not again.ledger.discarded

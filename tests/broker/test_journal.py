@@ -15,10 +15,10 @@ from pathlib import Path
 import msgpack
 import pytest
 
-from april.broker import journal as journal_module
-from april.broker.events import ChunkAccepted, RoundStarted
-from april.broker.journal import Journal, JournalError
-from april.version import Version
+from april.broker.journal import journal as journal_module
+from april.broker.journal.journal import Journal, JournalError
+from april.broker.ledger.events import ChunkAccepted, RoundStarted
+from april.wire.version import Version
 
 ROOT = Path(__file__).parents[2]
 ARRAYS = [(zlib.crc32(data), data) for data in (b"\x01\x00\x00\x00" * 2, b"\xcf" * 8)]
@@ -76,10 +76,10 @@ def test_a_cut_at_any_byte_loses_only_the_records_it_cuts(written):
 
 
 def test_after_a_cut_the_journal_goes_on_behind_the_last_good_record(written):
-    folder, path, _ = written
+    folder, path, ends = written
     path.write_bytes(path.read_bytes()[:-1])
     with closing(Journal(folder)) as journal:
-        assert len(list(journal.replay())) == 9
+        assert len(list(journal.replay())) == 9 and path.stat().st_size == ends[8]
         journal.append(RoundStarted(7))
     assert replayed(folder) == [*(chunk(number) for number in range(9)), RoundStarted(7)]
 
@@ -190,12 +190,12 @@ def test_a_second_broker_on_the_same_journal_is_refused(tmp_path):
 
 def fill(folder, count, records_per_segment=10):
     """`count` synced records; returns the positions at which segments begin."""
-    with closing(Journal(folder, segment_records=records_per_segment)) as journal:
+    with closing(Journal(folder, file_records=records_per_segment)) as journal:
         starts = [0]
         for number in range(count):
             journal.append(chunk(number), ARRAYS)
             journal.sync()
-            if journal.segment_full:
+            if journal.file_full:
                 starts.append(journal.rotate())
     return starts
 
@@ -224,7 +224,7 @@ def test_only_the_last_segment_may_be_torn(tmp_path):
 def test_a_missing_segment_is_refused(tmp_path):
     fill(tmp_path, 35)
     sorted(tmp_path.glob("*.msgpack"))[1].unlink()
-    with pytest.raises(JournalError, match="lacks the segment"):
+    with pytest.raises(JournalError, match="lacks the file"):
         replayed(tmp_path)
 
 
@@ -323,7 +323,7 @@ def test_no_more_of_the_last_large_records_stays_in_memory_than_is_meant_to(tmp_
 WRITER = """
 import sys, time
 from pathlib import Path
-from april.broker.journal import Journal
+from april.broker.journal.journal import Journal
 from tests.broker.test_journal import ARRAYS, chunk, large
 
 journal = Journal(Path(sys.argv[1]))

@@ -13,7 +13,7 @@ from tests.broker.conversation import FakeLearner, make_batch
 def test_n_complete_groups_make_a_batch_and_abort_the_rest(talk, worker, learner):
     aborted = make_batch(worker)
     abort = worker.take(wire.Abort)[-1].message
-    assert all(grant.token <= abort.watermark for grant in aborted)
+    assert all(grant.lease_id <= abort.watermark for grant in aborted)
     batch, arrays = learner.fetch(0)
     assert len(batch.groups) == 4 and all(len(group.samples) == 2 for group in batch.groups)
     expected = []
@@ -31,7 +31,7 @@ def test_the_same_step_gives_the_identical_batch(worker, learner):
 def test_a_batch_comes_in_parts_that_make_the_whole(worker, learner, monkeypatch):
     make_batch(worker)
     whole, arrays = learner.fetch(0)
-    monkeypatch.setattr("april.broker.learner_desk.PART_BYTES", 1)
+    monkeypatch.setattr("april.broker.desks.learner.PART_BYTES", 1)
     parts = learner.fetch_parts(0)
     assert [(part.message.first, part.message.total, len(part.message.groups)) for part in parts] == [
         (place, 4, 1) for place in range(4)
@@ -42,8 +42,8 @@ def test_a_batch_comes_in_parts_that_make_the_whole(worker, learner, monkeypatch
 
 def test_a_learner_that_does_not_read_is_sent_no_more_than_its_credit(talk, worker, learner, monkeypatch):
     make_batch(worker)
-    monkeypatch.setattr("april.broker.learner_desk.PART_BYTES", 1)
-    talk.service.credit_bytes = 1
+    monkeypatch.setattr("april.broker.desks.learner.PART_BYTES", 1)
+    talk.service.books.credit_bytes = 1
     learner.say(wire.Fetch(0))
     for _ in range(10):
         talk.tick()
@@ -57,8 +57,8 @@ def test_a_learner_from_an_older_checkpoint_gets_the_same_deliveries_again(talk,
     batches = []
     for step in range(2):
         make_batch(worker)
-        for token in list(talk.ledger.leases):
-            worker.say(wire.GiveBack(token, talk.ledger.leases[token].sample.length, "abort"))
+        for lease_id in list(talk.ledger.leases):
+            worker.say(wire.GiveBack(lease_id, talk.ledger.leases[lease_id].sample.length, "abort"))
         batches.append(learner.fetch(step))
         learner.consume(step)
         if step == 0:
@@ -181,8 +181,8 @@ def test_what_a_checkpoint_holds_leaves_memory_without_a_garbage_collection(talk
 
 def test_the_next_batch_may_be_asked_for_while_another_is_trained(talk, worker, learner):
     make_batch(worker)
-    for token in list(talk.ledger.leases):
-        worker.say(wire.GiveBack(token, talk.ledger.leases[token].sample.length, "abort"))
+    for lease_id in list(talk.ledger.leases):
+        worker.say(wire.GiveBack(lease_id, talk.ledger.leases[lease_id].sample.length, "abort"))
     learner.fetch(0)
     learner.say(wire.Fetch(1))
     assert not learner.take(wire.Batch) and not learner.take(wire.Refused)

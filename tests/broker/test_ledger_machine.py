@@ -1,111 +1,31 @@
-"""The ledger closes, the staleness bound holds and nothing starves, whatever happens in whatever order."""
+"""The ledger closes, the staleness bound holds and nothing starves, whatever happens in whatever order.
 
-import random
+Beyond the checks of `april check schedule`: in which order the shipped schedules hand out what waits.
+"""
 
 import pytest
 from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from april.broker.continuous import ContinuousSchedule
-from april.broker.events import BatchDelivered, GroupDiscarded, GroupOpened, Leased
-from april.broker.filters import GroupFilters
-from april.broker.ledger import Ledger, Rules, Verdict
-from april.broker.plan import make_schedule
-from april.broker.samples import TO_GENERATE, GroupState, SampleState
-from april.broker.schedule import choose_sample
-from april.broker.snapshot import COUNTERS, PLAIN, freeze, thaw
+from april.broker.conformance import machine
+from april.broker.conformance.runs import run_to_the_end
+from april.broker.conformance.suite import machine_of
+from april.broker.journal.snapshot import COUNTERS, PLAIN
+from april.broker.ledger.events import BatchDelivered
+from april.broker.ledger.ledger import Ledger, Rules
+from april.broker.ledger.samples import TO_GENERATE, GroupState, SampleState
+from april.broker.schedules.continuous import ContinuousSchedule
 from april.config import ScheduleSection
-from april.version import Version
-from tests.broker.numbered_prompts import NumberedPrompts
 
-RESPONSE_BUDGET = 12
-SLOTS = 4
-"""of a worker that does nothing but work"""
-PATIENCE_TURNS = 3000
-"""in which everything that waits must have had its turn, far more than it takes"""
 BEYOND_ITS_SHARE = (5,)
 """rank of evaluation that has no share of a worker left"""
 
 
 @pytest.fixture(autouse=True)
 def queues_are_cleaned_often(monkeypatch):
-    monkeypatch.setattr("april.broker.samples.CLEANING_PUSHES", 3)
+    monkeypatch.setattr("april.broker.ledger.samples.CLEANING_PUSHES", 3)
 
 
-def has_spread(group):
-    rewards = {sample.reward for sample in group.samples if sample.state is SampleState.DONE}
-    return len(rewards) > 1
-
-
-def trains(lease):
-    return lease.generating and not lease.sample.group.evaluation
-
-
-@st.composite
-def sections(draw, rules: Rules, kind: str):
-    """A schedule of a kind for a ledger with these rules."""
-    batch, n, staleness = rules.batch_groups, rules.group_size, rules.max_staleness
-    common = {
-        "rollout_batch_size": batch,
-        "n_samples_per_prompt": n,
-        "max_staleness": staleness,
-        "max_steps": draw(st.sampled_from([2, 6, 1000])),
-        "last_batch": draw(st.sampled_from(["train", "drop"])),
-    }
-    if kind == "continuous":
-        in_flight = draw(st.none() | st.integers(1, (staleness + 1) * batch * n))
-        return ScheduleSection(kind=kind, in_flight=in_flight, **common)
-    return ScheduleSection(
-        kind="april",
-        over_sampling_batch_size=max(1, round(draw(st.floats(0.3, 6)) * batch)),
-        partial_rollout=draw(st.booleans()),
-        overlap=staleness > 0 and draw(st.booleans()),
-        **common,
-    )
-
-
-class Pipeline(RuleBasedStateMachine):
-    """A broker's ledger and schedule between workers that come, go and lag, and a learner that may stall or restart."""
-
-    kind = "rounds"
-
-    @initialize(
-        data=st.data(),
-        batch_groups=st.integers(1, 4),
-        group_size=st.integers(2, 3),
-        max_staleness=st.integers(0, 3),
-        rows=st.integers(1, 12) | st.integers(1, 60),
-        epochs=st.sampled_from([1, 2, 50]),
-        min_group_size=st.sampled_from([None, 1]),
-        dynamic_sampling=st.booleans(),
-    )
-    def start(self, data, batch_groups, group_size, max_staleness, rows, epochs, min_group_size, dynamic_sampling):
-        self.rules = Rules(
-            batch_groups,
-            group_size,
-            max_staleness,
-            max_attempts=3,
-            min_group_size=min_group_size,
-            max_response_tokens=RESPONSE_BUDGET,
-            filtered=dynamic_sampling,
-        )
-        self.log = []
-        self.snapshot = None
-        self.ledger = Ledger(self.rules, record=self.journal)
-        self.prompts = NumberedPrompts(rows, epochs)
-        self.filters = GroupFilters(ScheduleSection(dynamic_sampling=dynamic_sampling))
-        self.choose_schedule(data, self.kind)
-        self.ledger.start_learner(0)
-        self.versions = {"w0": Version(0, 0), "w1": Version(0, 0)}
-        self.emitted = 0
-        self.most_consumed = 0
-        self.advance()
-
-    def choose_schedule(self, data, kind):
-        self.section = data.draw(sections(self.rules, kind))
-        self.schedule = make_schedule(self.section, self.prompts)
-
+class Pipeline(machine.Pipeline):
     @property
     def continuous(self):
         return isinstance(self.schedule, ContinuousSchedule)
@@ -113,45 +33,17 @@ class Pipeline(RuleBasedStateMachine):
     def journal(self, event, arrays):
         if isinstance(event, BatchDelivered) and self.continuous:
             assert self.ledger.consumed == event.step, "the learner still has a batch"
-        if isinstance(event, GroupDiscarded):
-            permitted = {"filtered"} if self.section.partial_rollout else {"filtered", "aborted"}
-            permitted |= {"zero_spread"} if self.rules.filtered else set()
-            assert event.reason in permitted, "nothing is thrown away for its age"
-            if event.reason == "zero_spread":
-                assert self.ledger.groups[event.group].state is GroupState.READY
-                assert not has_spread(self.ledger.groups[event.group])
-        if isinstance(event, BatchDelivered) and self.rules.filtered:
-            assert all(has_spread(self.ledger.groups[group]) for group in event.groups)
-        self.log.append(event)
-        return len(self.log), 1
+        return super().journal(event, arrays)
 
-    def advance(self):
-        """As the service does it: complete groups are judged before a batch can take them."""
-        self.ledger.filter_ready(self.filters.reason_against)
-        while self.schedule.advance(self.ledger):
-            pass
-
-    def a_lease(self, data, generating):
-        tokens = [t for t, lease in self.ledger.leases.items() if lease.generating is generating]
-        return self.ledger.leases[data.draw(st.sampled_from(sorted(tokens)))] if tokens else None
-
-    # --- workers ---
-
-    @rule(worker=st.sampled_from(["w0", "w1"]), count=st.integers(1, 6), share_left=st.booleans())
-    def lease(self, worker, count, share_left=True):
-        if self.ledger.draining:
-            return
-        for _ in range(count):
-            step = self.versions[worker].step
-            ranks = {sample: self.rank(sample, share_left) for sample in self.waiting_for(step)}
-            sample = choose_sample(self.schedule, self.ledger, step, share_left)
-            if sample is None:
-                assert not ranks
-                return
-            assert sample in ranks or all(rank == BEYOND_ITS_SHARE for rank in ranks.values())
-            assert sample not in ranks or ranks[sample] == min(ranks.values())
-            lease = self.ledger.lease(sample, worker, step, expires_at=0.0)
-            assert not (self.continuous and trains(lease)) or self.ledger.generating <= self.section.most_in_flight
+    def choose(self, step, share_left):
+        ranks = {sample: self.rank(sample, share_left) for sample in self.waiting_for(step)}
+        sample = super().choose(step, share_left)
+        if sample is None:
+            assert not ranks
+            return None
+        assert sample in ranks or all(rank == BEYOND_ITS_SHARE for rank in ranks.values())
+        assert sample not in ranks or ranks[sample] == min(ranks.values())
+        return sample
 
     def waiting_for(self, step):
         """What a worker at this step may be given, by the definitions."""
@@ -176,354 +68,12 @@ class Pipeline(RuleBasedStateMachine):
             return (2, sample.attempts == 0, group.id) if share_left else BEYOND_ITS_SHARE
         if not group.started:
             return (4, group.id, sample.index)
-        if group.opened_at + self.rules.max_staleness <= self.ledger.next_step:
+        if group.opened_at + self.ledger_rules.max_staleness <= self.ledger.next_step:
             return (1, *place)
         return (3, sample.attempts == 0, *place)
 
-    @rule(data=st.data(), count=st.integers(1, RESPONSE_BUDGET), ends=st.booleans())
-    def generate(self, data, count, ends):
-        if lease := self.a_lease(data, generating=True):
-            self.go_on(lease, count, ends)
-            self.advance()
 
-    @rule(data=st.data(), count=st.integers(1, 4), ends=st.booleans())
-    def observe(self, data, count, ends):
-        """An environment answers a turn: the tokens lengthen the response, and count nowhere."""
-        if lease := self.a_lease(data, generating=True):
-            sample = lease.sample
-            count = min(count, RESPONSE_BUDGET - sample.length)
-            finish = "stop" if ends or sample.length + count == RESPONSE_BUDGET else ""
-            there_is_a_turn = bool(sample.segments) and sample.segments[-1][1] == sample.length
-            verdict = self.ledger.add_observation(lease.token, sample.length, count, b"state", finish)
-            assert verdict is (Verdict.OK if there_is_a_turn else Verdict.INVALID)
-            self.advance()
-
-    @rule(data=st.data(), offset=st.integers(-3, 3).filter(bool))
-    def chunk_out_of_place(self, data, offset):
-        if lease := self.a_lease(data, generating=True):
-            start = lease.sample.length + offset
-            verdict = self.ledger.add_chunk(lease.token, start, 1, self.versions[lease.worker])
-            assert verdict is (Verdict.DUPLICATE if offset < 0 else Verdict.GAP)
-
-    @rule(data=st.data())
-    def chunk_of_an_older_version_or_holder(self, data):
-        if lease := self.a_lease(data, generating=True):
-            length = lease.sample.length
-            assert self.ledger.add_chunk(lease.token, length, 1, Version(0, lease.step - 1)) is Verdict.FENCED
-            assert self.ledger.add_chunk(lease.token + 100_000, length, 1, Version(9, 999)) is Verdict.FENCED
-
-    @rule(data=st.data(), reward=st.sampled_from([0.0, 1.0]))
-    def score(self, data, reward):
-        if lease := self.a_lease(data, generating=False):
-            assert self.ledger.score(lease.token, reward) is Verdict.OK
-            assert self.ledger.score(lease.token, reward) is Verdict.FENCED
-            self.advance()
-
-    @rule(data=st.data(), generating=st.booleans(), cause=st.sampled_from(["lost", "expired", "generation_failed"]))
-    def lose(self, data, generating, cause):
-        if lease := self.a_lease(data, generating):
-            self.ledger.end_lease(lease.token, cause)
-            self.advance()
-
-    @rule(worker=st.sampled_from(["w0", "w1"]))
-    def kill_worker(self, worker):
-        for lease in [lease for lease in self.ledger.leases.values() if lease.worker == worker]:
-            if lease.token in self.ledger.leases:
-                self.ledger.end_lease(lease.token, "lost")
-        self.advance()
-
-    @rule(worker=st.sampled_from(["w0", "w1"]))
-    def hand_back_what_was_aborted(self, worker):
-        for lease in list(self.ledger.leases.values()):
-            if lease.worker == worker and trains(lease) and lease.token <= self.ledger.watermark:
-                self.ledger.end_lease(lease.token, "abort")
-        self.advance()
-
-    @rule(worker=st.sampled_from(["w0", "w1"]))
-    def load_weights(self, worker):
-        if self.ledger.consumed >= self.ledger.frontier:
-            self.versions[worker] = Version(self.ledger.branch, self.ledger.consumed)
-
-    @rule(
-        seed=st.integers(0, 2**32),
-        actions=st.integers(20, 200),
-        stragglers=st.floats(0, 0.5),
-        failures=st.sampled_from([0.0, 0.1, 0.5]),
-    )
-    def a_busy_while(self, seed, actions, stragglers, failures):
-        """Many small things happen; some groups are hardly ever worked on; dead ones are re-queued now and then."""
-        chance = random.Random(seed)
-        self.end_drain()
-        for _ in range(actions):
-            worker = chance.choice(list(self.versions))
-            if chance.random() < 0.2:
-                self.load_weights(worker)
-            self.hand_back_what_was_aborted(worker)
-            self.lease(worker, chance.randrange(4))
-            for lease in list(self.ledger.leases.values()):
-                slow = random.Random(lease.sample.group.id).random() < stragglers
-                if lease.worker != worker or (slow and chance.random() < 0.95) or lease.token not in self.ledger.leases:
-                    continue
-                if chance.random() < failures:
-                    self.ledger.end_lease(lease.token, "generation_failed")
-                    continue
-                self.go_on(lease, chance.randint(1, RESPONSE_BUDGET), ends=chance.random() < 0.5)
-            if dead := self.ledger.dead_letters.discarded_groups():
-                self.ledger.requeue(chance.choice(dead))
-            self.advance()
-            if self.ledger.consumed < self.ledger.next_step and chance.random() < 0.7:
-                self.consume()
-            self.the_bound_holds()
-
-    @rule(count=st.integers(1, 3))
-    def evaluate(self, count):
-        if sum(group.evaluation for group in self.ledger.groups.values()) < 6:
-            for row in range(count):
-                step = self.ledger.consumed
-                self.ledger.open_group(step, row, floor=step, evaluation=True, size=1)
-
-    @rule()
-    def record_evaluations(self):
-        for step, groups in list(self.ledger.evaluations.items()):
-            if all(group.state is not GroupState.OPEN for group in groups):
-                self.ledger.record_evaluation(step, {"prompts": len(groups)})
-
-    @rule(data=st.data())
-    def filter_out(self, data):
-        """A complete group that cannot teach anything is discarded."""
-        if self.ledger.ready:
-            self.ledger.discard(data.draw(st.sampled_from(list(self.ledger.ready))), "filtered")
-            self.advance()
-
-    @rule(every=st.integers(1, 9))
-    def everybody_works(self, every):
-        """Without further faults every waiting sample gets its turn, and the learner the batch after the last one.
-
-        Evaluation keeps arriving, of which each worker gives half of its slots.
-        """
-        self.ledger.end_drain()
-        ledger, turn, since = self.ledger, 0, len(self.log)
-        next_step, waiting = ledger.next_step, self.waiting()
-        while not self.over() and (ledger.consumed <= next_step or self.still_wait(waiting, since)):
-            turn += 1
-            assert turn < PATIENCE_TURNS, "the run has come to a standstill"
-            if turn % every == 0:
-                self.evaluate(1)
-            for worker in self.versions:
-                self.load_weights(worker)
-                self.hand_back_what_was_aborted(worker)
-                self.fill(worker)
-                for lease in [lease for lease in ledger.leases.values() if lease.worker == worker]:
-                    self.go_on(lease, count=1 + lease.sample.group.id % 5, ends=lease.sample.index == 0)
-            self.advance()
-            if ledger.consumed < ledger.next_step:
-                self.consume()
-            self.the_bound_holds()
-
-    def over(self):
-        return self.schedule.finished(self.ledger) and self.ledger.consumed == self.ledger.next_step
-
-    def waiting(self):
-        return [s for g in self.ledger.groups.values() for s in g.samples if s.state in TO_GENERATE]
-
-    def still_wait(self, waiting, since):
-        leased = {(event.group, event.index) for event in self.log[since:] if isinstance(event, Leased)}
-        return [s for s in waiting if s.group.state is GroupState.OPEN and (s.group.id, s.index) not in leased]
-
-    def fill(self, worker):
-        """Lease until the slots are full or nothing is there."""
-        for _ in range(SLOTS):
-            held = [lease for lease in self.ledger.leases.values() if lease.worker == worker and lease.generating]
-            if len(held) < SLOTS:
-                self.lease(worker, 1, share_left=sum(not trains(lease) for lease in held) < SLOTS // 2)
-
-    def go_on(self, lease, count, ends):
-        """Generate so many tokens more, or score what is complete."""
-        if not lease.generating:
-            group = lease.sample.group.id
-            reward = 1.0 if group % 4 == 3 else float(lease.sample.index % 2)
-            assert self.ledger.score(lease.token, reward) is Verdict.OK
-            return
-        sample, version = lease.sample, self.versions[lease.worker]
-        count = min(count, RESPONSE_BUDGET - sample.length)
-        finish = "stop" if ends or sample.length + count == RESPONSE_BUDGET else ""
-        assert self.ledger.add_chunk(lease.token, sample.length, count, version, finish) is Verdict.OK
-        self.emitted += 0 if sample.group.evaluation else count
-
-    @precondition(lambda self: self.ledger.leases and not self.ledger.draining)
-    @rule(data=st.data(), generating=st.booleans(), requeue=st.booleans())
-    def fail_until_it_is_dead(self, data, generating, requeue):
-        if lease := self.a_lease(data, generating):
-            sample, worker = lease.sample, lease.worker
-            while sample.state is not SampleState.DEAD:
-                if not sample.token:
-                    self.ledger.lease(sample, worker, max(sample.first_step, self.versions[worker].step), 0.0)
-                self.ledger.end_lease(sample.token, "generation_failed", "engine fell over", 1.0)
-            if requeue:
-                self.ledger.requeue(sample.group.id)
-            self.advance()
-
-    # --- operators ---
-
-    @precondition(lambda self: self.ledger.dead_letters.letters)
-    @rule(data=st.data())
-    def requeue_a_dead_group(self, data):
-        letter = data.draw(st.sampled_from(self.ledger.dead_letters.letters))
-        verdict = {"without_it": Verdict.INVALID, "discarded": Verdict.OK}.get(letter.outcome, Verdict.DUPLICATE)
-        assert self.ledger.requeue(letter.group) is verdict
-        assert self.ledger.requeue(letter.group) is not Verdict.OK
-        self.advance()
-
-    @rule()
-    def drain(self):
-        self.ledger.start_drain()
-        training = [t for t, lease in self.ledger.leases.items() if lease.generating and trains(lease)]
-        assert all(self.ledger.is_aborted(token) for token in training)
-
-    @rule()
-    def end_drain(self):
-        self.ledger.end_drain()
-
-    # --- learner ---
-
-    @precondition(lambda self: self.ledger.consumed < self.ledger.next_step)
-    @rule(discarded=st.sampled_from(["", "", "nonfinite"]))
-    def consume(self, discarded=""):
-        step = self.ledger.consumed
-        assert self.ledger.consume(step, discarded) is Verdict.OK
-        assert self.ledger.consume(step) is Verdict.DUPLICATE
-        for group in self.ledger.deliveries[step]:
-            for sample in group.samples:
-                for _, _, version in sample.segments:
-                    assert 0 <= step - version.step <= self.rules.max_staleness
-        self.advance()
-
-    @rule()
-    def checkpoint(self):
-        self.ledger.checkpoint(self.ledger.consumed, oldest=self.ledger.durable)
-
-    @rule()
-    def restart_learner_from_checkpoint(self):
-        before = {step: [g.id for g in groups] for step, groups in self.ledger.deliveries.items()}
-        self.ledger.start_learner(self.ledger.durable)
-        assert before == {step: [g.id for g in groups] for step, groups in self.ledger.deliveries.items()}
-
-    # --- broker ---
-
-    @rule()
-    def take_snapshot(self):
-        self.snapshot = (len(self.log), bytes(freeze(self.ledger)))
-
-    @rule(data=st.data(), from_snapshot=st.booleans(), kind=st.sampled_from(["same", "rounds", "continuous"]))
-    def restart_broker(self, data, from_snapshot, kind):
-        """What snapshot and journal rebuild is what was there; the schedule that goes on with it may be another."""
-        again = Ledger(self.rules, record=self.journal)
-        first = 0
-        if from_snapshot and self.snapshot:
-            first, encoded = self.snapshot
-            thaw(encoded, again)
-        for reference, event in enumerate(self.log[first:], start=first + 1):
-            again.apply(event, (reference, 1))
-        assert freeze(again) == freeze(self.ledger)
-        for derived in ("held", "load", "generating"):
-            assert getattr(again, derived) == getattr(self.ledger, derived)
-        assert again.bound.__dict__ == self.ledger.bound.__dict__
-        assert sorted(again.leases) == sorted(self.ledger.leases)
-        self.ledger = again
-        if kind == "same":
-            self.schedule = make_schedule(self.section, self.prompts)
-        else:
-            self.choose_schedule(data, kind)
-
-    # --- what never breaks ---
-
-    @invariant()
-    def the_frontier_never_recedes(self):
-        if hasattr(self, "ledger"):
-            self.most_consumed = max(self.most_consumed, self.ledger.consumed)
-            assert self.ledger.frontier == self.most_consumed
-
-    @invariant()
-    def the_ledger_closes(self):
-        if not hasattr(self, "ledger"):
-            return
-        assert self.ledger.closed
-        assert self.ledger.tokens["generated"] == self.emitted
-        training = [group for group in self.ledger.groups.values() if not group.evaluation]
-        for state in (GroupState.OPEN, GroupState.READY, GroupState.DELIVERED):
-            members = [group for group in training if group.state is state]
-            kept = [s for group in members for s in (group.samples if state == "open" else group.live_samples)]
-            assert self.ledger.tokens[state] == sum(sample.sampled for sample in kept)
-            assert self.ledger.counts[state] == len(members)
-
-    @invariant()
-    def the_load_is_what_workers_generate(self):
-        if hasattr(self, "ledger"):
-            assert self.ledger.generating == sum(trains(lease) for lease in self.ledger.leases.values())
-
-    @invariant()
-    def the_bound_holds(self):
-        if not hasattr(self, "ledger"):
-            return
-        assert self.ledger.bound.holds(self.ledger.next_step)
-        next_step, rules = self.ledger.next_step, self.rules
-        deadlines = [
-            group.opened_at + rules.max_staleness
-            for group in self.ledger.groups.values()
-            if group.state in (GroupState.OPEN, GroupState.READY) and not group.evaluation
-        ]
-        for last in range(next_step - 1, next_step + rules.max_staleness + 2):
-            due = sum(deadline <= last for deadline in deadlines)
-            assert due <= (last - next_step + 1) * rules.batch_groups
-
-    @invariant()
-    def segments_and_observations_tile_the_response_and_versions_never_decrease(self):
-        if not hasattr(self, "ledger"):
-            return
-        for group in self.ledger.groups.values():
-            for sample in group.samples:
-                observed = [(start, stop, None) for start, stop in sample.observations]
-                end, after_observation = 0, True
-                for start, stop, version in sorted([*sample.segments, *observed], key=lambda span: span[0]):
-                    assert start == end < stop
-                    assert version is None or version.step >= group.opened_at
-                    assert version or not after_observation, "an observation answers a turn"
-                    end, after_observation = stop, version is None
-                assert end == sample.length
-                steps = [version.step for _, _, version in sample.segments]
-                assert steps == sorted(steps)
-                assert sample.state is not SampleState.PARTIAL or sample.length > 0
-
-    @invariant()
-    def no_prompt_is_drawn_twice_or_skipped(self):
-        if not hasattr(self, "ledger"):
-            return
-        opened = [event for event in self.log if isinstance(event, GroupOpened) and not event.evaluation]
-        fresh = [(event.epoch, event.row) for event in opened if event.replaces is None]
-        rows = self.prompts.rows
-        assert fresh == [(i // rows, i % rows) for i in range(len(fresh))]
-
-    @invariant()
-    def a_requeued_prompt_is_drawn_once_more_and_ahead_of_fresh_ones(self):
-        if not hasattr(self, "ledger"):
-            return
-        waiting, place = [], {}
-        for event in self.log:
-            match type(event).__name__:
-                case "GroupRequeued":
-                    waiting.append(event.group)
-                case "GroupOpened" if not event.evaluation:
-                    place[event.group] = (event.epoch, event.row)
-                    assert event.replaces == (waiting.pop(0) if waiting else None)
-                    assert event.replaces is None or place[event.replaces] == place[event.group]
-        assert list(self.ledger.dead_letters.waiting) == waiting
-
-
-class ContinuousPipeline(Pipeline):
-    kind = "continuous"
-
-
-TestRounds, TestContinuous = Pipeline.TestCase, ContinuousPipeline.TestCase
+TestRounds, TestContinuous = (machine_of(kind, Pipeline).TestCase for kind in ("april", "continuous"))
 TestRounds.settings = TestContinuous.settings = settings(
     max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
@@ -534,7 +84,7 @@ def test_a_snapshot_leaves_nothing_of_the_ledger_out():
     held = {*PLAIN, *COUNTERS, "header", "groups", "ready", "deliveries", "evaluations", "cohorts", "dead_letters"}
     follows = {
         "rules",
-        "record",
+        "write",
         "together",
         "_expiries",
         "unjudged",
@@ -562,34 +112,7 @@ SCHEDULES = {
 @pytest.mark.parametrize("kind", SCHEDULES)
 def test_a_run_without_faults_comes_to_its_end(kind):
     """Every schedule delivers all batches when workers and learner simply do their work."""
-    batch = 4
-    section = ScheduleSection(rollout_batch_size=batch, n_samples_per_prompt=2, max_steps=10, **SCHEDULES[kind])
-    schedule = make_schedule(section, NumberedPrompts(1000, 1))
-    ledger = Ledger(Rules(batch, 2, max_staleness=5))
-    ledger.start_learner(0)
-    busy = {}
-    while ledger.consumed < 10:
-        ended = schedule.advance(ledger)
-        if ended:
-            for token in list(busy):
-                ledger.end_lease(token, "abort")
-            busy.clear()
-        version = Version(0, ledger.consumed)
-        while len(busy) < 6 and (sample := choose_sample(schedule, ledger, version.step)):
-            lease = ledger.lease(sample, "w", version.step, 0.0)
-            busy[lease.token] = 1 + (sample.group.id * 7 + sample.index * 3) % 11 * 3
-        for token in list(busy):
-            sample = ledger.leases[token].sample
-            done = sample.length + 1 >= busy[token]
-            assert ledger.add_chunk(token, sample.length, 1, version, "stop" if done else "") is Verdict.OK
-            if done:
-                ledger.score(token, 1.0)
-                del busy[token]
-        if ledger.consumed < ledger.next_step:
-            ledger.consume(ledger.consumed)
-    assert ledger.closed
-    assert sum(len(groups) for groups in ledger.deliveries.values()) == 10 * batch
-    discarded = ledger.discarded["aborted"]
-    assert (discarded > 0) == (kind == "no_partial")
+    ledger = run_to_the_end(ScheduleSection(rollout_batch_size=4, n_samples_per_prompt=2, **SCHEDULES[kind]))
+    assert (ledger.discarded["aborted"] > 0) == (kind == "no_partial")
     if kind in ("sync", "steps"):
         assert ledger.counts[GroupState.OPEN] == 0

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from april.broker.length_drift import RECENT_BATCHES, LengthDrift, measure_drift
-from april.broker.lengths import LengthCohorts
+from april.broker.ledger.cohorts import RECENT_BATCHES, LengthCohorts
+from april.broker.telemetry.length_drift import drift_of, measure_drift
+from april.broker.telemetry.lengths import summarise_cohorts
 from april.report.live import step_line
 from april.simulate.pipeline import Pipeline
 from tests.simulate.test_pipeline import SCHEDULES, scenario
@@ -33,13 +34,21 @@ def test_the_distance_is_that_of_the_definition():
     assert drift.distance == pytest.approx(0.5), "at 2: three of four, and one of four"
 
 
+def test_a_cohort_counts_once_all_its_groups_have_ended():
+    cohorts = LengthCohorts(cohort_groups=2)
+    cohorts.finish(1, created=[5, 5], trained=[5, 5])
+    assert cohorts.settled == 0 and not cohorts.created and not cohorts.trained
+    cohorts.finish(0, created=[9, 7], trained=[])
+    assert cohorts.settled == 1
+    assert sorted(cohorts.created.elements()) == [5, 5, 7, 9] and sorted(cohorts.trained.elements()) == [5, 5]
+
+
 def test_there_is_no_verdict_before_both_windows_are_full():
-    drift = LengthDrift(batch_groups=1)
+    cohorts = LengthCohorts(cohort_groups=1)
     for length in range(RECENT_BATCHES):
-        assert drift.verdict() is None
-        drift.trained.append([length])
-        drift.created.append([length])
-    assert drift.verdict().distance == 0
+        assert drift_of(cohorts) is None
+        cohorts.finish(length, [length], [length])
+    assert drift_of(cohorts).distance == 0
 
 
 def alarms(name, seed):
@@ -50,7 +59,7 @@ def alarms(name, seed):
     note, said = pipeline.measures.trained, []
 
     def look(step, batch):
-        if step % 4 == 0 and (verdict := pipeline.ledger.cohorts.drift.verdict()):
+        if step % 4 == 0 and (verdict := drift_of(pipeline.ledger.cohorts)):
             said.append(verdict.alarm)
         note(step, batch)
 
@@ -73,7 +82,7 @@ def test_what_is_dropped_whatever_its_length_is_seen_in_the_counts():
     cohorts = LengthCohorts(2)
     cohorts.finish(0, [5, 7], trained=[5, 7])
     cohorts.finish(1, [5, 7], trained=[])
-    found = cohorts.summary()
+    found = summarise_cohorts(cohorts)
     assert (found["ratio"], found["created"]["responses"], found["trained"]["responses"]) == (1.0, 4, 2)
 
 

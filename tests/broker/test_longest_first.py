@@ -5,12 +5,12 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from april.broker.ledger import Ledger, Rules
+from april.broker.conformance.prompts import NumberedPrompts
+from april.broker.ledger.ledger import Ledger, Rules
 from april.broker.plan import make_schedule
-from april.broker.schedule import choose_sample
+from april.broker.schedules.schedule import choose_sample
 from april.config import ScheduleSection
-from april.version import Version
-from tests.broker.numbered_prompts import NumberedPrompts
+from april.wire.version import Version
 
 GROUPS, GROUP_SIZE = 3, 3
 
@@ -33,12 +33,12 @@ class Run:
         return sample and self.ledger.lease(sample, "worker", 0, 0.0)
 
     def end(self, lease, tokens):
-        self.ledger.add_chunk(lease.token, 0, tokens, Version(0, 0), "stop")
+        self.ledger.add_chunk(lease.id, 0, tokens, Version(0, 0), "stop")
 
     def hand_back(self, lease, tokens):
         if tokens:
-            self.ledger.add_chunk(lease.token, 0, tokens, Version(0, 0), "")
-        self.ledger.end_lease(lease.token, "abort")
+            self.ledger.add_chunk(lease.id, 0, tokens, Version(0, 0), "")
+        self.ledger.end_lease(lease.id, "abort")
 
     def order(self):
         taken = []
@@ -50,6 +50,22 @@ class Run:
 
 def names(samples):
     return [(sample.group.id, sample.index) for sample in samples]
+
+
+def test_the_oldest_version_goes_first_whatever_its_length():
+    ledger = Ledger(Rules(batch_groups=2, group_size=2, max_staleness=3))
+    ledger.start_learner(0)
+    newer, older = (ledger.open_group(epoch=0, row=row, floor=0) for row in range(2))
+    for group, step in ((newer, 1), (older, 0)):
+        for sample in group.samples:
+            ledger.lease(sample, "worker", step, 0.0)
+    for lease in list(ledger.leases):
+        ledger.end_lease(lease, "abort")
+    order = []
+    while sample := ledger.queue.take_started(1):
+        ledger.lease(sample, "worker", 1, 0.0)
+        order.append(sample.group.id)
+    assert order == [older.id, older.id, newer.id, newer.id]
 
 
 def test_a_partial_whose_sibling_became_long_goes_first():

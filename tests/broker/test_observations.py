@@ -5,8 +5,8 @@ import pytest
 
 from april import config as configuration
 from april import wire
-from april.limits import STATE_BYTES
-from april.version import Version
+from april.wire.limits import STATE_BYTES
+from april.wire.version import Version
 from tests.broker.conversation import (
     Conversation,
     FakeLearner,
@@ -34,7 +34,7 @@ def worker(talk):
 
 def observe(worker, grant, start, count, **fields):
     ids, _ = chunk_arrays(start, count)
-    worker.say(wire.Observation(grant.token, start, **fields), [ids])
+    worker.say(wire.Observation(grant.lease_id, start, **fields), [ids])
 
 
 def sample_of(talk, grant):
@@ -51,7 +51,7 @@ def test_an_observation_is_kept_and_counted_as_nobody_s_token(talk, worker):
     assert (sample.length, sample.sampled, sample.observations) == (9, 7, [(3, 5)])
     assert sample.segments == [(0, 3, Version(0, 0)), (5, 9, Version(0, 0))]
     assert talk.ledger.tokens["generated"] == before + 7 and talk.ledger.closed
-    assert worker.take(wire.Acknowledged)[-1].message.lengths == [(grant.token, 9)]
+    assert worker.take(wire.Acknowledged)[-1].message.lengths == [(grant.lease_id, 9)]
     assert talk.service.recorder.environment == {"observations": 1, "tokens": 2, "failed": 0}
 
 
@@ -60,9 +60,9 @@ def test_again_it_is_a_duplicate_ahead_it_is_a_gap(talk, worker):
     worker.chunk(grant, 0, 3)
     for _ in range(2):
         observe(worker, grant, 3, 2)
-        assert worker.take(wire.Acknowledged)[-1].message.lengths == [(grant.token, 5)]
+        assert worker.take(wire.Acknowledged)[-1].message.lengths == [(grant.lease_id, 5)]
     observe(worker, grant, 9, 2)
-    assert worker.take(wire.ResendFrom)[-1].message == wire.ResendFrom(grant.token, 5)
+    assert worker.take(wire.ResendFrom)[-1].message == wire.ResendFrom(grant.lease_id, 5)
     assert sample_of(talk, grant).observations == [(3, 5)]
 
 
@@ -80,7 +80,7 @@ def test_one_that_answers_no_turn_or_breaks_the_budget_is_invalid(talk, worker, 
             worker.chunk(grant, *chunk)
     observe(worker, grant, start, count, finish_reason=finish_reason)
     assert "invalid" in worker.take(wire.Refused)[-1].message.reason
-    assert grant.token not in talk.ledger.leases and talk.ledger.closed
+    assert grant.lease_id not in talk.ledger.leases and talk.ledger.closed
 
 
 @pytest.mark.parametrize(
@@ -96,9 +96,9 @@ def test_one_that_answers_no_turn_or_breaks_the_budget_is_invalid(talk, worker, 
 def test_a_malformed_one_changes_nothing(talk, worker, message, arrays, wrong):
     grant = finish_evaluation(worker)[0]
     worker.chunk(grant, 0, 3)
-    worker.say(wire.Observation(grant.token, 3, **message), arrays)
+    worker.say(wire.Observation(grant.lease_id, 3, **message), arrays)
     assert wrong in worker.take(wire.Refused)[-1].message.reason
-    assert sample_of(talk, grant).length == 3 and grant.token in talk.ledger.leases
+    assert sample_of(talk, grant).length == 3 and grant.lease_id in talk.ledger.leases
 
 
 def test_a_run_without_an_environment_takes_none(config_file):
@@ -143,8 +143,8 @@ def test_an_observation_may_end_the_response_and_its_state_goes_to_the_scorer(ta
     successor.join()
     again = next(g for g in successor.grants() if (g.group, g.index) == (grant.group, grant.index))
     assert again.scoring and again.finish_reason == "stop" and again.state == b"end"
-    successor.say(wire.Scored(again.token, 1.0))
-    assert successor.take(wire.Acknowledged)[-1].message.done == [again.token]
+    successor.say(wire.Scored(again.lease_id, 1.0))
+    assert successor.take(wire.Acknowledged)[-1].message.done == [again.lease_id]
 
 
 def test_the_learner_gets_the_tokens_and_segments_that_leave_them_out(talk, worker):
@@ -156,7 +156,7 @@ def test_the_learner_gets_the_tokens_and_segments_that_leave_them_out(talk, work
         worker.chunk(grant, 0, 3)
         observe(worker, grant, 3, 2)
         worker.chunk(grant, 5, 2, "stop")
-        worker.say(wire.Scored(grant.token, 1.0))
+        worker.say(wire.Scored(grant.lease_id, 1.0))
         grants += [grant for grant in worker.grants() if not grant.evaluation]
     batch, arrays = learner.fetch(0)
     head = batch.groups[0].samples[0]
@@ -173,7 +173,7 @@ def test_the_learner_gets_the_tokens_and_segments_that_leave_them_out(talk, work
 def test_a_failed_environment_is_a_failed_attempt_and_counted(talk, worker):
     grant = finish_evaluation(worker)[0]
     worker.chunk(grant, 0, 3)
-    worker.say(wire.GiveBack(grant.token, 3, "environment_failed", "no answer within 5 s"))
+    worker.say(wire.GiveBack(grant.lease_id, 3, "environment_failed", "no answer within 5 s"))
     sample = sample_of(talk, grant)
     assert (sample.attempts, sample.last_error, sample.length) == (1, "no answer within 5 s", 3)
     assert talk.service.recorder.environment["failed"] == 1
@@ -188,8 +188,8 @@ def test_one_that_ends_a_response_hands_it_over_to_a_scorer_with_its_state(confi
     grant = training(worker.grants())[0]
     worker.chunk(grant, 0, 3)
     observe(worker, grant, 3, 2, state=b"end", finish_reason="stop")
-    assert worker.take(wire.Acknowledged)[-1].message == wire.Acknowledged([(grant.token, 5)], [grant.token])
+    assert worker.take(wire.Acknowledged)[-1].message == wire.Acknowledged([(grant.lease_id, 5)], [grant.lease_id])
     (given,) = scorer.grants()
     assert (given.group, given.index, given.scoring, given.state) == (grant.group, grant.index, True, b"end")
-    scorer.say(wire.Scored(given.token, 1.0))
+    scorer.say(wire.Scored(given.lease_id, 1.0))
     assert sample_of(talk, grant).reward == 1.0 and talk.ledger.closed

@@ -57,13 +57,13 @@ def requeue(operator, *groups):
 def kill_one(worker):
     """Fail a training sample for good; returns its grant and the others."""
     dead, *others = finish_evaluation(worker)
-    worker.say(wire.GiveBack(dead.token, 0, "generation_failed", "engine fell over"))
+    worker.say(wire.GiveBack(dead.lease_id, 0, "generation_failed", "engine fell over"))
     return dead, others
 
 
 def is_done(worker, grant):
     """Whether the broker has acknowledged the end of the lease."""
-    return any(grant.token in received.message.done for received in worker.take(wire.Acknowledged))
+    return any(grant.lease_id in received.message.done for received in worker.take(wire.Acknowledged))
 
 
 # --- drain --------------------------------------------------------------------------------------------------
@@ -75,9 +75,9 @@ def test_a_drained_broker_has_everything_back_and_hands_out_nothing(talk, operat
     drain(operator)
     assert status(operator)["drain"] == "draining"
     (abort,) = worker.take(wire.Abort)
-    assert all(grant.token <= abort.message.watermark for grant in grants)
+    assert all(grant.lease_id <= abort.message.watermark for grant in grants)
     for grant in grants:
-        worker.say(wire.GiveBack(grant.token, 3 if grant is grants[0] else 0, "abort"))
+        worker.say(wire.GiveBack(grant.lease_id, 3 if grant is grants[0] else 0, "abort"))
     found = status(operator)
     assert (found["drain"], found["phase"], found["leases"]) == ("drained", "drained", 0)
     assert found["tokens"]["open"] == 3 and found["dead_letters"]["total"] == 0
@@ -91,7 +91,7 @@ def test_after_a_drain_partials_go_first_and_the_round_goes_on(operator, worker)
     round = status(operator)["round"]
     drain(operator)
     for grant in grants:
-        worker.say(wire.GiveBack(grant.token, 3 if grant is grants[0] else 0, "abort"))
+        worker.say(wire.GiveBack(grant.lease_id, 3 if grant is grants[0] else 0, "abort"))
     drain(operator, on=False)
     first = worker.take(wire.Grant)[0]
     assert (first.message.group, first.message.index) == (grants[0].group, grants[0].index)
@@ -118,15 +118,15 @@ def test_a_lease_that_its_worker_still_holds_after_the_restart_is_handed_back(ta
     drain(operator)
     talk.restart_broker()
     worker = FakeWorker(talk)
-    welcome = worker.hello([grant.token for grant in grants])
-    assert welcome.lost == [] and grants[0].token <= welcome.watermark
-    worker.say(wire.GiveBack(grants[0].token, 0, "abort"))
+    welcome = worker.hello([grant.lease_id for grant in grants])
+    assert welcome.lost == [] and grants[0].lease_id <= welcome.watermark
+    worker.say(wire.GiveBack(grants[0].lease_id, 0, "abort"))
     assert is_done(worker, grants[0])
 
 
 def test_a_delivered_batch_stays_and_is_trained_while_drained(talk, operator, worker):
     for grant in make_batch(worker):
-        worker.say(wire.GiveBack(grant.token, 0, "abort"))
+        worker.say(wire.GiveBack(grant.lease_id, 0, "abort"))
     drain(operator)
     learner = FakeLearner(talk)
     learner.join()
@@ -187,12 +187,12 @@ def test_a_requeued_group_is_drawn_again_once_also_after_a_restart(talk, operato
 def test_requeueing_names_all_that_can_be_when_none_is_named(operator, worker):
     dead, others = kill_one(worker)
     second = next(grant for grant in others if grant.group != dead.group)
-    worker.say(wire.GiveBack(second.token, 0, "scoring_failed", "no verifier"))
+    worker.say(wire.GiveBack(second.lease_id, 0, "scoring_failed", "no verifier"))
     assert requeue(operator) == [dead.group, second.group]
 
 
 def test_a_broker_that_can_write_nothing_down_refuses_operators(talk, operator):
-    talk.service.read_only = "the disk is full"
+    talk.service.run.read_only = "the disk is full"
     for message in (wire.Drain(), wire.Requeue()):
         operator.say(message)
         assert operator.take(wire.Refused)[-1].message.reason == "the disk is full"
@@ -200,9 +200,9 @@ def test_a_broker_that_can_write_nothing_down_refuses_operators(talk, operator):
 
 
 def test_a_monitor_that_does_not_read_is_answered_no_more_than_its_credit(talk, operator):
-    talk.service.credit_bytes, read_bytes = 1, 0
+    talk.service.books.credit_bytes, read_bytes = 1, 0
     for read_only in ("", "the disk is full"):
-        talk.service.read_only = read_only
+        talk.service.run.read_only = read_only
         operator.say(wire.StatusRequest())
         [answer] = operator.take(wire.Status)
         operator.say(wire.DeadLettersRequest())
@@ -217,22 +217,22 @@ def test_a_monitor_that_does_not_read_is_answered_no_more_than_its_credit(talk, 
 def test_a_lease_that_is_renewed_for_too_long_ends_and_its_worker_is_told(talk, worker):
     grants = finish_evaluation(worker)
     for _ in range(int(talk.config.broker.max_run_s // 5) + 1):
-        worker.say(wire.Heartbeat([grant.token for grant in grants]), connection=b"control")
+        worker.say(wire.Heartbeat([grant.lease_id for grant in grants]), connection=b"control")
         talk.tick(5.0)
-    cancelled = [token for received in worker.take(wire.Cancel) for token in received.message.tokens]
-    assert {grant.token for grant in grants} <= set(cancelled)
+    cancelled = [lease_id for received in worker.take(wire.Cancel) for lease_id in received.message.leases]
+    assert {grant.lease_id for grant in grants} <= set(cancelled)
     assert {letter.error for letter in talk.ledger.dead_letters.letters} == {
         "the lease was held for longer than broker.max_run_s"
     }
 
 
 def test_a_census_takes_several_turns_and_counts_everything_once(talk, worker, monkeypatch):
-    monkeypatch.setattr("april.broker.census.SLICE", 3)
+    monkeypatch.setattr("april.broker.telemetry.census.SLICE", 3)
     grants = finish_evaluation(worker)
     worker.chunk(grants[0], 0, 3)
     for _ in range(40):
         talk.tick(0.5)
-        worker.say(wire.Heartbeat([grant.token for grant in grants]), connection=b"control")
+        worker.say(wire.Heartbeat([grant.lease_id for grant in grants]), connection=b"control")
     queues = talk.service.census.latest
     open_samples = [sample for group in talk.ledger.open_groups() for sample in group.samples]
     assert sum(queues.training.values()) == len(open_samples) and queues.training["leased"] == len(grants)

@@ -3,8 +3,7 @@
 import pytest
 
 from april import config as configuration
-from april.broker.bound import throughput_cap
-from april.broker.plan import advice, describe_plan
+from april.broker.plan import advice, describe_plan, throughput_cap
 from april.config import ScheduleSection
 
 

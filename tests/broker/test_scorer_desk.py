@@ -4,8 +4,8 @@ import pytest
 
 from april import config as configuration
 from april import wire
-from april.broker.samples import SampleState
-from april.broker.status import status
+from april.broker.ledger.samples import SampleState
+from april.broker.views.status import status
 from tests.broker.conversation import Conversation, FakeLearner, FakeScorer, FakeWorker, chunk_arrays, training
 
 
@@ -30,10 +30,10 @@ def test_the_lease_of_a_worker_ends_with_the_response_and_a_scorer_gets_another(
     assert grant.hand_over and not grant.scoring
     worker.chunk(grant, 0, 4, "stop")
     ((acknowledged,),) = [[received.message for received in worker.take(wire.Acknowledged)]]
-    assert acknowledged == wire.Acknowledged([(grant.token, 4)], [grant.token])
+    assert acknowledged == wire.Acknowledged([(grant.lease_id, 4)], [grant.lease_id])
     (received,) = scorer.take(wire.Grant)
     given = received.message
-    assert given.scoring and not given.hand_over and given.token > grant.token
+    assert given.scoring and not given.hand_over and given.lease_id > grant.lease_id
     assert (given.group, given.index, given.label, given.finish_reason) == (
         grant.group,
         grant.index,
@@ -41,8 +41,8 @@ def test_the_lease_of_a_worker_ends_with_the_response_and_a_scorer_gets_another(
         "stop",
     )
     assert received.arrays[1].tolist() == chunk_arrays(0, 4)[0].tolist()
-    scorer.say(wire.Scored(given.token, 0.25, {"right": 0.25}))
-    assert scorer.take(wire.Acknowledged)[0].message.done == [given.token]
+    scorer.say(wire.Scored(given.lease_id, 0.25, {"right": 0.25}))
+    assert scorer.take(wire.Acknowledged)[0].message.done == [given.lease_id]
     sample = sample_of(talk, grant)
     assert (sample.state, sample.reward, sample.details) == (SampleState.DONE, 0.25, {"right": 0.25})
 
@@ -75,10 +75,10 @@ def test_a_lost_scorer_s_responses_are_scored_by_another_with_all_their_tokens(t
     (second,) = other.grants()
     assert (second.group, second.index, second.scoring) == (grant.group, grant.index, True)
     assert "scorer s0 was lost" in sample_of(talk, grant).last_error
-    scorer.hello([first.token])
-    scorer.say(wire.Scored(first.token, 1.0))
+    scorer.hello([first.lease_id])
+    scorer.say(wire.Scored(first.lease_id, 1.0))
     assert scorer.take(wire.Refused)[0].message.reason == "the lease is not current"
-    other.say(wire.Scored(second.token, 0.5))
+    other.say(wire.Scored(second.lease_id, 0.5))
     assert sample_of(talk, grant).reward == 0.5
 
 
@@ -87,7 +87,7 @@ def test_a_failed_score_is_tried_again_and_dead_in_the_end(talk, worker, scorer)
     worker.chunk(grant, 0, 4, "stop")
     for _ in range(talk.config.broker.attempts):
         (given,) = scorer.grants()
-        scorer.say(wire.GiveBack(given.token, 0, "scoring_failed", "no such unit"))
+        scorer.say(wire.GiveBack(given.lease_id, 0, "scoring_failed", "no such unit"))
         talk.tick()
     (letter,) = talk.ledger.dead_letters.letters
     assert (letter.group, letter.index, letter.error) == (grant.group, grant.index, "no such unit")
@@ -101,7 +101,7 @@ def test_the_emptiest_scorer_is_given_the_next_response_and_none_more_than_it_ta
     for grant in training(worker.grants())[:6]:
         worker.chunk(grant, 0, 2, "stop")
     assert len(small.grants()) == 1 and len(large.grants()) == 4
-    found = status(talk.service, talk.now)
+    found = status(talk.service.books, talk.now)
     assert [(one["name"], one["leased"], one["capacity"]) for one in found["scorers"]] == [("s0", 1, 1), ("s1", 4, 4)]
 
 
@@ -111,11 +111,11 @@ def test_a_restarted_broker_leaves_scorers_what_they_hold(talk, worker, scorer):
     (given,) = scorer.grants()
     talk.restart_broker()
     again = FakeScorer(talk)
-    assert again.join(leases=[given.token]).lost == []
-    again.say(wire.Scored(given.token, 1.0))
+    assert again.join(leases=[given.lease_id]).lost == []
+    again.say(wire.Scored(given.lease_id, 1.0))
     assert sample_of(talk, grant).state is SampleState.DONE
     worker = FakeWorker(talk)
-    assert worker.join(leases=[grant.token]).lost == [grant.token]
+    assert worker.join(leases=[grant.lease_id]).lost == [grant.lease_id]
 
 
 def test_the_end_of_the_run_stops_scorers_and_the_broker_waits_for_them(talk, worker, scorer):
@@ -138,7 +138,7 @@ def test_a_broker_whose_workers_score_gives_scorers_nothing(config_file):
     worker.join()
     grant, other = training(worker.grants())[:2]
     worker.chunk(grant, 0, 4, "stop")
-    worker.say(wire.GiveBack(grant.token, 4, "scoring_failed", "no such unit"))
+    worker.say(wire.GiveBack(grant.lease_id, 4, "scoring_failed", "no such unit"))
     worker.complete(other)
     assert [one.scoring for one in worker.grants() if (one.group, one.index) == (grant.group, grant.index)] == [True]
     assert scorer.grants() == []
@@ -173,12 +173,12 @@ def test_a_group_waits_until_it_is_whole_and_goes_to_one_scorer_as_one_lease(con
     assert (grant.group, grant.scoring, grant.together) == (first.group, True, ["stop", "length"])
     assert [array.tolist() for array in received.arrays[1:]] == [chunk_arrays(0, n)[0].tolist() for n in (4, 5)]
     scorer = next(one for one in scorers if talk.ledger.held.get(one.uid))
-    scorer.say(wire.Scored(grant.token, 1.0))
+    scorer.say(wire.Scored(grant.lease_id, 1.0))
     assert "wants the scores of all" in scorer.take(wire.Refused)[0].message.reason
-    scorer.say(wire.ScoredTogether(grant.token, [1.0], [{}]))
+    scorer.say(wire.ScoredTogether(grant.lease_id, [1.0], [{}]))
     assert "one for each of its responses" in scorer.take(wire.Refused)[0].message.reason
-    scorer.say(wire.ScoredTogether(grant.token, [0.0, 1.0], [{"place": 1.0}, {"place": 0.0}]))
-    assert scorer.take(wire.Acknowledged)[0].message.done == [grant.token]
+    scorer.say(wire.ScoredTogether(grant.lease_id, [0.0, 1.0], [{"place": 1.0}, {"place": 0.0}]))
+    assert scorer.take(wire.Acknowledged)[0].message.done == [grant.lease_id]
     samples = talk.ledger.groups[grant.group].samples
     assert [(sample.reward, sample.details) for sample in samples] == [(0.0, {"place": 1.0}), (1.0, {"place": 0.0})]
 
@@ -195,12 +195,12 @@ def test_without_scorers_a_worker_scores_the_group(config_file):
     assert grant.together == ["stop", "stop"] and not grant.hand_over
     talk.restart_broker()
     worker = FakeWorker(talk)
-    assert worker.join(leases=[grant.token]).lost == []
-    worker.say(wire.GiveBack(grant.token, 6, "scoring_failed", "no such judge"))
+    assert worker.join(leases=[grant.lease_id]).lost == []
+    worker.say(wire.GiveBack(grant.lease_id, 6, "scoring_failed", "no such judge"))
     worker.chunk(training(worker.grants())[0], 0, 3, "stop")
     (again,) = [one for one in worker.grants() if one.scoring]
     assert (again.group, again.together) == (grant.group, ["stop", "stop"])
-    worker.say(wire.ScoredTogether(again.token, [0.0, 1.0], [{}, {}]))
+    worker.say(wire.ScoredTogether(again.lease_id, [0.0, 1.0], [{}, {}]))
     assert [sample.attempts for sample in talk.ledger.groups[grant.group].samples] == [1, 1]
     assert talk.ledger.groups[grant.group].state == "ready"
 
@@ -215,7 +215,7 @@ def test_a_group_that_cannot_be_scored_is_a_dead_letter(config_file):
         worker.chunk(grant, 0, 3, "stop")
     for _ in range(talk.config.broker.attempts):
         (grant,) = scorer.grants()
-        scorer.say(wire.GiveBack(grant.token, 0, "scoring_failed", "no such judge"))
+        scorer.say(wire.GiveBack(grant.lease_id, 0, "scoring_failed", "no such judge"))
         talk.tick()
     assert scorer.grants() == []
     (letter,) = talk.ledger.dead_letters.letters

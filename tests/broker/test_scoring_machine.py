@@ -6,11 +6,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from april.broker.events import ChunkAccepted, GroupOpened, GroupScored, Leased, SampleScored
-from april.broker.ledger import Ledger, LedgerError, Rules, Verdict
-from april.broker.samples import GroupState, SampleState
-from april.broker.snapshot import freeze, thaw
-from april.version import Version
+from april.broker.journal.snapshot import freeze, thaw
+from april.broker.ledger.events import ChunkAccepted, GroupOpened, GroupScored, Leased, SampleScored
+from april.broker.ledger.ledger import Ledger, LedgerError, Rules, Verdict
+from april.broker.ledger.samples import GroupState, SampleState
+from april.wire.version import Version
 
 BUDGET = 6
 LOSSES = ["lost", "expired", "scoring_failed", "leave"]
@@ -37,14 +37,14 @@ class Scoring(RuleBasedStateMachine):
         self.emitted = 0
 
     def new_ledger(self):
-        return Ledger(self.rules, record=self.journal, together=lambda evaluation, epoch, row: row % 2 == 1)
+        return Ledger(self.rules, write=self.journal, together=lambda evaluation, epoch, row: row % 2 == 1)
 
     def journal(self, event, arrays):
         self.log.append(event)
         return len(self.log), 1
 
     def a_lease(self, data, generating):
-        tokens = [token for token, lease in self.ledger.leases.items() if lease.generating is generating]
+        tokens = [lease_id for lease_id, lease in self.ledger.leases.items() if lease.generating is generating]
         return self.ledger.leases[data.draw(st.sampled_from(sorted(tokens)))] if tokens else None
 
     # --- those who generate ---
@@ -69,18 +69,18 @@ class Scoring(RuleBasedStateMachine):
         sample = lease.sample
         count = min(count, BUDGET - sample.length)
         finish = "stop" if ends or sample.length + count == BUDGET else ""
-        assert self.ledger.add_chunk(lease.token, sample.length, count, Version(0, 0), finish) is Verdict.OK
+        assert self.ledger.add_chunk(lease.id, sample.length, count, Version(0, 0), finish) is Verdict.OK
         self.emitted += 0 if sample.group.evaluation else count
         handed_over = bool(finish) and (self.rules.scored_apart or sample.group.together)
-        assert (lease.token not in self.ledger.leases) == handed_over
+        assert (lease.id not in self.ledger.leases) == handed_over
         if handed_over:
-            assert sample.state is SampleState.GENERATED and not sample.token
-            assert self.ledger.score(lease.token, 1.0) is Verdict.FENCED
+            assert sample.state is SampleState.GENERATED and not sample.lease_id
+            assert self.ledger.score(lease.id, 1.0) is Verdict.FENCED
 
     @rule(data=st.data(), cause=st.sampled_from(["lost", "generation_failed", "abort"]))
     def lose_a_worker(self, data, cause):
         if lease := self.a_lease(data, generating=True):
-            self.ledger.end_lease(lease.token, cause)
+            self.ledger.end_lease(lease.id, cause)
 
     # --- those who score ---
 
@@ -94,7 +94,7 @@ class Scoring(RuleBasedStateMachine):
             lease = self.ledger.lease(sample, scorer, 0, 0.0)
             assert lease.scoring and not lease.generating
             assert lease.samples == (sample.group.live_samples if sample.group.together else [sample])
-            assert all(one.token == lease.token and one.state is SampleState.SCORING for one in lease.samples)
+            assert all(one.lease_id == lease.id and one.state is SampleState.SCORING for one in lease.samples)
 
     def waiting(self):
         """What can be scored, by the definitions: single responses, and groups of which no response is missing."""
@@ -126,23 +126,23 @@ class Scoring(RuleBasedStateMachine):
             self.hand_in(lease, reward)
 
     def hand_in(self, lease, reward):
-        ledger, token, samples = self.ledger, lease.token, lease.samples
+        ledger, lease_id, samples = self.ledger, lease.id, lease.samples
         rewards, details = [reward + place for place in range(len(samples))], [{"place": 1.0}] * len(samples)
         if lease.on_group:
-            assert ledger.score(token, reward) is Verdict.INVALID
-            assert ledger.score_group(token, rewards[1:], details[1:]) is Verdict.INVALID
-            assert ledger.score_group(token, rewards, details) is Verdict.OK
+            assert ledger.score(lease_id, reward) is Verdict.INVALID
+            assert ledger.score_group(lease_id, rewards[1:], details[1:]) is Verdict.INVALID
+            assert ledger.score_group(lease_id, rewards, details) is Verdict.OK
         else:
-            assert ledger.score_group(token, rewards, details) is Verdict.INVALID
-            assert ledger.score(token, reward, details[0]) is Verdict.OK
+            assert ledger.score_group(lease_id, rewards, details) is Verdict.INVALID
+            assert ledger.score(lease_id, reward, details[0]) is Verdict.OK
         assert [sample.reward for sample in samples] == rewards
-        assert ledger.score(token, reward) is ledger.score_group(token, rewards, details) is Verdict.FENCED
+        assert ledger.score(lease_id, reward) is ledger.score_group(lease_id, rewards, details) is Verdict.FENCED
 
     @rule(data=st.data(), cause=st.sampled_from(LOSSES))
     def lose_a_score(self, data, cause):
         if lease := self.a_lease(data, generating=False):
             samples, attempts = lease.samples, [sample.attempts for sample in lease.samples]
-            self.ledger.end_lease(lease.token, cause, "no such unit")
+            self.ledger.end_lease(lease.id, cause, "no such unit")
             for sample, before in zip(samples, attempts, strict=True):
                 if sample.group.state is GroupState.OPEN:
                     assert sample.attempts == before + (cause != "leave")
@@ -150,9 +150,9 @@ class Scoring(RuleBasedStateMachine):
 
     @rule(scorer=st.sampled_from(["s0", "s1", "worker"]))
     def kill(self, scorer):
-        for token in sorted(self.ledger.held.get(scorer, ())):
-            if token in self.ledger.leases:
-                self.ledger.end_lease(token, "lost")
+        for lease_id in sorted(self.ledger.held.get(scorer, ())):
+            if lease_id in self.ledger.leases:
+                self.ledger.end_lease(lease_id, "lost")
 
     @rule(data=st.data())
     def discard(self, data):
@@ -177,8 +177,8 @@ class Scoring(RuleBasedStateMachine):
         assert freeze(again) == freeze(self.ledger)
         assert again.held == self.ledger.held and again.load == self.ledger.load
         assert again.generating == self.ledger.generating
-        assert {token: len(lease.samples) for token, lease in again.leases.items()} == {
-            token: len(lease.samples) for token, lease in self.ledger.leases.items()
+        assert {lease_id: len(lease.samples) for lease_id, lease in again.leases.items()} == {
+            lease_id: len(lease.samples) for lease_id, lease in self.ledger.leases.items()
         }
         self.rules = again.rules = dataclasses.replace(self.rules, scored_apart=apart)
         self.ledger = again
@@ -205,14 +205,14 @@ class Scoring(RuleBasedStateMachine):
         for event in getattr(self, "log", ()):
             match event:
                 case Leased():
-                    samples[event.token] = (event.group, event.index)
-                    assert event.scoring == (samples[event.token] in complete)
+                    samples[event.lease_id] = (event.group, event.index)
+                    assert event.scoring == (samples[event.lease_id] in complete)
                 case ChunkAccepted():
-                    assert samples[event.token] not in complete
+                    assert samples[event.lease_id] not in complete
                     if event.finish_reason:
-                        complete.add(samples[event.token])
+                        complete.add(samples[event.lease_id])
                 case SampleScored() | GroupScored():
-                    assert samples[event.token] in complete
+                    assert samples[event.lease_id] in complete
 
     @invariant()
     def a_group_is_scored_as_one_or_not_at_all(self):
@@ -221,15 +221,15 @@ class Scoring(RuleBasedStateMachine):
                 states = {sample.state for sample in group.live_samples}
                 for alone in (SampleState.SCORING, SampleState.DONE):
                     assert alone not in states or len(states) == 1
-                tokens = {sample.token for sample in group.live_samples if sample.state is SampleState.SCORING}
+                tokens = {sample.lease_id for sample in group.live_samples if sample.state is SampleState.SCORING}
                 assert len(tokens) <= 1
 
     @invariant()
     def the_ledger_closes(self):
         if hasattr(self, "ledger"):
             assert self.ledger.closed and self.ledger.tokens["generated"] == self.emitted
-            for token, lease in self.ledger.leases.items():
-                assert all(sample.token == token for sample in lease.samples)
+            for lease_id, lease in self.ledger.leases.items():
+                assert all(sample.lease_id == lease_id for sample in lease.samples)
 
 
 TestScoring = Scoring.TestCase

@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from april.broker.segments import Segments
-from april.version import Version
+from april.broker.ledger.segments import Segments
+from april.wire.version import Version
 
 NUMBERS = st.integers(0, 2**32 - 1)
 SPANS = st.lists(st.tuples(st.integers(1, 1000), st.integers(0, 3), st.integers(0, 1), st.integers(0, 2)), max_size=20)

@@ -1,13 +1,15 @@
 """A snapshot that is not whole is passed over for the one before it, whatever is wrong with it."""
 
+from dataclasses import fields
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from april.broker.ledger import Ledger
-from april.broker.ledger_state import Rules
-from april.broker.snapshot import SnapshotStore, freeze, live_positions, thaw
-from april.version import Version
+from april.broker.journal.snapshot import SnapshotStore, freeze, live_positions, thaw
+from april.broker.ledger.ledger import Ledger
+from april.broker.ledger.state import Rules
+from april.wire.version import Version
 
 OLDER, NEWER = 100, 200
 
@@ -15,12 +17,12 @@ OLDER, NEWER = 100, 200
 def small_ledger():
     """Three groups, one of them started, with places in a journal."""
     places = iter(range(0, 1000, 10))
-    ledger = Ledger(Rules(2, 2, 3), record=lambda event, arrays: (next(places), 10))
+    ledger = Ledger(Rules(2, 2, 3), write=lambda event, arrays: (next(places), 10))
     ledger.start_learner(0)
     groups = [ledger.open_group(epoch=0, row=row, floor=0, prompt=b"\1\0\0\0") for row in range(3)]
     lease = ledger.lease(groups[0].samples[1], "w0", step=0, expires_at=1.0)
-    ledger.add_chunk(lease.token, 0, 5, Version(0, 0))
-    ledger.add_chunk(lease.token, 5, 4, Version(0, 0))
+    ledger.add_chunk(lease.id, 0, 5, Version(0, 0))
+    ledger.add_chunk(lease.id, 5, 4, Version(0, 0))
     return ledger
 
 
@@ -63,6 +65,34 @@ def test_a_file_that_is_not_whole_is_passed_over(written, data):
         assert read(folder) == [(OLDER, image)]
     finally:
         path.write_bytes(whole)
+
+
+def values_of(thing):
+    """Of its fields, whatever they become, but for those that lead to its group, its sample or its samples, or to when
+    a lease ends, which the broker says anew."""
+    followed = ("group", "sample", "samples", "expires_at", "ends_at")
+    return {field.name: getattr(thing, field.name) for field in fields(thing) if field.name not in followed}
+
+
+def test_what_thaws_is_what_was_frozen():
+    ledger = small_ledger()
+    [partial] = ledger.leases
+    ledger.end_lease(partial, "lost", "its worker fell over")
+    sample = ledger.lease(ledger.groups[1].samples[0], "w1", step=0, expires_at=1.0).sample
+    [done] = ledger.leases
+    ledger.add_chunk(done, 0, 7, Version(0, 0), "stop")
+    ledger.score(done, 0.5, {"correct": 1.0})
+    ledger.lease(ledger.groups[2].samples[1], "w2", step=0, expires_at=1.0)
+    again = Ledger(ledger.rules)
+    thaw(freeze(ledger), again)
+    assert freeze(again) == freeze(ledger)
+    for group, twin in zip(ledger.groups.values(), again.groups.values(), strict=True):
+        assert values_of(group) == values_of(twin)
+        assert list(map(values_of, group.samples)) == list(map(values_of, twin.samples))
+    assert list(map(values_of, ledger.leases.values())) == list(map(values_of, again.leases.values()))
+    lost, scored = again.groups[0].samples[1], again.groups[1].samples[0]
+    assert (lost.attempts, lost.length, lost.last_error) == (1, 9, "its worker fell over")
+    assert (scored.reward, scored.details) == (sample.reward, sample.details) == (0.5, {"correct": 1.0})
 
 
 def test_live_are_the_prompts_and_chunks_of_groups_that_may_be_asked_for():

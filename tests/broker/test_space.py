@@ -3,11 +3,11 @@
 import pytest
 
 from april import config as configuration
-from april.broker.journal import JournalError
-from april.broker.metrics import Photographer
+from april.broker.journal.journal import JournalError
+from april.broker.views.metrics import Photographer
 from tests.broker.conversation import Conversation, FakeLearner, FakeWorker, make_batch
 
-SETTINGS = ["--broker.segment_records", "100", "--over-sampling-batch-size", "4", "--schedule.max_steps", "1000"]
+SETTINGS = ["--broker.journal_file_records", "100", "--over-sampling-batch-size", "4", "--schedule.max_steps", "1000"]
 STEPS_A_SEGMENT = 4
 """fill one, and some more"""
 
@@ -66,7 +66,7 @@ def test_a_snapshot_that_cannot_be_written_costs_neither_space_nor_the_restart(r
     in_the_way.mkdir()
     run.train(segments=2)
     assert run.snapshots() == snapshots
-    assert Photographer().read(run.service, 0, run.now)["april_snapshots_failed_total"][()] > 0
+    assert Photographer().read(run.service.books, 0, run.now)["april_snapshots_failed_total"][()] > 0
     account, step = run.ledger.account(), run.ledger.consumed
     run.restart_broker()
     assert run.ledger.account() == account
@@ -80,6 +80,6 @@ def test_without_a_whole_snapshot_a_journal_that_was_reclaimed_is_refused(run):
     run.train(segments=4)
     for path in run.journal.folder.glob("*.snapshot"):
         path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(JournalError, match="lacks the segment at 0"):
+    with pytest.raises(JournalError, match="lacks the file at 0"):
         run.restart_broker()
     run.journal.close()

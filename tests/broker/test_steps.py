@@ -5,7 +5,7 @@ import pytest
 
 from april import config as configuration
 from april import wire
-from april.broker.status import status
+from april.broker.views.status import status
 from tests.broker.conversation import Conversation, FakeLearner, FakeWorker, make_batch
 
 MAX_STEPS = 8
@@ -19,15 +19,15 @@ def talk(config_file):
 
 def train(talk, worker, learner, step):
     make_batch(worker)
-    for token in list(talk.ledger.leases):
-        worker.say(wire.GiveBack(token, talk.ledger.leases[token].sample.length, "abort"))
+    for lease_id in list(talk.ledger.leases):
+        worker.say(wire.GiveBack(lease_id, talk.ledger.leases[lease_id].sample.length, "abort"))
     learner.fetch(step)
     learner.consume(step)
     worker.hold(step + 1)
 
 
 def eta_s(talk):
-    return status(talk.service, talk.now)["eta_s"]
+    return status(talk.service.books, talk.now)["eta_s"]
 
 
 def summary(talk):

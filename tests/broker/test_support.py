@@ -5,8 +5,8 @@ import pytest
 
 from april import config as configuration
 from april import wire
-from april.broker.journal import JournalError
-from april.limits import SUPPORT_IDS
+from april.broker.journal.journal import JournalError
+from april.wire.limits import SUPPORT_IDS
 from tests.broker.conversation import (
     Conversation,
     FakeLearner,
@@ -37,17 +37,17 @@ def test_a_grant_says_what_to_draw_from(worker):
 def test_supports_are_kept_over_partials_and_restarts_and_delivered_behind_the_tokens(talk, worker, learner):
     grant = finish_evaluation(worker)[0]
     worker.chunk(grant, 0, 3)
-    worker.say(wire.Observation(grant.token, 3), [chunk_arrays(3, 2)[0]])
+    worker.say(wire.Observation(grant.lease_id, 3), [chunk_arrays(3, 2)[0]])
     talk.restart_broker()
     worker = FakeWorker(talk, worker.name)
-    worker.join(leases=[grant.token])
-    worker.say(wire.GiveBack(grant.token, 5, "leave"))
+    worker.join(leases=[grant.lease_id])
+    worker.say(wire.GiveBack(grant.lease_id, 5, "leave"))
     mine = (grant.group, grant.index)
     granted = {(one.message.group, one.message.index): one for one in worker.take(wire.Grant)}
     resumed = granted.pop(mine)
     assert [array.tolist() for array in resumed.arrays[1:]] == [[2, 3, 4], [5, 6]], "ids alone"
     worker.chunk(resumed.message, 5, 2, "stop")
-    worker.say(wire.Scored(resumed.message.token, 1.0))
+    worker.say(wire.Scored(resumed.message.lease_id, 1.0))
     learner = FakeLearner(talk, learner.name)
     learner.hello()
     others = training(one.message for one in granted.values())
@@ -88,10 +88,10 @@ def amiss(counts, support):
 )
 def test_what_is_no_support_of_its_tokens_is_refused(talk, worker, arrays, why):
     grant, before = finish_evaluation(worker)[0], talk.journal.end
-    worker.say(wire.Chunk(grant.token, 0, worker.version), arrays)
+    worker.say(wire.Chunk(grant.lease_id, 0, worker.version), arrays)
     assert why in worker.take(wire.Refused)[-1].message.reason and talk.journal.end == before
     worker.chunk(grant, 0, 3)
-    assert worker.take(wire.Acknowledged)[-1].message.lengths == [(grant.token, 3)], "as if nothing had been said"
+    assert worker.take(wire.Acknowledged)[-1].message.lengths == [(grant.lease_id, 3)], "as if nothing had been said"
 
 
 def test_nobody_else_s_tokens_have_supports(config_file):
@@ -102,7 +102,7 @@ def test_nobody_else_s_tokens_have_supports(config_file):
         worker.join()
         grant = next(grant for grant in worker.grants() if grant.evaluation == evaluation)
         ids, logprobs = chunk_arrays(0, 3)
-        worker.say(wire.Chunk(grant.token, 0, worker.version), [ids, logprobs, *support_arrays(ids)])
+        worker.say(wire.Chunk(grant.lease_id, 0, worker.version), [ids, logprobs, *support_arrays(ids)])
         assert "no others do" in worker.take(wire.Refused)[-1].message.reason
 
 

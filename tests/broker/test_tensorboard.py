@@ -9,7 +9,7 @@ from tests.broker.conversation import Conversation, FakeLearner, FakeWorker, mak
 
 
 def test_steps_and_evaluations_become_scalars(config_file):
-    options = ["--evaluation.prompts", "1", "--operations.tensorboard", "true"]
+    options = ["--evaluation.prompts", "1", "--operations.sinks", '["tensorboard"]']
     talk = Conversation(configuration.load(config_file, options))
     worker, learner = FakeWorker(talk), FakeLearner(talk)
     worker.join()

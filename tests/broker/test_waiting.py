@@ -1,6 +1,6 @@
 """The queue of waiting samples keeps nothing of those that wait no longer, and loses none that does."""
 
-from april.broker.samples import CLEANING_PUSHES, Group, Sample, SampleState, Waiting
+from april.broker.ledger.samples import CLEANING_PUSHES, Group, Sample, SampleState, Waiting
 
 
 def test_what_waits_no_longer_takes_no_room():

@@ -11,7 +11,7 @@ sys.modules["torch"] = None                      # importing it raises ImportErr
 from april import config
 from april.broker.server import Server
 server = Server(config.load(sys.argv[1]))
-server.turn()
+server.serve_once()
 server.close()
 print(server.service.ledger.round, len(server.service.ledger.open_groups()))
 """

@@ -1,10 +1,12 @@
 """What the broker answers to workers: leases, chunks, scores, losses; without sockets."""
 
+from types import SimpleNamespace
+
 import numpy as np
 
 from april import config as configuration
 from april import wire
-from april.version import Version
+from april.wire.version import Version
 from tests.broker.conversation import (
     Conversation,
     FakeLearner,
@@ -18,7 +20,7 @@ from tests.broker.conversation import (
 def test_a_worker_gets_as_many_leases_as_it_has_room_for(worker):
     grants = worker.grants()
     assert len(grants) == 10
-    assert len({grant.token for grant in grants}) == len({grant.seed for grant in grants}) == 10
+    assert len({grant.lease_id for grant in grants}) == len({grant.seed for grant in grants}) == 10
 
 
 def test_a_worker_without_weights_or_control_connection_gets_nothing(talk):
@@ -39,14 +41,14 @@ def test_a_chunk_is_acknowledged_only_after_it_is_on_disk(talk, worker):
     grant = worker.grants()[0]
     size = talk.journal.bytes_on_disk
     worker.chunk(grant, 0, 3)
-    assert worker.take(wire.Acknowledged)[-1].message == wire.Acknowledged([(grant.token, 3)], [])
+    assert worker.take(wire.Acknowledged)[-1].message == wire.Acknowledged([(grant.lease_id, 3)], [])
     assert sum(path.stat().st_size for path in talk.journal.folder.glob("*.msgpack")) > size
 
 
 def test_an_id_beyond_the_vocabulary_is_refused(talk, worker):
     grant = worker.grants()[0]
     for largest, answer in ((talk.config.vocabulary, wire.Refused), (talk.config.vocabulary - 1, wire.Acknowledged)):
-        worker.say(wire.Chunk(grant.token, 0, worker.version), [np.array([largest], "i4"), np.zeros(1, "f4")])
+        worker.say(wire.Chunk(grant.lease_id, 0, worker.version), [np.array([largest], "i4"), np.zeros(1, "f4")])
         assert worker.take(answer)
 
 
@@ -54,27 +56,34 @@ def test_a_chunk_again_is_a_duplicate_a_gap_is_asked_for(worker):
     grant = worker.grants()[0]
     worker.chunk(grant, 0, 3)
     worker.chunk(grant, 0, 3)
-    assert [ack.message.lengths for ack in worker.take(wire.Acknowledged)] == [[(grant.token, 3)]] * 2
+    assert [ack.message.lengths for ack in worker.take(wire.Acknowledged)] == [[(grant.lease_id, 3)]] * 2
     worker.chunk(grant, 5, 2)
-    assert worker.take(wire.ResendFrom)[-1].message == wire.ResendFrom(grant.token, 3)
-    worker.say(wire.GiveBack(grant.token, 5, "abort"))
+    assert worker.take(wire.ResendFrom)[-1].message == wire.ResendFrom(grant.lease_id, 3)
+    worker.say(wire.GiveBack(grant.lease_id, 5, "abort"))
     assert worker.take(wire.ResendFrom)[-1].message.start == 3
+
+
+def test_a_chunk_that_comes_again_counts_once(talk, worker):
+    grant = worker.grants()[0]
+    for start, count in ((0, 3), (0, 3), (1, 4), (3, 2)):
+        worker.chunk(grant, start, count)
+    assert talk.ledger.tokens["generated"] + talk.ledger.tokens["evaluation"] == 5
 
 
 def test_a_score_ahead_of_its_tokens_asks_for_them(worker):
     grant = worker.grants()[0]
     worker.chunk(grant, 0, 3)
-    worker.say(wire.Scored(grant.token, 1.0))
+    worker.say(wire.Scored(grant.lease_id, 1.0))
     assert worker.take(wire.ResendFrom)[-1].message.start == 3
 
 
 def test_an_older_holder_is_refused_for_ever_and_its_tokens_counted(talk, worker):
     grant = worker.grants()[0]
     worker.chunk(grant, 0, 3)
-    worker.say(wire.GiveBack(grant.token, 3, "generation_failed", "engine fell over"))
+    worker.say(wire.GiveBack(grant.lease_id, 3, "generation_failed", "engine fell over"))
     worker.chunk(grant, 3, 4)
     refusal = worker.take(wire.Refused)[-1].message
-    assert refusal.token == grant.token and "not current" in refusal.reason
+    assert refusal.lease_id == grant.lease_id and "not current" in refusal.reason
     assert talk.service.sessions.refused_tokens() == 4
     assert talk.ledger.closed
 
@@ -85,7 +94,35 @@ def test_a_budget_that_is_exceeded_is_a_failed_lease_not_more_tokens(talk, worke
     worker.chunk(grant, 0, 25)
     assert "invalid" in worker.take(wire.Refused)[-1].message.reason
     assert talk.ledger.tokens["generated"] + talk.ledger.tokens["evaluation"] == generated
-    assert grant.token not in talk.ledger.leases
+    assert grant.lease_id not in talk.ledger.leases
+
+
+def test_the_budget_counts_what_was_acknowledged_before(talk, worker):
+    grant = worker.grants()[0]
+    worker.chunk(grant, 0, 20)
+    worker.chunk(grant, 20, 5)
+    assert "invalid" in worker.take(wire.Refused)[-1].message.reason
+    assert talk.ledger.tokens["generated"] + talk.ledger.tokens["evaluation"] == 20
+
+
+def test_a_lease_is_its_holder_s_alone(talk, worker):
+    grant = worker.grants()[0]
+    other = FakeWorker(talk, "w1")
+    other.join()
+    other.chunk(grant, 0, 3)
+    assert "not current" in other.take(wire.Refused)[-1].message.reason
+    assert talk.ledger.tokens["generated"] + talk.ledger.tokens["evaluation"] == 0
+
+
+def test_a_lease_s_number_is_never_used_again(talk, worker):
+    seen = set(talk.ledger.leases)
+    for start in range(3):
+        talk.restart_broker()
+        talk.tick(20.0)
+        assert not talk.ledger.leases
+        FakeWorker(talk, f"w{start}").join()
+        assert len(talk.ledger.leases) == 10 and min(talk.ledger.leases) > max(seen)
+        seen |= set(talk.ledger.leases)
 
 
 def test_a_full_budget_without_a_finish_reason_is_refused(worker):
@@ -123,6 +160,17 @@ def test_a_lost_worker_s_sample_goes_on_elsewhere_with_every_acknowledged_token(
     assert "unknown session" in worker.take(wire.Refused)[-1].message.reason
 
 
+def test_a_sample_that_came_in_several_chunks_goes_on_with_all_of_them(talk, worker):
+    grant = finish_evaluation(worker)[0]
+    for start, count in ((0, 3), (3, 1), (4, 2)):
+        worker.chunk(grant, start, count)
+    worker.say(wire.Goodbye())
+    other = FakeWorker(talk, "w1")
+    other.join()
+    resumed = {(g.message.group, g.message.index): g for g in other.take(wire.Grant)}[grant.group, grant.index]
+    assert np.concatenate(resumed.arrays[1:]).tolist() == [2, 3, 4, 5, 6, 7]
+
+
 def test_a_restarted_worker_frees_its_predecessor_s_samples_at_once(talk, worker):
     held = {(grant.group, grant.index) for grant in worker.grants()}
     successor = FakeWorker(talk, "w0", uid="another-process")
@@ -131,7 +179,7 @@ def test_a_restarted_worker_frees_its_predecessor_s_samples_at_once(talk, worker
 
 
 def test_a_worker_that_fell_silent_may_come_back_with_what_is_still_its_own(talk, worker):
-    tokens = [grant.token for grant in worker.grants()]
+    tokens = [grant.lease_id for grant in worker.grants()]
     welcome = worker.join(leases=[*tokens, 12345])
     assert welcome.lost == [12345]
     assert set(tokens) <= set(talk.ledger.leases)
@@ -154,8 +202,8 @@ def test_what_was_generated_but_not_scored_is_only_scored_again(talk, worker):
     )
     assert again.message.scoring and again.message.finish_reason == "stop"
     assert [len(array) for array in again.arrays[1:]] == [5]
-    successor.say(wire.Scored(again.message.token, 0.0))
-    assert successor.take(wire.Acknowledged)[-1].message.done == [again.message.token]
+    successor.say(wire.Scored(again.message.lease_id, 0.0))
+    assert successor.take(wire.Acknowledged)[-1].message.done == [again.message.lease_id]
 
 
 def test_a_sample_that_keeps_failing_is_dead_and_its_group_discarded_with_the_reason(talk, worker):
@@ -165,12 +213,12 @@ def test_a_sample_that_keeps_failing_is_dead_and_its_group_discarded_with_the_re
             break
         for grant in worker.grants():
             if grant.group == group:
-                worker.say(wire.GiveBack(grant.token, 0, "generation_failed", "no"))
+                worker.say(wire.GiveBack(grant.lease_id, 0, "generation_failed", "no"))
             else:
                 worker.complete(grant)
-        for token, lease in list(talk.ledger.leases.items()):
+        for lease_id, lease in list(talk.ledger.leases.items()):
             if lease.sample.group.id == group:
-                worker.say(wire.GiveBack(token, lease.sample.length, "generation_failed", "no"))
+                worker.say(wire.GiveBack(lease_id, lease.sample.length, "generation_failed", "no"))
     assert talk.ledger.counts["dead_sample"] == 1
     assert talk.ledger.closed
 
@@ -178,18 +226,18 @@ def test_a_sample_that_keeps_failing_is_dead_and_its_group_discarded_with_the_re
 def test_a_discarded_group_s_other_samples_are_cancelled(talk, worker):
     grants = finish_evaluation(worker)
     group = grants[0].group
-    siblings = [grant.token for grant in grants if grant.group == group][1:]
-    token = grants[0].token
-    while token in talk.ledger.leases:
-        sample = talk.ledger.leases[token].sample
-        worker.say(wire.GiveBack(token, 0, "generation_failed", "no"))
-        token = sample.token
-    assert {token for cancel in worker.take(wire.Cancel) for token in cancel.message.tokens} >= set(siblings)
+    siblings = [grant.lease_id for grant in grants if grant.group == group][1:]
+    lease_id = grants[0].lease_id
+    while lease_id in talk.ledger.leases:
+        sample = talk.ledger.leases[lease_id].sample
+        worker.say(wire.GiveBack(lease_id, 0, "generation_failed", "no"))
+        lease_id = sample.lease_id
+    assert {lease_id for cancel in worker.take(wire.Cancel) for lease_id in cancel.message.leases} >= set(siblings)
 
 
 def test_a_worker_that_does_not_read_is_sent_no_more_than_its_credit(talk, worker):
     sent = len(worker.grants())
-    talk.service.credit_bytes = 1
+    talk.service.books.credit_bytes = 1
     worker.hold(0, capacity=50)
     talk.tick()
     assert worker.grants() == []
@@ -211,7 +259,7 @@ def test_an_abort_that_is_not_answered_ends_with_its_deadline(talk, worker, lear
     assert not set(held) & set(talk.ledger.leases)
     resumed = training(worker.grants())
     assert resumed
-    assert all(talk.ledger.leases[grant.token].sample.attempts == 0 for grant in resumed)
+    assert all(talk.ledger.leases[grant.lease_id].sample.attempts == 0 for grant in resumed)
 
 
 def test_an_older_version_than_the_lease_s_is_refused(talk, worker, learner):
@@ -260,10 +308,9 @@ def test_with_a_smaller_least_group_the_dead_sample_s_tokens_are_counted_apart(c
     learner.join()
     victim = finish_evaluation(worker)[0]
     worker.chunk(victim, 0, 5)
-    worker.say(wire.GiveBack(victim.token, 5, "generation_failed", "no"))
-    held = [lease for lease in talk.ledger.leases.values() if not lease.sample.group.evaluation]
-    for lease in held:
-        worker.complete(lease)
+    worker.say(wire.GiveBack(victim.lease_id, 5, "generation_failed", "no"))
+    for lease in [lease for lease in talk.ledger.leases.values() if not lease.sample.group.evaluation]:
+        worker.complete(SimpleNamespace(lease_id=lease.id, evaluation=False))
     batch = None
     for _ in range(20):
         batch = batch or learner.fetch(0)

@@ -17,10 +17,13 @@ import time
 import zlib
 from collections import Counter
 
-from april import clock, wire
-from april.broker import server, service, snapshot, status
+from april import wire
+from april.broker import server, service
+from april.broker.journal import snapshot
+from april.broker.views import status
 from april.cli import main
 from april.config import load
+from april.processes import clock
 from tests.chaos.peer import jumping_clock
 from tests.chaos.state import SYNC_OFF, RunState
 
@@ -31,8 +34,8 @@ LINGER_S = 0.005
 
 
 class WatchedServer(server.Server):
-    def turn(self) -> None:
-        super().turn()
+    def serve_once(self) -> None:
+        super().serve_once()
         tokens, recorder = self.service.ledger.tokens, self.service.recorder
         unsynced = recorder.accepted - Counter(recorder.acknowledged)
         unsynced_tokens = sum(count for (what, _), count in unsynced.items() if what == "tokens")
@@ -70,8 +73,8 @@ def promises(outgoing) -> list[list]:
     """What a message tells its peer to rely on."""
     message = outgoing.message
     if isinstance(message, wire.Acknowledged):
-        done = [["done", token] for token in message.done]
-        return [["chunk", token, length] for token, length in message.lengths] + done
+        done = [["done", lease_id] for lease_id in message.done]
+        return [["chunk", lease_id, length] for lease_id, length in message.lengths] + done
     if isinstance(message, wire.Batch):
         frames = wire.encode(message, outgoing.arrays)
         return [["batch", message.step, message.first, zlib.crc32(b"".join(map(bytes, frames[1:])))]]

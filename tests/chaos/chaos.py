@@ -40,7 +40,11 @@ sampling = {{ max_response_tokens = 200 }}
 evaluation = {{ prompts = 8, every = 5 }}
 worker = {{ count = 3, slots = 16, prefetch = 2, chunk_tokens = 8, max_restarts = 1000 }}
 learner = {{ ranks = 1, lr = 1e-5, checkpoint_every = 3, max_restarts = 1000 }}
-broker = {{ segment_records = 2000, attempts = 1000, max_restarts = 1000, session_timeout_s = 4.0, readopt_s = 4.0 }}
+broker.attempts = 1000
+broker.max_restarts = 1000
+broker.session_timeout_s = 4.0
+broker.readopt_s = 4.0
+broker.journal_file_records = 2000
 weights = {{ publish_deadline_s = 3.0 }}
 """
 

@@ -59,24 +59,24 @@ class History:
             self.drawn.append((epoch, row))
             self.sizes[group] = size
 
-    def on_Leased(self, token, group, index, *_):
-        self.expect(token not in self.samples, f"lease {token} is granted twice")
-        self.samples[token] = (group, index)
+    def on_Leased(self, lease_id, group, index, *_):
+        self.expect(lease_id not in self.samples, f"lease {lease_id} is granted twice")
+        self.samples[lease_id] = (group, index)
 
-    def on_ChunkAccepted(self, token, start, count, version, finish_reason, *_, arrays):
-        sample = self.samples.get(token)
+    def on_ChunkAccepted(self, lease_id, start, count, version, finish_reason, *_, arrays):
+        sample = self.samples.get(lease_id)
         self.expect(self.lengths[sample] == start, f"a chunk at {start} of {sample} does not follow what came before")
         self.expect([len(array) for array in arrays] == [4 * count, 4 * count], f"a chunk of {sample} lacks tokens")
         self.lengths[sample] = start + count
 
-    def on_SampleScored(self, token, *_):
-        group, index = self.samples[token]
+    def on_SampleScored(self, lease_id, *_):
+        group, index = self.samples[lease_id]
         self.expect(index not in self.scored[group], f"sample {group}.{index} is scored twice")
         self.scored[group].add(index)
-        self.ended.add(token)
+        self.ended.add(lease_id)
 
-    def on_LeaseEnded(self, token, *_):
-        self.ended.add(token)
+    def on_LeaseEnded(self, lease_id, *_):
+        self.ended.add(lease_id)
 
     def on_GroupDiscarded(self, group, reason, *_):
         self.wrongs.append(f"group {group} is discarded: {reason}")

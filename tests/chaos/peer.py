@@ -20,7 +20,7 @@ def jumping_clock() -> None:
 
 
 def unruly_messages() -> None:
-    from april.client import BrokerConnection
+    from april.connections.broker import BrokerConnection
 
     send = BrokerConnection._send
 

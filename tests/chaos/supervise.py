@@ -10,8 +10,8 @@ import signal
 import sys
 from pathlib import Path
 
-from april import supervisor
 from april.config import load
+from april.launch import supervisor
 from tests.chaos.proxy import Proxy
 from tests.chaos.state import RunState
 

@@ -26,6 +26,19 @@ def chaos(tmp_path, policy_folder, data_folder):
         one.end()
 
 
+def test_a_kill_of_each_part_and_a_dead_connection_cost_nothing_that_was_acknowledged(chaos):
+    run = chaos()
+    run.go_on()
+    run.kill("broker", "abort")
+    run.kill("worker", "generating")
+    run.kill("learner", "training")
+    run.half_open()
+    run.finish()
+    assert run.kills.total() == 3
+    assert History(run.run_dir, PROMPTS).judge() == []
+
+
+@pytest.mark.full
 @pytest.mark.timeout(900)
 def test_twenty_kills_cost_nothing_that_was_acknowledged(chaos):
     run = chaos(tokens_between=200)
@@ -40,6 +53,7 @@ def test_twenty_kills_cost_nothing_that_was_acknowledged(chaos):
     assert History(run.run_dir, PROMPTS).judge() == []
 
 
+@pytest.mark.full
 @pytest.mark.timeout(600)
 def test_sleep_and_dead_connections_cost_nothing_that_was_acknowledged(chaos):
     run = chaos(schedule="continuous")
@@ -52,6 +66,7 @@ def test_sleep_and_dead_connections_cost_nothing_that_was_acknowledged(chaos):
     assert History(run.run_dir, PROMPTS).judge() == []
 
 
+@pytest.mark.full
 @pytest.mark.timeout(600)
 def test_a_full_disk_costs_nothing_that_was_acknowledged(chaos):
     """The broker falls silent, is killed meanwhile, and goes on by itself when there is room."""

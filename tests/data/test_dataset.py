@@ -140,6 +140,25 @@ def test_a_table_without_the_wanted_columns_is_refused_with_those_it_has(tmp_pat
         load(path)
 
 
+def test_gsm8k_is_read_as_it_is_published_and_its_bad_rows_are_counted(tmp_path):
+    """As train.jsonl of grade-school-math, and as the hub's main/train-00000-of-00001.parquet."""
+    good = [{"question": f"{n}+{n}?", "answer": f"<<{n}+{n}={2 * n}>>\n#### {2 * n:,}"} for n in (4, 700)]
+    bad = [{"question": "", "answer": "#### 1"}, {"question": "q", "answer": "I do not know"}]
+    lines = write_lines(tmp_path / "train.jsonl", [good[0], *bad, {"question": "q"}, good[1]])
+    hub = write_parquet(tmp_path / "train-00000-of-00001.parquet", [good[0], *bad, good[1]])
+    for path, count in ((lines, 3), (hub, 2)):
+        dataset = load(path, mapping="gsm8k", bad_rows="skip")
+        assert [dataset[0].label, dataset[1].label] == ["8", "1400"] and len(dataset) == 2
+        assert dataset.bad_rows == count and dataset.rewards == {"gsm8k"}
+        with pytest.raises(ConfigError, match="key 'question' = ''"):
+            load(path, mapping="gsm8k")
+
+
+def test_a_mapping_s_answer_is_found_under_another_key_too(tmp_path):
+    path = write_lines(tmp_path / "rows.jsonl", [{"question": "q", "solution": "#### 7"}])
+    assert load(path, mapping="gsm8k", label_key="solution")[0].label == "7"
+
+
 @pytest.mark.parametrize("text", ["", "\n  \n"])
 def test_an_empty_dataset_is_refused(tmp_path, text):
     (tmp_path / "rows.jsonl").write_text(text)

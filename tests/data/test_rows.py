@@ -69,8 +69,44 @@ def test_published_datasets_are_mapped_to_a_chat_prompt_a_label_and_a_verifier(n
     [message] = row.prompt
     assert message["role"] == "user" and "What is 2+3?" in message["content"]
     assert row.label == "5"
-    assert row.reward == {"dapo_math": "dapo", "deepscaler": "deepscaler"}.get(name, "math")
-    assert ("\\boxed{}" in message["content"]) == (name != "dapo_math")
+    assert row.reward == {"dapo_math": "dapo", "deepscaler": "deepscaler", "gsm8k": "gsm8k"}.get(name, "math")
+    assert ("\\boxed{}" in message["content"]) == (name not in ("dapo_math", "gsm8k"))
+    assert ("####" in message["content"]) == (name == "gsm8k")
+
+
+@pytest.mark.parametrize(
+    ("solution", "label"),
+    [
+        ("48/2 = <<48/2=24>>24 in May, 48+24 = <<48+24=72>>72.\n#### 72", "72"),
+        ("It is $<<540*2=1080>>1,080.\n#### 1,080", "1080"),
+        ("#### 109,200,000", "109200000"),
+        ("3-5 = <<3-5=-2>>-2\n#### -2", "-2"),
+        ("#### 0.5\n", "0.5"),
+        ("#### 1 was a guess\n#### $18", "18"),
+    ],
+)
+def test_the_label_of_gsm8k_is_the_number_at_the_end_of_the_solution(solution, label):
+    assert make_row({"question": "q", "answer": solution}, MAPPINGS["gsm8k"]).label == label
+
+
+@pytest.mark.parametrize(
+    ("record", "names"),
+    [
+        ({"question": "q", "answer": "It is 42."}, ["'answer' ends in 'It is 42.'", "'#### 42'", "data.label_key"]),
+        ({"question": "q", "answer": "x" * 999 + "\n#### many"}, ["'answer' ends in 'x", "#### many'"]),
+        ({"question": "q", "answer": ""}, ["'answer' ends in ''"]),
+        ({"question": "q", "answer": None}, ["'answer' = None"]),
+        ({"question": "", "answer": "#### 1"}, ["'question' = ''"]),
+        ({"question": "q"}, ["'answer' is missing", "'question'"]),
+        ({"answer": "#### 1"}, ["'question' is missing", "'answer'"]),
+    ],
+)
+def test_a_bad_row_of_gsm8k_is_refused_in_one_sentence(record, names):
+    with pytest.raises(BadRow) as refusal:
+        make_row(record, MAPPINGS["gsm8k"])
+    assert "\n" not in str(refusal.value) and len(str(refusal.value)) < 300
+    for name in names:
+        assert name in str(refusal.value)
 
 
 def test_aime_comes_in_two_spellings():

@@ -2,6 +2,8 @@
 
 import pytest
 
+from tests.conftest import full
+
 ALONE = ("--schedule.rollout_batch_size", "1", "--schedule.over_sampling_batch_size", "1", "--evaluation.prompts", "1")
 
 
@@ -62,13 +64,13 @@ def cut_after(table, turns, how):
 
 
 def moment(sample, asked):
-    if sample.token in asked:
+    if sample.lease_id in asked:
         return "asked"
     observed = sample.observations
     return "next turn" if observed and observed[-1][1] == sample.length else "in a turn"
 
 
-@pytest.mark.parametrize("how", ["leave", "kill worker", "kill broker", "kill both"])
+@pytest.mark.parametrize("how", [full("leave"), "kill worker", full("kill broker"), "kill both"])
 def test_cut_anywhere_it_goes_on_as_if_it_had_not_been(table, uncut, how):
     """In the midst of a turn, while the environment is asked, and at the start of the next: a cut after every token."""
     turns, moments = 1, set()

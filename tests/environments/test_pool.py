@@ -7,7 +7,7 @@ import pytest
 
 from april.environments.messages import Call, EnvironmentRules
 from april.environments.pool import EnvironmentPool
-from april.limits import STATE_BYTES
+from april.wire.limits import STATE_BYTES
 
 PATIENCE_S = 120.0
 
@@ -67,7 +67,7 @@ def test_a_call_that_hangs_is_killed_and_those_behind_it_are_tried_again(pool):
         ("silent", "ValueError: returned an empty observation though it is not done; say something to the policy"),
         ("wrong", "TypeError: returned 5, which is neither an Observation nor text"),
         ("hoard", f"more than {STATE_BYTES}; keep less in it"),
-        ("missing", "has no attribute 'missing'"),
+        ("missing", "has no 'missing'"),
     ],
 )
 def test_what_is_no_answer_is_an_error_with_its_reason(pool, game, error):

@@ -5,17 +5,16 @@ import pytest
 from april import config as configuration
 from april.config import ConfigError
 from april.data.tokenizer import Tokenizer
-from april.environments.base import check_environment
+from april.environments import ENVIRONMENTS
 from april.environments.turns import turn_end_ids
-from april.preflight import check_inputs
+from april.launch.preflight import check_inputs
 
 
 def test_an_unknown_one_is_named_with_the_known_ones():
     with pytest.raises(ConfigError, match=r"'environment.name' = 'abacus'.*'calculator', 'scratchpad'"):
-        check_environment("abacus")
+        ENVIRONMENTS.find("abacus")
     with pytest.raises(ConfigError, match="no_such_module"):
-        check_environment("no_such_module:f")
-    check_environment("")
+        ENVIRONMENTS.find("no_such_module:f")
 
 
 def test_a_turn_ends_with_one_token(in_turns, babbling_policy):

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from april.broker.samples import SampleState
+from april.broker.ledger.samples import SampleState
 
 ONE = ("--schedule.rollout_batch_size", "1", "--schedule.over_sampling_batch_size", "1", "--evaluation.prompts", "1")
 
@@ -67,12 +67,12 @@ def test_an_answer_for_a_sample_that_was_handed_back_comes_too_late(table):
     table.start_worker()
     table.until(lambda: table.worker.turns.pending)
     worker, asked = table.worker, [call.key for _, call in table.worker.turns.pool.waiting]
-    for token in asked:
-        worker._give_back(token, "leave")
+    for lease_id in asked:
+        worker._give_back(lease_id, "leave")
     table.until(lambda: not worker.turns.pending)
     assert not set(asked) & set(table.ledger.leases)
     for sample in first_samples(table):
-        state = msgspec.msgpack.decode(table.talk.service.environment_state(sample))
+        state = msgspec.msgpack.decode(table.talk.service.payloads.environment_state(sample))
         numbers = [int(said.split(":")[0]) for said in state["said"]]
         assert numbers == list(range(len(sample.observations))), "each turn once, in order"
 

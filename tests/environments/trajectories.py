@@ -8,8 +8,9 @@ from itertools import count
 from april import config as configuration
 from april import wire
 from april.environments.process import ask
-from april.version import Version
-from april.workers.engines.torch_engine import TorchEngine, load_folder_weights
+from april.wire.version import Version
+from april.workers.engines.embedded.engine import TorchEngine
+from april.workers.engines.folder_weights import load_folder_weights
 from april.workers.rewards.messages import Item
 from april.workers.rewards.process import verify
 from april.workers.worker import Worker
@@ -139,12 +140,12 @@ class Table:
 
     def story(self, sample):
         """Everything that is known of a complete sample but for the versions."""
-        ids, logprobs = (packed.data for packed in self.talk.service.read_response(sample))
+        ids, logprobs = (packed.data for packed in self.talk.service.payloads.response(sample))
         return {
             "ids": list(memoryview(ids).cast("i")),
             "logprobs": [round(value, 3) for value in memoryview(logprobs).cast("f")],
             "observations": sample.observations,
             "finish_reason": sample.finish_reason,
             "reward": sample.reward,
-            "state": self.talk.service.environment_state(sample),
+            "state": self.talk.service.payloads.environment_state(sample),
         }

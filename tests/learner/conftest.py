@@ -1,11 +1,9 @@
 import logging
 
 import pytest
-import torch
 import torch.distributed as dist
 from learner_setup import make_policy
 
-torch.set_num_threads(1)
 logging.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.WARNING)  # a line per tensor otherwise
 
 

@@ -1,23 +1,19 @@
 """Tiny policies, batches and configurations for the learner's tests, and how its ranks are launched."""
 
-import os
-import subprocess
-import sys
 from dataclasses import fields, replace
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-import orjson
 import torch
 from reference import ReferenceLearner, Settings
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from april.config import Config
 from april.config.sections import AlgorithmSection
+from april.data.support import Support
 from april.learner.batch import Batch, TrainSample, encode
-from april.support import Support
-from april.version import Version
+from april.wire.version import Version
 
 VOCAB = 23
 PLAIN_CLIP = {"proximal": "behaviour", "corrections": [], "behaviour_coef": 0.0}
@@ -211,21 +207,3 @@ def job(config: Config, batches: list[Batch], **actions) -> dict:
     reports of checkpoints and the export come `late_s` later), `compare` (configurations, each on the first batch under
     the same weights)."""
     return {"config": config.model_dump(mode="json"), "batches": [encode(b).hex() for b in batches], **actions}
-
-
-def run_ranks(ranks: int, jobs: list[dict], folder: Path) -> list[dict]:
-    """Run the jobs one after the other under torchrun; what rank 0 saw of each."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "jobs.json").write_bytes(orjson.dumps(jobs))
-    command = [sys.executable, "-m", "april.learner.launch", f"--nproc-per-node={ranks}"]
-    script = Path(__file__).with_name("run_jobs.py")
-    finished = subprocess.run(
-        [*command, str(script), str(folder)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stderr[-4000:]
-    return torch.load(folder / "results.pt")

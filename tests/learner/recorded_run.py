@@ -16,7 +16,7 @@ from learner_setup import Diary
 from april.config import Config
 from april.learner import loop, process_group
 from april.learner.trainer import Trainer
-from april.process import end
+from april.processes.lifetime import end
 
 STEPS = 7
 PAUSE_S = 0.15

@@ -7,9 +7,9 @@ import pytest
 import torch.distributed as dist
 from learner_setup import make_sample
 
+from april.data.support import Support
 from april.learner.batch import Batch, TrainSample, decode, encode, share_batch
-from april.support import Support
-from april.version import Version
+from april.wire.version import Version
 
 
 def assert_equal(ours: Batch, theirs: Batch):

@@ -6,7 +6,8 @@ import threading
 
 import pytest
 import torch
-from learner_setup import full_moments, job, make_config, run_ranks, uneven_batch
+from learner_setup import full_moments, job, make_config, uneven_batch
+from ranks import run_ranks
 from torch.distributed.checkpoint import state_dict_saver
 from transformers import AutoModelForCausalLM
 

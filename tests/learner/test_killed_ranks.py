@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections import defaultdict
@@ -12,6 +11,8 @@ import orjson
 from learner_setup import make_config
 from recorded_run import STEPS
 from transformers import AutoModelForCausalLM
+
+from tests.warm import Popen
 
 PATIENCE_S = 120
 FOLLOWED_S = 20
@@ -28,7 +29,7 @@ class Ranks:
         (folder / "config.json").write_bytes(orjson.dumps(config.model_dump(mode="json")))
         launch = ["-m", "april.learner.launch", "--nproc-per-node=2", "--max-restarts=3"]
         script = Path(__file__).with_name("recorded_run.py")
-        self.process = subprocess.Popen(
+        self.process = Popen(
             [sys.executable, *launch, str(script), str(folder)],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             stderr=(folder / "stderr").open("wb"),

@@ -6,12 +6,13 @@ import threading
 import numpy as np
 import pytest
 import torch
-from learner_setup import Diary, job, make_config, run_ranks
+from learner_setup import Diary, job, make_config
+from ranks import run_ranks
 
 from april.learner import checkpoint, loop
 from april.learner.batch import Batch, TrainSample, decode
 from april.learner.trainer import Trainer
-from april.version import Version
+from april.wire.version import Version
 
 
 @pytest.fixture

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from april.learner.losses import corrections
+from april.learner.losses import ADVANTAGES, LOSSES, corrections
 from april.learner.losses.advantages import (
-    ADVANTAGES,
     advantages,
     dr_grpo,
     grpo,
@@ -19,7 +18,7 @@ from april.learner.losses.advantages import (
 from april.learner.losses.columns import Spans, probability_ratio
 from april.learner.losses.divergence import k1, k2, k3
 from april.learner.losses.normalisation import token_weights
-from april.learner.losses.policy import POLICY_LOSSES, Clip, cispo, gspo, gspo_token, ppo
+from april.learner.losses.policy import Clip, cispo, gspo, gspo_token, ppo
 
 ROOT_HALF = 0.5**0.5
 CLIP = Clip(0.2, 0.28)
@@ -77,25 +76,25 @@ def test_reinforce_pp_with_a_baseline_centres_the_group_first():
     assert flat(found) == pytest.approx([x / 2.8**0.5 for x in (-1.6, 2.4, 0.4, 0.4)])
 
 
-@pytest.mark.parametrize("name", ADVANTAGES)
+@pytest.mark.parametrize("name", ADVANTAGES.shipped)
 @pytest.mark.parametrize("rewards", [[1.0, 1.0, 1.0], [0.1] * 7, [3.0], []])
 def test_without_spread_all_advantages_are_zero(name, rewards):
-    assert flat(ADVANTAGES[name](groups(rewards), groups([2.0] * len(rewards)))) == [0.0] * len(rewards)
+    assert flat(ADVANTAGES.find(name)(groups(rewards), groups([2.0] * len(rewards)))) == [0.0] * len(rewards)
 
 
-@pytest.mark.parametrize("name", ADVANTAGES)
+@pytest.mark.parametrize("name", ADVANTAGES.shipped)
 def test_rewards_that_differ_by_rounding_are_the_same(name):
-    assert flat(ADVANTAGES[name](groups([0.1 + 0.2, 0.3, 0.3]), groups([2.0, 1.0, 1.0]))) == [0.0] * 3
+    assert flat(ADVANTAGES.find(name)(groups([0.1 + 0.2, 0.3, 0.3]), groups([2.0, 1.0, 1.0]))) == [0.0] * 3
 
 
-@pytest.mark.parametrize("name", ADVANTAGES)
+@pytest.mark.parametrize("name", ADVANTAGES.shipped)
 def test_an_advantage_that_is_rounding_is_zero(name):
     low, middle, high = flat(advantages(name, groups([0.1, 0.2, 0.3]), groups([1.0, 1.0, 1.0])))
     assert low < middle == 0.0 < high
 
 
 def test_an_empty_batch_has_no_advantages():
-    assert all(estimator([], []) == [] for estimator in ADVANTAGES.values())
+    assert all(estimator([], []) == [] for estimator in map(ADVANTAGES.find, ADVANTAGES.shipped))
 
 
 # --- policy losses ------------------------------------------------------------------------------------------
@@ -142,16 +141,22 @@ def test_cispo_clips_the_weight_and_keeps_the_gradient():
     assert clipped.tolist() == [False, True, False]
 
 
-@pytest.mark.parametrize("name", POLICY_LOSSES)
+@pytest.mark.parametrize("name", LOSSES.shipped)
 @pytest.mark.parametrize("gap", [-500.0, 500.0])
 def test_a_far_off_behaviour_never_gives_an_infinite_loss_or_gradient(name, gap):
     logprobs = torch.tensor([gap, gap], requires_grad=True)
-    loss, _ = POLICY_LOSSES[name](logprobs, torch.zeros(2), torch.tensor([1.0, -1.0]), spans(2), CLIP)
+    loss, _ = LOSSES.find(name)(logprobs, torch.zeros(2), torch.tensor([1.0, -1.0]), spans(2), CLIP)
     loss.sum().backward()
     assert loss.isfinite().all() and logprobs.grad.isfinite().all()
 
 
 # --- corrections --------------------------------------------------------------------------------------------
+
+
+def test_the_proximal_policy_carries_no_gradient():
+    logprobs = logs(0.5, 0.25, 0.1).requires_grad_()
+    ages = torch.tensor([1, 2, 5])
+    assert not corrections.interpolated_proximal(logprobs, logs(0.4, 0.5, 0.2), ages).requires_grad
 
 
 def test_truncated_importance_weights():

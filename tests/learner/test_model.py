@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 from frozen import full_gradients
-from learner_setup import VOCAB, job, make_config, make_sample, near_policy, run_ranks, settings
+from learner_setup import VOCAB, job, make_config, make_sample, near_policy, settings
+from ranks import run_ranks
 from reference import ReferenceLearner
 from safetensors import safe_open
 from test_trainer_reference import same

@@ -9,7 +9,7 @@ from april.learner.batch import Batch, TrainSample
 from april.learner.diagnostics import BY_AGE, TokenTotals
 from april.learner.objective import MAX_VERSIONS, Objective, token_ages, version_shares
 from april.learner.trainer import Trainer
-from april.version import Version
+from april.wire.version import Version
 
 
 def objective(tmp_path, **algorithm):

@@ -12,7 +12,9 @@ from reference import ReferenceLearner
 from april.config.checks import check_algorithm
 from april.learner.batch import Batch
 from april.learner.objective import Objective
+from tests.conftest import full
 
+pytestmark = pytest.mark.xdist_group("objective_reference")
 ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline")
 LOSSES = {
     "ppo": {"loss": "ppo"},
@@ -46,6 +48,7 @@ CORRECTIONS = {
     "on-policy only": {"proximal": "recomputed", "corrections": ["on_policy_only"]},
 }
 NORMALISATIONS = ("token_mean", "sequence_mean", "constant")
+KINDS = list(product(ADVANTAGES, NORMALISATIONS))
 BUDGETS = (16, 60, 100_000)
 """tokens in a forward pass: below the longest sample, a few passes, all in one"""
 
@@ -87,13 +90,17 @@ def pair_cut(lone_rank, policy_folder, tmp_path_factory):
     return Pair(policy_folder, tmp_path_factory.mktemp("cut"), cut_batch(policy_folder))
 
 
+@pytest.mark.parametrize("part", [0, full(1), full(2)])
 @pytest.mark.parametrize("correction", CORRECTIONS)
 @pytest.mark.parametrize("loss", [name for name in LOSSES if name != "ppo dual"])
-def test_every_algorithm_with_every_correction_and_normalisation(pair, loss, correction):
+def test_every_algorithm_with_every_correction_and_normalisation(pair, loss, correction, part):
+    """Each part is a third of them, in which any two choices meet."""
     seen = set()
-    for i, (advantage, normalisation) in enumerate(product(ADVANTAGES, NORMALISATIONS)):
+    shift = list(LOSSES).index(loss)
+    for i, advantage in enumerate(ADVANTAGES):
+        normalisation = NORMALISATIONS[(i + shift + list(CORRECTIONS).index(correction) + part) % 3]
         keys = {"advantage": advantage, "normalisation": normalisation}
-        metrics = pair.compare(BUDGETS[i % len(BUDGETS)], keys | LOSSES[loss] | CORRECTIONS[correction])
+        metrics = pair.compare(BUDGETS[(i + shift) % 3], keys | LOSSES[loss] | CORRECTIONS[correction])
         seen |= {name for name in ("clip_fraction", "mask_fraction", "truncated_fraction") if 0 < metrics[name] < 1}
     caps = {"truncated", "truncated_sequence"} & set(CORRECTIONS[correction]["corrections"])
     assert ("truncated_fraction" in seen) == bool(caps)
@@ -106,10 +113,9 @@ def test_every_algorithm_with_every_correction_and_normalisation(pair, loss, cor
 @pytest.mark.parametrize("loss", LOSSES)
 def test_observations_count_in_nothing(pair_in_turns, loss):
     """Every length, mean and sum of every algorithm is over what the policy has sampled."""
-    kinds = list(product(ADVANTAGES, NORMALISATIONS))
     regularised = {"kl_coef": 0.1, "entropy_coef": 0.05, "behaviour_coef": 0.3}
     for i, correction in enumerate(CORRECTIONS):
-        advantage, normalisation = kinds[i % len(kinds)]
+        advantage, normalisation = KINDS[i % len(KINDS)]
         keys = {"advantage": advantage, "normalisation": normalisation} | (regularised if i % 2 else {})
         metrics = pair_in_turns.compare(BUDGETS[i % len(BUDGETS)], keys | LOSSES[loss] | CORRECTIONS[correction])
     samples = pair_in_turns.batch.samples

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from learner_setup import make_sample
 
+from april.data.support import Support
 from april.learner.packing import input_tokens, pack, plan
-from april.support import Support
 
 lengths_of_samples = st.lists(st.integers(1, 300), max_size=60)
 

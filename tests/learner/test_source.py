@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from april import wire
-from april.client import BrokerUnreachable
+from april.connections.broker import BrokerUnreachable
 from april.learner.background import in_background
 from april.learner.source import BrokerSource, is_whole, to_groups
 

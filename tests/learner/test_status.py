@@ -1,17 +1,18 @@
 """With which status a learner ends: what starting it again would not help is told from what it may."""
 
-import subprocess
 import sys
+from subprocess import PIPE
 
 import pytest
 
 from april import config as configuration
-from april.client import BrokerUnreachable
+from april.connections.broker import BrokerUnreachable
 from april.learner import __main__ as learner
 from april.learner.attention import PackedAttentionError
 from april.learner.loop import Diverged
 from april.learner.model import ModelError
-from april.process import REFUSED
+from april.processes.lifetime import REFUSED
+from tests.warm import Popen
 
 
 @pytest.mark.parametrize(
@@ -38,6 +39,7 @@ def test_torchrun_does_not_try_again_what_a_restart_cannot_mend(tmp_path):
     (tmp_path / "run.toml").write_text('[model]\npath = "nowhere"\n[data]\npath = "unused.jsonl"\n')
     launch = ["-m", "april.learner.launch", "--nproc-per-node=1", "--max-restarts=1"]
     part = ["-m", "april.learner", str(tmp_path / "run.toml"), "--connect", "tcp://127.0.0.1:1"]
-    ended = subprocess.run([sys.executable, *launch, *part], capture_output=True, text=True, timeout=120, check=False)
-    assert ended.returncode == REFUSED, ended.stderr
-    assert ended.stderr.count("key 'model.path' = 'nowhere'") == 1, ended.stderr
+    learner = Popen([sys.executable, *launch, *part], stderr=PIPE, text=True)
+    _, said = learner.communicate(timeout=120)
+    assert learner.returncode == REFUSED, said
+    assert said.count("key 'model.path' = 'nowhere'") == 1, said

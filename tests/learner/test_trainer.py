@@ -5,7 +5,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from learner_setup import flat_batch, job, make_config, run_ranks, uneven_batch
+from learner_setup import flat_batch, job, make_config, uneven_batch
+from ranks import run_ranks
 
 from april.learner.batch import Batch, TrainSample
 from april.learner.trainer import Trainer

@@ -3,11 +3,13 @@
 import numpy as np
 import pytest
 import torch
-from learner_setup import flat_batch, job, make_config, make_sample, near_policy, run_ranks, settings, uneven_batch
+from learner_setup import flat_batch, job, make_config, make_sample, near_policy, settings, uneven_batch
+from ranks import run_ranks
 from reference import ReferenceLearner
 
 from april.learner.batch import Batch
 
+pytestmark = pytest.mark.xdist_group("trainer_reference")
 BUDGETS = (8, 64, 150, 100_000)
 """8 is below most samples, 64 below the longest, 100,000 holds all in one pass"""
 

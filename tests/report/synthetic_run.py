@@ -6,6 +6,8 @@ from pathlib import Path
 
 import orjson
 
+from april.formats.versions import RUN_FOLDER
+
 CONFIG = """\
 seed = 0
 
@@ -29,6 +31,7 @@ def write_run(folder: Path, steps: int = 30, workers: int = 3, seed: int = 0) ->
     """Write config.toml, metrics.jsonl and summary.json of a run with this many trained steps."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.toml").write_text(CONFIG)
+    RUN_FOLDER.claim(folder, new=True)
     records = make_records(steps, workers, random.Random(seed))
     (folder / "metrics.jsonl").write_bytes(b"".join(orjson.dumps(record) + b"\n" for record in records))
     (folder / "summary.json").write_bytes(orjson.dumps(make_summary(records)))

@@ -2,30 +2,29 @@
 
 import os
 import signal
-import subprocess
 import sys
 import time
 import uuid
 from pathlib import Path
+from subprocess import DEVNULL, TimeoutExpired
 
 import orjson
 
-MARK = "APRIL_TEST_RUN"
+from tests.warm import MARK, Popen
+
 PATIENCE_S = 180.0
 APRIL = [sys.executable, "-m", "april.cli"]
 
 
 class Job:
-    """A command and everything it starts."""
+    """A command and everything it starts, in processes that need not import torch first unless `start` is another."""
 
-    def __init__(self, command, log: Path, mark=None):
+    def __init__(self, command, log: Path, mark=None, start=Popen):
         self.mark = mark or uuid.uuid4().hex
         self.log = log
         environment = os.environ | {MARK: self.mark, "OMP_NUM_THREADS": "1"}
         with log.open("wb") as output:
-            self.process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment
-            )
+            self.process = start(command, stdin=DEVNULL, stdout=output, stderr=output, env=environment)
 
     @property
     def output(self):
@@ -34,7 +33,7 @@ class Job:
     def wait(self, timeout_s=PATIENCE_S):
         try:
             return self.process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
+        except TimeoutExpired:
             raise AssertionError(f"still running after {timeout_s:g} s:\n{self.output}") from None
 
     def descendants(self, pattern=""):
@@ -42,11 +41,11 @@ class Job:
         found = []
         for folder in Path("/proc").glob("[0-9]*"):
             try:
-                environment = (folder / "environ").read_bytes()
+                environment = (folder / "environ").read_bytes().decode(errors="replace")
                 command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
             except (FileNotFoundError, ProcessLookupError, PermissionError):
                 continue
-            if f"{MARK}={self.mark}".encode() in environment and command and pattern in command:
+            if command and pattern in command and f"{MARK}={self.mark}" in command + environment:
                 found.append((int(folder.name), command))
         return found
 

@@ -7,11 +7,11 @@ import orjson
 import pytest
 
 from april import wire
-from april.client import AccessDenied, BrokerConnection
 from april.config import ConfigError
+from april.connections.broker import AccessDenied, BrokerConnection
 from april.security import keygen
 from april.security.keys import ALLOW_LIST, load_keys
-from tests.run.processes import APRIL, Job, assert_closed, steps_recorded, wait_until
+from tests.run.processes import APRIL, steps_recorded, wait_until
 
 
 @pytest.fixture
@@ -21,22 +21,9 @@ def keys(tmp_path):
 
 
 @pytest.fixture
-def start(tmp_path):
-    jobs = []
-
-    def begin(name, command):
-        jobs.append(Job(command, tmp_path / f"{name}.log"))
-        return jobs[-1]
-
-    yield begin
-    for job in jobs:
-        job.end()
-
-
-@pytest.fixture
-def broker(start, config_file, tmp_path, keys):
+def broker(start, config_file, run_dir, keys):
     job = start("broker", [*APRIL, "broker", str(config_file), "--security.keys", str(keys)])
-    job.run_dir = tmp_path / "runs" / "small"
+    job.run_dir = run_dir
     wait_until((job.run_dir / "address").exists, job)
     job.address = (job.run_dir / "address").read_text()
     return job
@@ -60,11 +47,9 @@ def ask_status(connection):
     return orjson.loads(connection.request(wire.StatusRequest(), 10.0).arrays[0].tobytes())
 
 
-def test_a_run_with_keys_on_all_its_sockets_comes_to_its_end(start, config_file, tmp_path, keys):
-    job = start("run", [*APRIL, "run", str(config_file), "--security.keys", str(keys), "--learner.ranks", "1"])
-    assert job.wait() == 0, job.output
-    run_dir = tmp_path / "runs" / "small"
-    assert assert_closed(run_dir)["steps"] == 3
+def test_a_run_with_keys_on_all_its_sockets_comes_to_its_end(finish_run, run_dir, keys):
+    job, summary = finish_run("--security.keys", str(keys), "--learner.ranks", "1")
+    assert summary["steps"] == 3
     assert "handshake" not in (run_dir / "logs/broker.log").read_text()
     secrets = [load_keys(keys, role).secret for role in ("broker", "worker", "learner", "monitor")]
     written = b"".join(path.read_bytes() for path in run_dir.rglob("*") if path.is_file()) + job.output.encode()

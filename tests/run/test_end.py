@@ -4,9 +4,10 @@ import errno
 
 import pytest
 
-from april import cli, preflight
+from april import cli
+from april.launch import preflight
+from april.launch.supervisor import RunFailed, Supervisor
 from april.report import html
-from april.supervisor import RunFailed, Supervisor
 
 
 def no_space(*arguments):

@@ -2,10 +2,10 @@
 
 import os
 
-from april.broker.events import ChunkAccepted, GroupOpened, Leased, ObservationAccepted
-from april.broker.journal import Journal
+from april.broker.journal.journal import Journal
+from april.broker.ledger.events import ChunkAccepted, GroupOpened, Leased, ObservationAccepted
 from april.data.tokenizer import Tokenizer
-from tests.run.processes import APRIL, Job, assert_closed, wait_until
+from tests.run.processes import assert_closed, wait_until
 
 IN_TURNS = ["--environment.name", "tests.environments.games:wait_at_the_gate", "--environment.turn_ends", '[","]',
             "--environment.max_turn_tokens", "6", "--environment.timeout_s", "170"]  # fmt: skip
@@ -20,10 +20,10 @@ def assert_every_answer_fits_its_turn(run_dir, tokenizer):
             case GroupOpened():
                 lengths |= {(event.group, index): 0 for index in range(event.size)}
             case Leased():
-                holders[event.token] = (event.group, event.index)
+                holders[event.lease_id] = (event.group, event.index)
                 workers.add(event.worker)
             case ChunkAccepted() | ObservationAccepted():
-                sample = holders[event.token]
+                sample = holders[event.lease_id]
                 assert event.start == lengths[sample]
                 lengths[sample] += event.count
                 if isinstance(event, ObservationAccepted):
@@ -35,24 +35,20 @@ def assert_every_answer_fits_its_turn(run_dir, tokenizer):
     return workers, observed
 
 
-def test_killed_in_the_midst_of_a_tool_call(config_file, policy_folder, tmp_path, monkeypatch):
+def test_killed_in_the_midst_of_a_tool_call(start_run, run_dir, policy_folder, tmp_path, monkeypatch):
     monkeypatch.setenv("GATE", str(tmp_path))
     asked = lambda: {path.name for path in tmp_path.glob("asked-*")}  # noqa: E731
     one_each = ["--worker.count", "1", "--learner.ranks", "1"]
-    job = Job([*APRIL, "run", str(config_file), *IN_TURNS, *one_each], tmp_path / "output")
-    run_dir = tmp_path / "runs" / "small"
-    try:
-        wait_until(asked, job)
-        first = asked()
-        job.kill("--name worker-0")
-        wait_until(lambda: asked() > first, job)
-        job.kill("april.cli broker")
-        wait_until(lambda: "broker ended with status" in job.output, job)
-        (tmp_path / "open").touch()
-        assert job.wait() == 0, job.output
-        assert job.descendants() == []
-    finally:
-        job.end()
+    job = start_run(*IN_TURNS, *one_each)
+    wait_until(asked, job)
+    first = asked()
+    job.kill("--name worker-0")
+    wait_until(lambda: asked() > first, job)
+    job.kill("april.cli broker")
+    wait_until(lambda: "broker ended with status" in job.output, job)
+    (tmp_path / "open").touch()
+    assert job.wait() == 0, job.output
+    assert job.descendants() == []
     summary = assert_closed(run_dir)
     assert (summary["steps"], summary["state"], summary["starts"]["broker"]) == (3, "finished", 2)
     assert summary["tokens"]["refused"] == 0 and not summary["tokens"]["discarded"]

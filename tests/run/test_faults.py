@@ -6,31 +6,22 @@ import time
 
 import pytest
 
-from tests.run.processes import APRIL, Job, assert_closed, steps_recorded, summary, wait_until
+from tests.conftest import full
+from tests.run.processes import assert_closed, steps_recorded, summary, wait_until
 
-BROKER_AND_LEARNER = ["april.cli broker", "april.learner.launch", "-u -m april.learner"]
+LAUNCHER = "april.learner.launch"
+"""torchrun, which is the learner to the others"""
 TWO_RANKS = ["--learner.ranks", "2"]
 """where the learner is what dies; elsewhere one starts sooner"""
+HUNG_S = "20"
+"""longer than a part takes to start on a busy machine"""
 
 
 @pytest.fixture
-def run(config_file, tmp_path):
+def run(start_run):
     """Start `april run` on the small configuration with long responses, so that there is time to do harm."""
-    jobs = []
-
-    def start(*overrides):
-        longer = ["--sampling.max_response_tokens", "400", "--schedule.max_steps", "6", "--learner.ranks", "1"]
-        jobs.append(Job([*APRIL, "run", str(config_file), *longer, *overrides], tmp_path / "output"))
-        return jobs[-1]
-
-    yield start
-    for job in jobs:
-        job.end()
-
-
-@pytest.fixture
-def run_dir(tmp_path):
-    return tmp_path / "runs" / "small"
+    longer = ["--sampling.max_response_tokens", "400", "--schedule.max_steps", "6", "--learner.ranks", "1"]
+    return lambda *overrides: start_run(*longer, *overrides)
 
 
 def test_a_killed_worker_is_restarted_and_the_run_comes_to_its_end(run, run_dir):
@@ -76,7 +67,7 @@ def test_a_worker_that_keeps_dying_ends_the_run(run, run_dir):
     assert job.descendants() == []
 
 
-@pytest.mark.parametrize("victim", BROKER_AND_LEARNER)
+@pytest.mark.parametrize("victim", ["april.cli broker", full(LAUNCHER), "-u -m april.learner"])
 def test_a_dead_broker_or_learner_is_restarted_and_the_others_go_on(run, run_dir, victim):
     """Workers keep their process and their tokens; a learner outlives the broker, and goes on from its checkpoint."""
     ranks = [] if "broker" in victim else TWO_RANKS
@@ -96,7 +87,7 @@ def test_a_dead_broker_or_learner_is_restarted_and_the_others_go_on(run, run_dir
     assert job.descendants() == []
 
 
-@pytest.mark.parametrize("victim", BROKER_AND_LEARNER[:2])
+@pytest.mark.parametrize("victim", ["april.cli broker", LAUNCHER])
 def test_a_broker_or_learner_that_keeps_dying_ends_the_run_with_its_last_lines(run, run_dir, victim):
     part = "broker" if "broker" in victim else "learner"
     job = run(f"--{part}.max_restarts", "0")
@@ -110,17 +101,20 @@ def test_a_broker_or_learner_that_keeps_dying_ends_the_run_with_its_last_lines(r
 
 @pytest.mark.parametrize(
     "victims",
-    [{"broker": "april.cli broker"}, {"learner": "-u -m april.learner", "worker-0": "--name worker-0"}],
+    [
+        full({"broker": "april.cli broker"}),
+        {"learner": "-u -m april.learner", "worker-0": "--name worker-0"},
+    ],
     ids=" and ".join,
 )
 def test_hung_processes_are_killed_and_restarted(run, run_dir, victims):
-    patience = [word for name in victims for word in (f"--{name.partition('-')[0]}.hung_s", "40")]
+    patience = [word for name in victims for word in (f"--{name.partition('-')[0]}.hung_s", HUNG_S)]
     job = run(*patience, *TWO_RANKS, "--schedule.max_steps", "100000")
     wait_until(lambda: steps_recorded(run_dir) >= 1, job)
     for victim in victims.values():
         os.kill(min(job.descendants(victim))[0], signal.SIGSTOP)
     for name in victims:
-        wait_until(lambda name=name: f"{name} has not been heard of for 40 s and is killed" in job.output, job)
+        wait_until(lambda name=name: f"{name} has not been heard of for {HUNG_S} s and is killed" in job.output, job)
     behind = steps_recorded(run_dir)
     wait_until(lambda: steps_recorded(run_dir) > behind, job)
     job.process.send_signal(signal.SIGINT)
@@ -140,9 +134,9 @@ def test_ctrl_c_stops_everything_and_keeps_what_is_acknowledged(run, run_dir):
     assert (run_dir / "checkpoints" / "policy" / "config.json").exists()
 
 
-@pytest.mark.parametrize("after_s", [0.0, 1.0, 4.0])
+@pytest.mark.parametrize("after_s", [full(0.0), 1.0, full(4.0)])
 def test_ctrl_c_during_the_start_ends_at_once(run, run_dir, after_s):
-    job = run()
+    job = run("--schedule.max_steps", "1000")
     wait_until(run_dir.exists, job)
     time.sleep(after_s)
     job.process.send_signal(signal.SIGINT)

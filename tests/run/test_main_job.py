@@ -1,5 +1,7 @@
 """One command trains: broker, two workers, a learner of two ranks, their run folder, and a clean end."""
 
+from subprocess import Popen
+
 import numpy as np
 import orjson
 import pytest
@@ -8,21 +10,22 @@ import torch.distributed.checkpoint as dcp
 from transformers import AutoModelForCausalLM
 
 from april import config as configuration
-from april.broker.events import ChunkAccepted, GroupOpened, Leased
-from april.broker.journal import Journal
-from april.broker.ledger import Ledger, Rules
+from april.broker.journal.journal import Journal
+from april.broker.ledger.events import ChunkAccepted, GroupOpened, Leased
+from april.broker.ledger.ledger import Ledger, Rules
 from tests.conftest import write_config
 from tests.run.processes import APRIL, Job, assert_closed
 
+pytestmark = pytest.mark.xdist_group("main_job")
 SETTINGS = ["--seed", "1", "--sampling.max_response_tokens", "64", "--learner.lr", "1e-2"]
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, policy_folder, data_folder):
-    """A run of three steps that came to its end by itself."""
+    """A run of three steps that came to its end by itself, each of its processes started as a user's are."""
     folder = tmp_path_factory.mktemp("main_job")
     config = write_config(folder, policy_folder, data_folder)
-    job = Job([*APRIL, "run", str(config), *SETTINGS], folder / "output")
+    job = Job([*APRIL, "run", str(config), *SETTINGS], folder / "output", start=Popen)
     try:
         status = job.wait()
         assert status == 0, job.output
@@ -83,9 +86,9 @@ def test_every_token_s_logprob_is_that_of_the_version_it_is_labelled_with(finish
         if isinstance(event, GroupOpened):
             prompts[event.group] = np.frombuffer(arrays[0][1], "<i4")
         elif isinstance(event, Leased):
-            holders[event.token] = (event.group, event.index)
+            holders[event.lease_id] = (event.group, event.index)
         elif isinstance(event, ChunkAccepted):
-            sample = holders[event.token]
+            sample = holders[event.lease_id]
             before = responses.get(sample, np.empty(0, "i4"))
             assert len(before) == event.start
             new = np.frombuffer(arrays[0][1], "<i4")

@@ -4,7 +4,8 @@ import orjson
 import pytest
 
 from april.cli import main
-from tests.run.processes import APRIL, Job, wait_until
+from april.formats.versions import FILE
+from tests.run.processes import APRIL, wait_until
 from tests.test_protocol_page import Client, Worker
 
 OVERRIDES = ["--evaluation.prompts", "1", "--broker.attempts", "1", "--operations.log_format", "json"]
@@ -12,24 +13,15 @@ TIMES = ["--broker.readopt_s", "0.5", "--broker.session_timeout_s", "100"]
 
 
 @pytest.fixture
-def run_dir(tmp_path):
-    return tmp_path / "runs" / "small"
-
-
-@pytest.fixture
-def start_broker(config_file, tmp_path, run_dir):
-    jobs = []
-
-    def start():
+def start_broker(start, config_file, run_dir):
+    def begin():
         (run_dir / "http").unlink(missing_ok=True)
-        jobs.append(Job([*APRIL, "broker", str(config_file), *OVERRIDES, *TIMES], tmp_path / "broker.log"))
-        wait_until((run_dir / "http").exists, jobs[-1], 60)
-        jobs[-1].address = (run_dir / "address").read_text()
-        return jobs[-1]
+        job = start("broker", [*APRIL, "broker", str(config_file), *OVERRIDES, *TIMES])
+        wait_until((run_dir / "http").exists, job, 60)
+        job.address = (run_dir / "address").read_text()
+        return job
 
-    yield start
-    for job in jobs:
-        job.end()
+    return begin
 
 
 class Peers:
@@ -63,10 +55,10 @@ def test_an_operator_drains_restarts_and_requeues(start_broker, run_dir, capsys,
     run, peers = str(run_dir), Peers(broker.address)
     try:
         dead = peers.worker.next_training_lease([0, 0])
-        peers.worker.send("GiveBack", dead.token, 0, "generation_failed", "engine fell over")
+        peers.worker.send("GiveBack", dead.id, 0, "generation_failed", "engine fell over")
         peers.worker.done(dead)
         while (kept := peers.worker.next_training_lease([0, 0])).sample[0] == dead.sample[0]:
-            peers.worker.leases.pop(kept.token)
+            peers.worker.leases.pop(kept.id)
         peers.worker.generate(kept, 3, [0, 0])
         group = str(dead.sample[0])
         status = said(capsys, "status", run)
@@ -140,6 +132,7 @@ def test_a_run_s_stale_address_does_not_lead_to_the_broker_of_another(start_brok
     other = run_dir.with_name("other")
     other.mkdir()
     (other / "address").write_text(broker.address)
+    (other / FILE).write_bytes((run_dir / FILE).read_bytes())
     (other / "config.toml").write_text((run_dir / "config.toml").read_text().replace('"small"', '"other"'))
     for command in (["drain"], ["dead-letters", "--requeue", "all"]):
         assert main([*command, str(other)]) == 1

@@ -5,24 +5,10 @@ import sys
 import pytest
 
 from tests.listeners import listeners
-from tests.run.processes import APRIL, Job, assert_closed, steps_recorded, wait_until
+from tests.run.processes import APRIL, assert_closed, steps_recorded, wait_until
 
 
-@pytest.fixture
-def start(tmp_path):
-    jobs = []
-
-    def begin(name, command):
-        jobs.append(Job(command, tmp_path / f"{name}.log"))
-        return jobs[-1]
-
-    yield begin
-    for job in jobs:
-        job.end()
-
-
-def test_workers_join_a_running_run_and_a_killed_one_costs_only_its_last_chunk(start, config_file, tmp_path):
-    run_dir = tmp_path / "runs" / "small"
+def test_workers_join_a_running_run_and_a_killed_one_costs_only_its_last_chunk(start, config_file, run_dir):
     longer = [
         "--sampling.max_response_tokens",
         "400",

@@ -1,5 +1,6 @@
 """The published configurations with a tiny model and tiny budgets: each file of each folder trains a step on a CPU."""
 
+import shutil
 from pathlib import Path
 
 import orjson
@@ -7,8 +8,9 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 
+from tests.conftest import full
 from tests.published import RECORDS
-from tests.run.processes import APRIL, Job, assert_closed
+from tests.run.processes import APRIL, assert_closed
 
 FOLDER = Path(__file__).parents[2] / "configs" / "published"
 TWINS = [
@@ -26,8 +28,8 @@ TINY = {
 SIZES = {"sync": {}, "april": {"over-sampling-batch-size": 8}, "continuous": {"schedule.in_flight": 16}}
 
 
-@pytest.mark.parametrize("twin", TWINS, ids="-".join)
-def test_a_tiny_twin_trains_a_step(twin, policy_folder, tmp_path, monkeypatch):
+@pytest.mark.parametrize("twin", [full(TWINS[0]), TWINS[1], full(TWINS[2])], ids="-".join)
+def test_a_tiny_twin_trains_a_step(twin, start, policy_folder, tmp_path, monkeypatch):
     model, data, algorithm, schedule = twin
     (tmp_path / "parity.py").write_text("def odd(response, label, finish_reason): return float(len(response) % 2)\n")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path.cwd()}")
@@ -39,11 +41,8 @@ def test_a_tiny_twin_trains_a_step(twin, policy_folder, tmp_path, monkeypatch):
     keys = TINY | SIZES[schedule] | places | {"data.eval_path": tmp_path / "aime.parquet"}
     keys |= {"data.reward": "parity:odd"} if algorithm == "dapo" else {}
     overrides = [text for key, value in keys.items() for text in (f"--{key}", str(value))]
-    job = Job([*APRIL, "run", *map(str, files), *overrides], tmp_path / "output")
-    try:
-        assert job.wait() == 0, job.output
-    finally:
-        job.end()
+    job = start("output", [*APRIL, "run", *map(str, files), *overrides])
+    assert job.wait() == 0, job.output
     run_dir = tmp_path / "runs" / "-".join(twin)
     summary = assert_closed(run_dir)
     assert (summary["state"], summary["steps"]) == ("finished", 1)
@@ -54,3 +53,40 @@ def test_a_tiny_twin_trains_a_step(twin, policy_folder, tmp_path, monkeypatch):
         assert 0 < step["reward"] < 1, "only groups with spread are trained"
     else:
         assert set(step["reward_details"]) == {"boxed", "closed"}
+
+
+def test_the_twin_of_gsm8k_trains_from_files_as_they_are_published(start, policy_folder, tmp_path):
+    """JSON lines to train on, a table of the hub to evaluate with, and half of what ends in an answer is right."""
+    rows = [
+        {"question": f"{row}*3+60= is odd or even: 1 or 0?", "answer": f"<<{row}*3+60={row * 3 + 60}>>\n#### {row % 2}"}
+        for row in range(10, 42)
+    ]
+    (tmp_path / "train.jsonl").write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in [*rows, {"question": "?"}]))
+    parquet.write_table(pa.Table.from_pylist(rows[:8]), tmp_path / "test-00000-of-00001.parquet")
+    keys = {
+        "model.path": answers_gsm8k(policy_folder, tmp_path / "policy"), "data.path": tmp_path / "train.jsonl",
+        "data.eval_path": tmp_path / "test-00000-of-00001.parquet", "data.bad_rows": "skip", "schedule.max_steps": 2,
+        "run.dir": tmp_path / "runs",
+    }  # fmt: skip
+    files = [str(FOLDER.parent / name) for name in ("gsm8k.toml", "gsm8k-cpu.toml")]
+    overrides = [text for key, value in keys.items() for text in (f"--{key}", str(value))]
+    job = start("output", [*APRIL, "run", *files, *overrides])
+    assert job.wait() == 0, job.output
+    run_dir = tmp_path / "runs" / "gsm8k-cpu"
+    summary = assert_closed(run_dir)
+    assert (summary["state"], summary["steps"]) == ("finished", 2)
+    assert summary["data"] == {"rows": 32, "bad_rows": 1, "too_long": 0}
+    assert [entry["prompts"] for entry in summary["evaluation"]] == [8, 8]
+    for step in map(orjson.loads, (run_dir / "metrics.jsonl").read_bytes().splitlines()):
+        assert (step["groups"], step["samples"]) == (8, 32)
+        assert 0 < step["reward"] < step["reward_details"]["marked"] <= 1
+
+
+def answers_gsm8k(policy_folder, folder):
+    """The policy as one that reads no more of a question than it knows, and writes its mark as `####`."""
+    shutil.copytree(policy_folder, folder)
+    (folder / "chat_template.jinja").write_text("{{ messages[0]['content'][:8] }}")
+    tokenizer = (folder / "tokenizer.json").read_text()
+    assert tokenizer.count('"#"') == 1
+    (folder / "tokenizer.json").write_text(tokenizer.replace('"#"', '"####"'))
+    return folder

@@ -2,9 +2,8 @@
 
 import orjson
 
-from april.broker.events import GroupOpened, Leased, LeaseEnded, SampleScored
-from april.broker.journal import Journal
-from tests.run.processes import APRIL, Job, assert_closed
+from april.broker.journal.journal import Journal
+from april.broker.ledger.events import GroupOpened, Leased, LeaseEnded, SampleScored
 
 WILD = """
 import os, sys, time
@@ -31,12 +30,12 @@ def lie(response, label, finish_reason):
     return float("nan")
 """
 REASONS = {
-    "loop": "no answer within 5 s", "fork": "no answer within 5 s", "crash": "exit code 7",
-    "flood": "no answer within 5 s", "memory": "MemoryError", "lie": "not finite",
+    "loop": "no answer within 3 s", "fork": "no answer within 3 s", "crash": "exit code 7",
+    "flood": "no answer within 3 s", "memory": "MemoryError", "lie": "not finite",
 }  # fmt: skip
 
 
-def test_wild_verifiers_cost_their_own_groups_and_nothing_else(config_file, tmp_path, monkeypatch):
+def test_wild_verifiers_cost_their_own_groups_and_nothing_else(finish_run, run_dir, tmp_path, monkeypatch):
     (tmp_path / "wild.py").write_text(WILD)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:.")
     names = dict(zip(range(1, 12, 2), REASONS, strict=True))
@@ -44,17 +43,11 @@ def test_wild_verifiers_cost_their_own_groups_and_nothing_else(config_file, tmp_
     for row, name in names.items():
         rows[row]["reward"] = f"wild:{name}"
     (tmp_path / "wild.jsonl").write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
-    wild = ["--data.path", str(tmp_path / "wild.jsonl"), "--no-data.shuffle", "--reward.timeout_s", "5"]
+    wild = ["--data.path", str(tmp_path / "wild.jsonl"), "--no-data.shuffle", "--reward.timeout_s", "3"]
     patience = ["--broker.attempts", "2", "--schedule.max_steps", "4", "--reward.processes", "2"]
     wild += ["--learner.ranks", "1"]
-    job = Job([*APRIL, "run", str(config_file), *wild, *patience], tmp_path / "output")
-    try:
-        assert job.wait() == 0, job.output
-        assert not job.descendants(), "something that a verifier started is still there"
-    finally:
-        job.end()
-    run_dir = tmp_path / "runs" / "small"
-    summary = assert_closed(run_dir)
+    job, summary = finish_run(*wild, *patience)
+    assert not job.descendants(), "something that a verifier started is still there"
     assert summary["state"] == "finished" and summary["steps"] == 4
     rows_of, holders, scored, failures = {}, {}, set(), {}
     journal = Journal(run_dir / "journal")
@@ -63,11 +56,11 @@ def test_wild_verifiers_cost_their_own_groups_and_nothing_else(config_file, tmp_
             case GroupOpened(evaluation=False):
                 rows_of[event.group] = event.row
             case Leased():
-                holders[event.token] = (event.group, event.index)
+                holders[event.lease_id] = (event.group, event.index)
             case SampleScored():
-                scored.add(rows_of.get(holders[event.token][0]))
+                scored.add(rows_of.get(holders[event.lease_id][0]))
             case LeaseEnded(cause="scoring_failed"):
-                failures.setdefault(rows_of[holders[event.token][0]], []).append(event.error)
+                failures.setdefault(rows_of[holders[event.lease_id][0]], []).append(event.error)
     journal.close()
     assert not scored & set(names), "what a wild verifier failed at has a reward"
     assert len(scored) > 10

@@ -3,9 +3,9 @@
 import orjson
 import pytest
 
-from april.broker.events import BatchConsumed, BatchDelivered, ChunkAccepted, GroupOpened, Leased
-from april.broker.journal import Journal
-from tests.run.processes import APRIL, Job, assert_closed, steps_recorded, wait_until
+from april.broker.journal.journal import Journal
+from april.broker.ledger.events import BatchConsumed, BatchDelivered, ChunkAccepted, GroupOpened, Leased
+from tests.run.processes import assert_closed, steps_recorded, wait_until
 
 ONE_RANK = ["--learner.ranks", "1"]
 SCHEDULES = {
@@ -18,15 +18,9 @@ SCHEDULES = {
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_a_schedule_trains(config_file, tmp_path, name):
+def test_a_schedule_trains(finish_run, run_dir, name):
     longer = ["--sampling.max_response_tokens", "200", "--schedule.max_steps", "5", "--learner.checkpoint_every", "5"]
-    job = Job([*APRIL, "run", str(config_file), *ONE_RANK, *longer, *SCHEDULES[name]], tmp_path / "output")
-    try:
-        assert job.wait() == 0, job.output
-    finally:
-        job.end()
-    run_dir = tmp_path / "runs" / "small"
-    summary = assert_closed(run_dir)
+    _, summary = finish_run(*ONE_RANK, *longer, *SCHEDULES[name])
     steps = [orjson.loads(line) for line in (run_dir / "metrics.jsonl").read_bytes().splitlines()]
     assert [step["groups"] for step in steps] == [4] * 5
     discarded, oldest = summary["tokens"]["discarded"], summary["staleness"]["max"]
@@ -38,22 +32,16 @@ def test_a_schedule_trains(config_file, tmp_path, name):
         assert 1 <= oldest <= 5
 
 
-def test_a_short_last_batch_is_trained_when_the_prompts_are_exhausted(config_file, tmp_path):
+def test_a_short_last_batch_is_trained_when_the_prompts_are_exhausted(finish_run, run_dir):
     """64 prompts once, in batches of 24: two whole ones, and 16 groups at the end."""
     once = ["--rollout-batch-size", "24", "--over-sampling-batch-size", "30", "--data.epochs", "1"]
-    job = Job([*APRIL, "run", str(config_file), *ONE_RANK, *once, "--schedule.max_steps", "50"], tmp_path / "output")
-    try:
-        assert job.wait() == 0, job.output
-    finally:
-        job.end()
-    run_dir = tmp_path / "runs" / "small"
-    summary = assert_closed(run_dir)
+    _, summary = finish_run(*ONE_RANK, *once, "--schedule.max_steps", "50")
     steps = [orjson.loads(line) for line in (run_dir / "metrics.jsonl").read_bytes().splitlines()]
     assert [step["groups"] for step in steps] == [24, 24, 16]
     assert summary["tokens"]["generated"] == summary["tokens"]["trained"]
 
 
-def test_continuous_generates_while_the_learner_trains(config_file, tmp_path):
+def test_continuous_generates_while_the_learner_trains(finish_run, run_dir):
     """Six samples in flight, through weight updates and into the next batches, with evaluation in between.
 
     Two slots a worker and batches of 32 samples make generation the slower side, so that updates meet samples.
@@ -61,14 +49,8 @@ def test_continuous_generates_while_the_learner_trains(config_file, tmp_path):
     settings = ["--schedule.kind", "continuous", "--schedule.in_flight", "6", "--schedule.max_staleness", "2"]
     slow = ["--rollout-batch-size", "16", "--over-sampling-batch-size", "16", "--worker.slots", "2"]
     longer = ["--sampling.max_response_tokens", "400", "--schedule.max_steps", "5", "--evaluation.every", "2"]
-    job = Job([*APRIL, "run", str(config_file), *ONE_RANK, *settings, *slow, *longer], tmp_path / "output")
-    try:
-        assert job.wait() == 0, job.output
-    finally:
-        job.end()
+    job, summary = finish_run(*ONE_RANK, *settings, *slow, *longer)
     assert "plan: continuous" in job.output
-    run_dir = tmp_path / "runs" / "small"
-    summary = assert_closed(run_dir)
     assert summary["steps"] == 5 and not summary["tokens"]["discarded"]
     assert 1 <= summary["staleness"]["max"] <= 2
     assert [entry["step"] for entry in summary["evaluation"]] == [0, 2, 4, 5]
@@ -86,30 +68,26 @@ def continuous_facts(run_dir):
         match event:
             case GroupOpened(group=group, evaluation=True):
                 evaluation.add(group)
-            case Leased(token=token, group=group, index=index):
-                holders[token] = (group, index)
+            case Leased(lease_id=lease_id, group=group, index=index):
+                holders[lease_id] = (group, index)
             case BatchDelivered() | BatchConsumed():
                 in_training += 1 if isinstance(event, BatchDelivered) else -1
-            case ChunkAccepted() if holders[event.token][0] not in evaluation:
-                versions.setdefault(holders[event.token], set()).add(event.version)
+            case ChunkAccepted() if holders[event.lease_id][0] not in evaluation:
+                versions.setdefault(holders[event.lease_id], set()).add(event.version)
                 while_training += in_training * event.count
     journal.close()
     return while_training, versions
 
 
-def test_continuous_goes_on_when_learner_broker_and_worker_are_killed(config_file, tmp_path):
+def test_continuous_goes_on_when_learner_broker_and_worker_are_killed(start_run, run_dir):
     """The learner starts again from an older checkpoint than the weights that workers hold."""
     settings = ["--schedule.kind", "continuous", "--schedule.in_flight", "12", "--schedule.max_staleness", "2"]
     rarely = ["--learner.checkpoint_every", "3", "--schedule.max_steps", "12", "--sampling.max_response_tokens", "200"]
-    job = Job([*APRIL, "run", str(config_file), *settings, *rarely], tmp_path / "output")
-    run_dir = tmp_path / "runs" / "small"
-    try:
-        for steps, victim in ((2, "april.learner.launch"), (5, "april.cli broker"), (7, "--name worker-0")):
-            wait_until(lambda steps=steps: steps_recorded(run_dir) >= steps, job)
-            job.kill(victim)
-        assert job.wait() == 0, job.output
-    finally:
-        job.end()
+    job = start_run(*settings, *rarely)
+    for steps, victim in ((2, "april.learner.launch"), (5, "april.cli broker"), (7, "--name worker-0")):
+        wait_until(lambda steps=steps: steps_recorded(run_dir) >= steps, job)
+        job.kill(victim)
+    assert job.wait() == 0, job.output
     summary = assert_closed(run_dir)
     assert (summary["state"], summary["steps"]) == ("finished", 12)
     assert summary["starts"] == {"broker": 2, "learner": 2} and "worker-0 ended with status" in job.output

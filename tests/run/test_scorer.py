@@ -2,9 +2,9 @@
 
 import orjson
 
-from april.broker.events import ChunkAccepted, GroupOpened, GroupScored, Leased, LeaseEnded, SampleScored
-from april.broker.journal import Journal
-from tests.run.processes import APRIL, Job, assert_closed, wait_until
+from april.broker.journal.journal import Journal
+from april.broker.ledger.events import ChunkAccepted, GroupOpened, GroupScored, Leased, LeaseEnded, SampleScored
+from tests.run.processes import assert_closed, wait_until
 
 PATIENT = """
 import pathlib, time
@@ -22,7 +22,7 @@ def ranks(responses, label, finish_reasons):
 """
 
 
-def test_a_scorer_killed_in_the_middle_of_scoring_costs_no_token(config_file, tmp_path, monkeypatch):
+def test_a_scorer_killed_in_the_middle_of_scoring_costs_no_token(start_run, run_dir, tmp_path, monkeypatch):
     """What it held is scored by its successor; no response is generated again, and the run comes to its end."""
     (tmp_path / "patient.py").write_text(PATIENT)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:.")
@@ -32,17 +32,13 @@ def test_a_scorer_killed_in_the_middle_of_scoring_costs_no_token(config_file, tm
     (tmp_path / "rows.jsonl").write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
     scored = ["--data.path", str(tmp_path / "rows.jsonl"), "--reward.where", "scorer", "--reward.timeout_s", "600"]
     scored += ["--learner.ranks", "1"]
-    job = Job([*APRIL, "run", str(config_file), *scored, "--reward.name", "patient:verdict"], tmp_path / "output")
-    try:
-        wait_until((tmp_path / "scoring").exists, job)
-        job.kill("--name scorer-0")
-        (tmp_path / "go").touch()
-        assert job.wait() == 0, job.output
-        wait_until(lambda: job.descendants() == [])
-    finally:
-        job.end()
+    job = start_run(*scored, "--reward.name", "patient:verdict")
+    wait_until((tmp_path / "scoring").exists, job)
+    job.kill("--name scorer-0")
+    (tmp_path / "go").touch()
+    assert job.wait() == 0, job.output
+    wait_until(lambda: job.descendants() == [])
     assert "scorer-0 ended with status -9; restart 1 of 3" in job.output
-    run_dir = tmp_path / "runs" / "small"
     summary = assert_closed(run_dir)
     assert summary["state"] == "finished" and summary["steps"] == 3
     assert summary["tokens"]["refused"] == summary["tokens"]["emitted_unacked"] == 0
@@ -76,20 +72,20 @@ class ScoringHistory:
             case GroupOpened(together=True):
                 self.together.add(event.group)
             case Leased():
-                self._samples[event.token] = sample = (event.group, event.index)
+                self._samples[event.lease_id] = sample = (event.group, event.index)
                 assert event.scoring == (sample in self.complete)
                 if event.scoring and event.group in self.together:
                     assert {(event.group, index) for index in (0, 1)} <= self.complete
             case ChunkAccepted():
-                assert self._samples[event.token] not in self.complete
+                assert self._samples[event.lease_id] not in self.complete
                 assert event.lease_over == bool(event.finish_reason)
                 if event.finish_reason:
-                    self.complete.add(self._samples[event.token])
+                    self.complete.add(self._samples[event.lease_id])
             case SampleScored():
-                assert self._samples[event.token][0] not in self.together
+                assert self._samples[event.lease_id][0] not in self.together
                 self.scored["alone"] += 1
             case GroupScored():
                 assert event.rewards == [0.0, 1.0]
                 self.scored["together"] += 1
-            case LeaseEnded(cause="lost") if self._samples[event.token] in self.complete:
-                self.lost[self._samples[event.token][0]] = event.error
+            case LeaseEnded(cause="lost") if self._samples[event.lease_id] in self.complete:
+                self.lost[self._samples[event.lease_id][0]] = event.error

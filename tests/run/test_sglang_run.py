@@ -6,36 +6,23 @@ import numpy as np
 import orjson
 import pytest
 
-from april.broker.events import ChunkAccepted, GroupOpened, Leased
-from april.broker.journal import Journal
+from april.broker.journal.journal import Journal
+from april.broker.ledger.events import ChunkAccepted, GroupOpened, Leased
+from april.data.support import Support
 from april.data.tokenizer import Tokenizer
-from april.support import Support
 from april.wire import CHUNK_ARRAYS
-from tests.run.processes import APRIL, Job, assert_closed, steps_recorded, wait_until
+from tests.run.processes import assert_closed, steps_recorded, wait_until
 from tests.run.test_environments import assert_every_answer_fits_its_turn
 
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = [pytest.mark.timeout(1200), pytest.mark.sglang]
 PATIENCE_S = 600.0
 """a server takes 20 s to start on idle cores, minutes on busy ones"""
 SGLANG = ["--worker.engine", "sglang", "--worker.count", "1", "--learner.ranks", "1", "--schedule.max_steps", "4"]
 
 
 @pytest.fixture
-def run(config_file, tmp_path):
-    jobs = []
-
-    def start(*overrides):
-        jobs.append(Job([*APRIL, "run", str(config_file), *SGLANG, *overrides], tmp_path / "output"))
-        return jobs[-1]
-
-    yield start
-    for job in jobs:
-        job.end()
-
-
-@pytest.fixture
-def run_dir(tmp_path):
-    return tmp_path / "runs" / "small"
+def run(start_run):
+    return lambda *overrides: start_run(*SGLANG, *overrides)
 
 
 def test_killed_servers_are_started_again_and_the_run_comes_to_its_end(run, run_dir):
@@ -95,10 +82,10 @@ def mean_support(run_dir):
         if isinstance(event, GroupOpened) and event.evaluation:
             evaluated.add(event.group)
         elif isinstance(event, Leased):
-            holders[event.token] = event.group
+            holders[event.lease_id] = event.group
         elif isinstance(event, ChunkAccepted):
             _, arrays = journal.read(reference)
-            if holders[event.token] in evaluated:
+            if holders[event.lease_id] in evaluated:
                 assert len(arrays) == 2
             else:
                 ids, _, *support = (

@@ -31,6 +31,12 @@ def knock(context, key):
         return asking.recv_multipart()[2]
 
 
+def test_a_handshake_is_for_keys_on_the_list(context, door, keys):
+    unlisted, _ = zmq.curve_keypair()
+    assert knock(context, load_keys(keys, "worker").public) == b"200"
+    assert knock(context, unlisted) == b"400" and door.failures["unknown key"] == 1
+
+
 def test_the_owner_hears_of_a_change_that_a_handshake_has_read_first(context, door, keys):
     worker = load_keys(keys, "worker").public
     assert knock(context, worker) == b"200" and not door.watch()

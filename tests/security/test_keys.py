@@ -113,6 +113,14 @@ def test_a_run_whose_keys_do_not_fit_is_refused_before_anything_starts(keys, con
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize(("key", "value"), [("broker.bind", "tcp://0.0.0.0:5555"), ("weights.host", "10.0.0.1")])
+def test_a_configuration_that_opens_a_port_without_keys_is_refused(config_file, key, value):
+    from april import config as configuration
+
+    with pytest.raises(ConfigError, match=rf"key '{key}' = .*april keygen"):
+        configuration.load(config_file, [f"--{key}", value])
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.1", "eth0", "*", "trainer.example"])
 def test_a_port_open_to_the_network_needs_keys(keys, config_file, capsys, host):
     from april import config as configuration

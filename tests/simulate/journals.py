@@ -2,17 +2,17 @@
 
 from contextlib import contextmanager
 
-from april.broker.events import RunStarted
-from april.broker.journal import Journal
-from april.broker.ledger import Ledger
-from april.version import Version
+from april.broker.journal.journal import Journal
+from april.broker.ledger.events import RunStarted
+from april.broker.ledger.ledger import Ledger
+from april.wire.version import Version
 
 
 @contextmanager
 def recorded(ledger, run_dir):
     """What the ledger does meanwhile is in the run's journal, which comes back."""
     journal, rules = Journal(run_dir / "journal"), ledger.rules
-    ledger.record = journal.append
+    ledger.write = journal.append
     ledger.commit(
         RunStarted(
             "small", "", 0, rules.batch_groups, rules.group_size, rules.max_staleness, rules.max_attempts,
@@ -31,8 +31,8 @@ def add_group(ledger: Ledger, lengths, prompt_tokens=9, **keys):
     for sample, length in zip(group.samples, lengths, strict=True):
         lease = ledger.lease(sample, "w", step, expires_at=float("inf"))
         if length is not None:
-            ledger.add_chunk(lease.token, 0, length, Version(0, step), "stop")
-            ledger.score(lease.token, 1.0)
+            ledger.add_chunk(lease.id, 0, length, Version(0, step), "stop")
+            ledger.score(lease.id, 1.0)
     if batch := ledger.choose_batch(ledger.rules.batch_groups):
         ledger.consume(ledger.deliver(batch))
     return group

@@ -3,7 +3,7 @@
 import pytest
 
 from april import config as configuration
-from april.broker.ledger import Ledger
+from april.broker.ledger.ledger import Ledger
 from april.broker.plan import ledger_rules
 from april.cli import main
 from april.config import ConfigError

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from april.simulate.costs import EngineCost
 from april.simulate.engine import Run, SimulatedEngine
-from april.version import Version
+from april.wire.version import Version
 
 COST = EngineCost(
     decode_base_s=5e-3, decode_running_s=1e-4, decode_kv_s=1e-6, prefill_s=1e-5, admit_s=1e-3, request_s=2e-3
@@ -45,9 +45,9 @@ def test_it_ends_samples_when_an_engine_that_takes_every_step_would(requests):
     """Requests of (prompt, response, arrival), three slots: against a loop over single steps."""
     engine = SimulatedEngine("e", COST, slots=3)
     requests = sorted(requests, key=lambda one: one[2])
-    for token, (prompt, left, at) in enumerate(requests):
-        engine.submit(Run(token, prompt, 0, left, at))
-    found = {run.token: at for at, run in run_until_idle(engine)}
+    for lease_id, (prompt, left, at) in enumerate(requests):
+        engine.submit(Run(lease_id, prompt, 0, left, at))
+    found = {run.lease_id: at for at, run in run_until_idle(engine)}
 
     clock, waiting, running, expected = 0.0, list(enumerate(requests)), {}, {}
     while waiting or running:
@@ -56,16 +56,16 @@ def test_it_ends_samples_when_an_engine_that_takes_every_step_would(requests):
         while waiting and len(running) < 3 and waiting[0][1][2] <= clock:
             now, together = clock, []
             while waiting and len(running) < 3 and waiting[0][1][2] <= now:
-                token, (prompt, left, _) = waiting.pop(0)
-                running[token] = [prompt, left]
+                lease_id, (prompt, left, _) = waiting.pop(0)
+                running[lease_id] = [prompt, left]
                 together.append(prompt)
             clock += COST.context_s(len(together), sum(together))
         clock += COST.steps_s(1, len(running), sum(kv for kv, _ in running.values()))
         for state in running.values():
             state[0] += 1
             state[1] -= 1
-        expected |= {token: clock for token, (_, left) in running.items() if not left}
-        running = {token: state for token, state in running.items() if state[1]}
+        expected |= {lease_id: clock for lease_id, (_, left) in running.items() if not left}
+        running = {lease_id: state for lease_id, state in running.items() if state[1]}
     assert found == pytest.approx(expected)
 
 
@@ -99,7 +99,7 @@ def test_what_is_taken_back_has_what_it_generated_up_to_the_end_of_the_step():
     engine.wake()
     engine.take_back(engine.clock_s + COST.steps_s(4, 1, 5) - 1e-6)
     ended, back = engine.wake()
-    assert not ended and [(run.token, run.generated, run.left) for run in back] == [(1, 4, 6), (2, 0, 10)]
+    assert not ended and [(run.lease_id, run.generated, run.left) for run in back] == [(1, 4, 6), (2, 0, 10)]
     assert engine.kv == 0 and engine.next_event_s == float("inf")
 
 
@@ -127,10 +127,10 @@ def test_what_comes_back_is_found_in_the_cache_until_new_weights_or_until_its_ro
 def test_a_full_cache_sends_those_that_have_generated_least_to_wait():
     cost = COST.model_copy(update={"kv_tokens": 200})
     engine = SimulatedEngine("e", cost, slots=8)
-    for token in range(4):
-        engine.submit(Run(token, 10, 0, 90, 0.1 * token))
+    for lease_id in range(4):
+        engine.submit(Run(lease_id, 10, 0, 90, 0.1 * lease_id))
     ends = run_until_idle(engine)
-    assert ends[0][1].token == 0 and len(ends) == 4
+    assert ends[0][1].lease_id == 0 and len(ends) == 4
     assert engine.retractions > 0 and engine.kv_peak <= 200
     assert all(sum(count for _, count in run.pieces) == run.generated == 90 for _, run in ends)
     assert engine.generated == 4 * 90, "nothing is generated twice"
@@ -140,8 +140,8 @@ def test_a_full_cache_sends_those_that_have_generated_least_to_wait():
 def test_a_sample_without_room_waits_for_the_cache_until_another_ends_or_it_is_taken_back(taken_back):
     """Of three the first runs, the second is too large to run beside it, the third comes later and is behind it."""
     engine = SimulatedEngine("e", COST.model_copy(update={"kv_tokens": 200}), slots=3)
-    for token, (prompt, left, at) in enumerate([(100, 60, 0.0), (95, 20, 0.0), (10, 20, 0.1)]):
-        engine.submit(Run(token, prompt, 0, left, at))
+    for lease_id, (prompt, left, at) in enumerate([(100, 60, 0.0), (95, 20, 0.0), (10, 20, 0.1)]):
+        engine.submit(Run(lease_id, prompt, 0, left, at))
     engine.wake()
     if taken_back:
         engine.take_back(0.2)

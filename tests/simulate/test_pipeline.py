@@ -8,7 +8,7 @@ from types import FunctionType, ModuleType
 import numpy as np
 import pytest
 
-from april.broker.events import BatchDelivered, ChunkAccepted
+from april.broker.ledger.events import BatchDelivered, ChunkAccepted
 from april.config import ConfigError
 from april.simulate.costs import EngineCost
 from april.simulate.engine import SimulatedEngine
@@ -77,20 +77,21 @@ def test_the_ledger_closes_the_bound_holds_and_no_token_is_made_up(schedule, cir
             oldest = min(ledger.groups[group].opened_at for group in event.groups)
             assert event.step - oldest <= ledger.rules.max_staleness
 
-    ledger.record = check
-    engines = pipeline.engines
+    ledger.write = check
+    engines, simulated = pipeline.engines, pipeline.state
     measures = pipeline.run()
     assert measures.staleness_max <= ledger.rules.max_staleness
     in_engines = 0
     for engine in engines:
         for run in [*engine.running.values(), *engine.waiting]:
-            in_engines += run.generated + (engine.steps - run.begun if run.token in engine.running else 0)
-    assert sum(engine.generated for engine in engines) == ledger.tokens["generated"] + in_engines + pipeline.lost_tokens
+            in_engines += run.generated + (engine.steps - run.begun if run.lease_id in engine.running else 0)
+    generated = ledger.tokens["generated"] + in_engines + simulated.lost_tokens
+    assert sum(engine.generated for engine in engines) == generated
     assert accepted == ledger.tokens["generated"]
     assert len(measures.steps) == 12
     assert sum(step.tokens for step in measures.steps) == measures.measured.consumed
     assert sum(measures.idle_share.values()) + measures.occupancy == pytest.approx(1)
-    assert (pipeline.lost_tokens > 0) == bool(circumstances)
+    assert (pipeline.state.lost_tokens > 0) == bool(circumstances)
 
 
 def test_every_response_that_is_trained_has_the_length_it_was_given():
@@ -187,7 +188,7 @@ def test_complete_groups_do_not_pile_up_behind_a_straggler():
         nonlocal most_ready
         most_ready = max(most_ready, len(pipeline.ledger.ready))
 
-    pipeline.ledger.record = look
+    pipeline.ledger.write = look
     pipeline.run()
     assert 2 * 4 <= most_ready <= 2 * 4 + 48 / 2
 
@@ -253,14 +254,15 @@ def test_of_a_large_batch_lengths_are_kept_that_stand_for_all():
 def test_the_largest_buffer_is_of_open_and_ready_groups_over_the_whole_run(schedule):
     """Against the ledger's own count and what is in the engines, looked at after every event of the run."""
     pipeline = Pipeline(scenario(**SCHEDULES[schedule], engines__latency_s=0.0, learner__token_s=1e-4))
-    ledger, engines, most = pipeline.ledger, pipeline.engines, 0
+    ledger, state, most = pipeline.ledger, pipeline.state, 0
 
     def look(event, arrays):
         nonlocal most
-        unreported = sum(engine.generated for engine in engines) - ledger.tokens["generated"] - pipeline.lost_tokens
+        generated = sum(engine.generated for engine in state.engines)
+        unreported = generated - ledger.tokens["generated"] - state.lost_tokens
         most = max(most, ledger.tokens["open"] + ledger.tokens["ready"] + unreported)
 
-    ledger.record = look
+    ledger.write = look
     assert pipeline.run().buffer_peak_tokens == pytest.approx(most, rel=0.02)
 
 

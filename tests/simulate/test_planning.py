@@ -23,9 +23,9 @@ from april.simulate.sweep import sweeps
 from april.simulate.trace import TracedGroup, read_trace, write_trace
 from april.simulate.tune import tune
 from april.simulate.variants import variants
-from april.version import Version
+from april.wire.version import Version
 from april.workers.engines.base import EngineError
-from april.workers.engines.decoder import read_shape
+from april.workers.engines.embedded.decoder import read_shape
 
 PUBLISHED = Path(__file__).parents[2] / "configs" / "published.toml"
 COST = EngineCost(
@@ -52,7 +52,8 @@ decode_running_s = 0.0001
 decode_kv_s = 0.0
 prefill_s = 0.00001
 """
-ONLY_FRESH = ["--schedule.kind", "sync", "--over-sampling-batch-size", "4", "--schedule.max_staleness", "0"]
+SYNC = ["--schedule.kind", "sync", "--over-sampling-batch-size", "4"]
+ONLY_FRESH = ["--over-sampling-batch-size", "4", "--schedule.max_staleness", "0"]
 
 
 @pytest.fixture
@@ -397,10 +398,13 @@ def test_a_traced_prompt_has_to_fit_into_the_cache_with_its_own_responses(small,
         (["--schedule.kind", "continuous", "--schedule.in_flight", "auto"], "'schedule.in_flight' = 'auto' is for"),
         (["--experiment", "buffers", *ONLY_FRESH], "'schedule.max_staleness' = 0 admits no N' above N"),
         (["--sweep", *ONLY_FRESH], "'schedule.max_staleness' = 0 admits no N' above N"),
+        (["--sweep", *SYNC], "'schedule.kind' = 'sync' has nothing to turn here; use 'april' or 'continuous'"),
+        (["--experiment", "buffers", "--schedule.kind", "continuous"], "nothing to turn here; use 'april', or"),
+        (["--schedule.kind", "tests.simulate.test_planning:no_such"], "tests.simulate.test_planning has no 'no_such'"),
     ],
 )
-def test_what_cannot_work_ends_with_a_sentence(small, capsys, words, said):
-    assert main(["simulate", str(small), *words]) == 2
+def test_what_cannot_work_ends_with_a_sentence(small, tmp_path, capsys, words, said):
+    assert main(["simulate", str(small), *words, "--out", str(tmp_path)]) == 2
     assert said in capsys.readouterr().err
 
 

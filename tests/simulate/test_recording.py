@@ -2,14 +2,14 @@
 
 import pytest
 
-from april.broker.ledger import Ledger, Rules
-from april.broker.snapshot import SnapshotStore, freeze
+from april.broker.journal.snapshot import SnapshotStore, freeze
+from april.broker.ledger.ledger import Ledger, Rules
 from april.cli import main
 from april.config import ConfigError
 from april.simulate.pipeline import Pipeline
 from april.simulate.recording import record_trace
 from april.simulate.trace import TracedGroup, read_trace
-from april.version import Version
+from april.wire.version import Version
 from tests.simulate.journals import add_group, recorded
 from tests.simulate.test_pipeline import HARD, SCHEDULES, scenario
 
@@ -59,10 +59,10 @@ def test_a_group_behind_an_unfinished_one_is_left_out_and_a_torn_tail_is_passed_
     ledger = small_ledger()
     with recorded(ledger, tmp_path):
         group = add_group(ledger, [None, 5], prompt_tokens=11)
-        ledger.add_chunk(group.samples[0].token, 0, 2, Version(0, 0))
-        ledger.end_lease(group.samples[0].token, "abort")
+        ledger.add_chunk(group.samples[0].lease_id, 0, 2, Version(0, 0))
+        ledger.end_lease(group.samples[0].lease_id, "abort")
         again = ledger.lease(group.samples[0], "w", 0, expires_at=1.0)
-        ledger.add_chunk(again.token, 2, 38, Version(0, 0), "stop")
+        ledger.add_chunk(again.id, 2, 38, Version(0, 0), "stop")
         for lengths, evaluation in [([9, 9], True), ([3, None], False), ([4, 4], False)]:
             add_group(ledger, lengths, evaluation=evaluation, size=2)
     (segment,) = (tmp_path / "journal").glob("*.msgpack")

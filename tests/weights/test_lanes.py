@@ -2,22 +2,23 @@
 
 import queue
 import signal
-import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 import torch
 
-from april import clock
 from april.config import ConfigError, WeightsSection
-from april.version import Version
+from april.processes import clock
 from april.weights import lane
 from april.weights.publisher import SILENCE_S, WeightPublisher
 from april.weights.receiver import WeightReceiver
+from april.wire.version import Version
 from tests.listeners import listeners
+from tests.warm import Popen
 
 PATIENCE_S = 60.0
 
@@ -25,7 +26,7 @@ PATIENCE_S = 60.0
 class LaneWorker:
     def __init__(self, address, name):
         script = Path(__file__).with_name("lane_worker.py")
-        self.process = subprocess.Popen([sys.executable, script, address, name], stdout=subprocess.PIPE, text=True)
+        self.process = Popen([sys.executable, script, address, name], stdout=PIPE, text=True)
         self.lines = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from april.workers.engines.base import Request
-from tests.workers.engine_driving import V0, Stream, drive, join, prompt
+from april.workers.engines.conformance.driving import V0, Stream, drive, join, prompt
 
 PATIENCE_S = 600.0
 LONG = [Request(i, prompt(3 + i, seed=i), 600, temperature=0.0) for i in range(6)]

@@ -6,7 +6,7 @@ from april.cli import main
 from april.simulate import calibrate
 from april.simulate.scenario import load_scenario
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.sglang]
 """the first test on SGLang starts its server"""
 
 

@@ -6,8 +6,9 @@ import pytest
 
 from april.weights.receiver import Staged
 from april.workers.engines.base import EngineError
-from april.workers.intake import Intake, ServerIntake
-from tests.workers.engine_driving import V0, V1
+from april.workers.engines.conformance.driving import V0, V1
+from april.workers.engines.intake import Intake
+from april.workers.engines.sglang.intake import ServerIntake
 
 
 class Receiver:

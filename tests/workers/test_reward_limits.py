@@ -16,6 +16,8 @@ import pytest
 from april.workers.rewards import sandbox
 from tests.workers.rewards_setup import collect
 
+pytestmark = pytest.mark.xdist_group("programs")
+"""what is left over of one's programs is not another's"""
 SUMS = json.dumps({"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7"]})
 ADD = json.dumps({"fn_name": "add", "inputs": [[1, 2], [3, 4]], "outputs": [3, 7]})
 ASSERTIONS = "assert add(1, 2) == 3\nassert add(0, 0) == 0"

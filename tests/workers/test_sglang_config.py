@@ -7,10 +7,12 @@ import pytest
 from april.cli import main
 from april.config import ConfigError, load
 from april.workers.engines.capacity import CapacityRule
-from april.workers.engines.sglang_checks import check_ranks, check_server, check_speculation
-from april.workers.engines.sglang_engine import make_sglang_engine, server_settings
-from april.workers.engines.sglang_lane import ServerLane
-from april.workers.engines.sglang_server import ServerFailed, ServerSettings
+from april.workers.engines.embedded.entry import TorchEntry
+from april.workers.engines.sglang.checks import check_ranks, check_server, check_speculation
+from april.workers.engines.sglang.entry import SGLangEntry
+from april.workers.engines.sglang.factory import make_sglang_engine, server_settings
+from april.workers.engines.sglang.lane import ServerLane
+from april.workers.engines.sglang.server import ServerFailed, ServerSettings
 
 SGLANG = ["--worker.engine", "sglang"]
 REFUSED = {
@@ -125,15 +127,16 @@ def test_a_dry_run_leaves_the_ranks_of_servers_of_others_to_them(config_file, ca
 def test_several_servers_of_a_worker_have_lanes_logs_ports_and_devices_of_their_own(config_file, capsys):
     words = ["--engine.servers", "2", "--engine.port", "30000", "--engine.server.tp_size", "2", "--worker.count", "1"]
     config = load(config_file, [*SGLANG, *words])
-    assert config.lanes_of("w") == ["w-server-0", "w-server-1"]
+    assert SGLangEntry.lanes(config, "w") == ["w-server-0", "w-server-1"]
     first, second = server_settings(config, "cuda", "w")
     assert (first.port, second.port) == (30000, 30001)
     assert second.log.name == "w-server-1-sglang.log" and second.options["base_gpu_id"] == 2
     assert main(["run", str(config_file), "--dry-run", *SGLANG, *words, "--engine.weights", "broadcast"]) == 0
     assert "worker-0-server-1: 3 ranks: 0 the learner, 1-2" in capsys.readouterr().out
     config = load(config_file, [*SGLANG, "--engine.url", "http://a:1, http://b:2"])
-    assert config.engine.url == ["http://a:1", "http://b:2"] and len(config.lanes_of("w")) == 2
-    assert load(config_file, ["--engine.servers", "2"]).lanes_of("w") == ["w"], "the embedded engine has no servers"
+    assert config.engine.url == ["http://a:1", "http://b:2"] and len(SGLangEntry.lanes(config, "w")) == 2
+    embedded = load(config_file, ["--engine.servers", "2"])
+    assert TorchEntry.lanes(embedded, "w") == ["w"], "it has no servers"
 
 
 def test_the_configuration_with_server_options_reads_back_unchanged(config_file, tmp_path):

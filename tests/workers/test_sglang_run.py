@@ -5,12 +5,12 @@ import os
 import numpy as np
 import pytest
 
-from april.limits import CUT_CHUNK_TOKENS, FROM_PEER, SUPPORT_IDS
+from april.wire.limits import CUT_CHUNK_TOKENS, FROM_PEER, SUPPORT_IDS
 from april.workers.engines.base import Request
-from april.workers.engines.sglang_client import ServerRefuses
-from april.workers.engines.sglang_run import Run
-from april.workers.engines.sglang_weights import claim, remove_if_left
-from tests.workers.engine_driving import V0, prompt
+from april.workers.engines.conformance.driving import V0, prompt
+from april.workers.engines.sglang.client import ServerRefuses
+from april.workers.engines.sglang.run import Run
+from april.workers.engines.sglang.weights import claim, remove_if_left
 
 WHOLE = list(range(10, 18))
 

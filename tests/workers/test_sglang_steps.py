@@ -8,12 +8,12 @@ import asyncio
 import pytest
 
 from april.workers.engines.base import Request
-from april.workers.engines.sglang import SGLangEngine
-from april.workers.engines.sglang_fleet import SGLangFleet
-from april.workers.engines.sglang_news import News
-from tests.workers.engine_driving import V0, V1, VOCABULARY, prompt
+from april.workers.engines.conformance.driving import V0, V1, VOCABULARY, prompt
+from april.workers.engines.sglang.engine import SGLangEngine
+from april.workers.engines.sglang.fleet import SGLangFleet
+from april.workers.engines.sglang.news import News
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.sglang]
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def fleet(sglang_server, tiny_model, monkeypatch):
     for part in parts:
         part.load_weights(V0, tiny_model().weights())
         part.step()
-    monkeypatch.setattr("april.workers.engines.sglang_news.STEP_S", 1e6)
+    monkeypatch.setattr("april.workers.engines.sglang.news.STEP_S", 1e6)
     fleet = SGLangFleet(parts, loop, news)
     yield fleet
     fleet.cancel_all(range(10))

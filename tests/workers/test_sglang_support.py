@@ -7,13 +7,22 @@ import numpy as np
 import pytest
 import torch
 
-from april.support import Support
+from april.data.support import Support
 from april.workers.engines.base import EngineError, Request
-from april.workers.engines.sglang import SGLangEngine
-from april.workers.engines.torch_engine import TorchEngine
-from tests.workers.engine_driving import V0, V1, VOCABULARY, Stream, assert_true_logprobs, drive, join, prompt
+from april.workers.engines.conformance.driving import (
+    V0,
+    V1,
+    VOCABULARY,
+    Stream,
+    assert_true_logprobs,
+    drive,
+    join,
+    prompt,
+)
+from april.workers.engines.embedded.engine import TorchEngine
+from april.workers.engines.sglang.engine import SGLangEngine
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.sglang]
 """the first test on SGLang starts its server"""
 
 CUTS = {

@@ -10,22 +10,22 @@ import pytest
 import torch
 
 from april.config import WeightsSection
-from april.version import Version
 from april.weights.publisher import WeightPublisher
 from april.weights.receiver import WeightReceiver
 from april.weights.server_checksums import checksums_in_server
 from april.weights.snapshot import joined
+from april.wire.version import Version
 from april.workers.engines.base import EngineError, Request
-from april.workers.engines.sglang import SGLangEngine
-from april.workers.engines.sglang_client import ServerSilent
-from april.workers.engines.sglang_lane import ServerLane
-from april.workers.engines.sglang_server import ServerFailed
-from april.workers.engines.sglang_weights import DiskSnapshot, LocalTensors
-from april.workers.intake import ServerIntake
-from tests.workers.engine_driving import V0, V1, V2, VOCABULARY, Stream, drive, join, prompt
+from april.workers.engines.conformance.driving import V0, V1, V2, VOCABULARY, Stream, drive, join, prompt
+from april.workers.engines.sglang.client import ServerSilent
+from april.workers.engines.sglang.engine import SGLangEngine
+from april.workers.engines.sglang.intake import ServerIntake
+from april.workers.engines.sglang.lane import ServerLane
+from april.workers.engines.sglang.server import ServerFailed
+from april.workers.engines.sglang.weights import DiskSnapshot, LocalTensors
 from tests.workers.server_faults import rest_of, run_until, streams_of
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.sglang]
 PATIENCE_S = 120.0
 
 
@@ -217,7 +217,7 @@ def test_weights_other_than_those_sent_are_noticed(make_engine, tiny_model, monk
     engine = make_engine()
     truth = tiny_model().weights()
     monkeypatch.setattr(
-        "april.workers.engines.sglang.checksums_in_server",
+        "april.workers.engines.sglang.engine.checksums_in_server",
         lambda tensors: checksums_in_server(tiny_model(seed=1).weights()),
     )
     with pytest.raises(EngineError, match="other weights than it was sent"):

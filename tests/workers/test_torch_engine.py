@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from april.version import Version
+from april.wire.version import Version
 from april.workers.engines.base import EngineError, Request
-from april.workers.engines.torch_engine import TorchEngine, load_folder_weights
-from tests.workers.engine_driving import (
+from april.workers.engines.conformance.driving import (
     V0,
     V1,
     V2,
@@ -24,6 +23,8 @@ from tests.workers.engine_driving import (
     prompt,
     requests_of_many_shapes,
 )
+from april.workers.engines.embedded.engine import TorchEngine
+from april.workers.engines.folder_weights import load_folder_weights
 
 
 @pytest.fixture

@@ -3,12 +3,14 @@
 import pytest
 
 from april.config import ConfigError
+from april.workers.rewards import VERIFIERS
 from april.workers.rewards.answers import after_thinking, last_boxed
+from april.workers.rewards.gsm8k import gsm8k
 from april.workers.rewards.mathematics import dapo, deepscaler, math, normalise
 from april.workers.rewards.messages import Item, RewardRules
 from april.workers.rewards.process import verify
 from april.workers.rewards.text import choice, exact, f1, final_answer, regex
-from april.workers.rewards.verifiers import VERIFIERS, check_verifier
+from april.workers.rewards.verifiers import check_verifier
 
 
 @pytest.mark.parametrize(
@@ -165,6 +167,91 @@ def test_dapo_normalises_what_does_not_change_an_answer(answer, plain):
 
 
 @pytest.mark.parametrize(
+    ("response", "label"),
+    [
+        ("48/2 = <<48/2=24>>24\n48+24 = 72\n#### 72", "72"),
+        ("#### 1,080", "1080"),
+        ("#### 1080", "1,080"),
+        ("#### 109,200,000", "109200000"),
+        ("#### -5", "-5"),
+        ("#### \N{MINUS SIGN}5", "-5"),
+        ("#### -$5", "-5"),
+        ("#### $-5", "-5"),
+        ("#### +5", "5"),
+        ("#### 0.25", "0.25"),
+        ("#### .25", "0.25"),
+        ("#### 18.00", "18"),
+        ("#### $18", "18"),
+        ("#### \\$18", "18"),
+        ("#### 18.", "18"),
+        ("#### 18 eggs a day", "18"),
+        ("#### 15/hour", "15"),
+        ("#### 50%", "50"),
+        ("#### **18**", "18"),
+        ("####18", "18"),
+        ("#### 17\nNo, wait.\n#### 18", "18"),
+        ("#### 18\n#### That was it", "18"),
+        ("#### Step 1\n16-3 = 13\n#### Answer\n#### 18", "18"),
+        ("<think>#### 3</think>#### 18", "18"),
+    ],
+)
+def test_gsm8k_takes_the_number_behind_the_last_mark(response, label):
+    assert gsm8k(response, label, "stop")[0] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("response", "label"),
+    [
+        ("#### 18", "17"),
+        ("#### 5", "-5"),
+        ("#### -5", "5"),
+        ("#### 18\n#### 17", "18"),
+        ("#### 1,080", "1"),
+        ("#### 10.80", "1080"),
+        ("#### 180", "18"),
+        ("#### 1/2", "1"),
+        ("#### 12/24", "1"),
+        ("#### 10^3", "10"),
+        ("#### eighteen", "18"),
+        ("#### x = 18", "18"),
+        ("####\n18", "18"),
+        ("### 18", "18"),
+        ("The answer is 18.", "18"),
+        ("#### 18</think>I cannot say", "18"),
+        ("", "0"),
+    ],
+)
+def test_gsm8k_gives_nothing_for_another_number_or_none_behind_the_mark(response, label):
+    assert gsm8k(response, label, "stop")[0] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("response", "marked", "flexible"),
+    [
+        ("The answer is 18.", 0.0, 1.0),
+        ("It is $1,018.00", 0.0, 0.0),
+        ("#### 17 of 18", 1.0, 1.0),
+        ("#### 18", 1.0, 1.0),
+        ("#### 18, as 9 is half of it", 1.0, 0.0),
+        ("none", 0.0, 0.0),
+    ],
+)
+def test_gsm8k_tells_the_form_from_the_number(response, marked, flexible):
+    assert gsm8k(response, "18", "stop")[1] == {"marked": marked, "flexible": flexible}
+
+
+def test_a_label_of_gsm8k_that_is_no_number_is_an_error_and_no_reward():
+    [score] = verify([Item(0, "gsm8k", "#### 1", "one", "stop")], RewardRules())
+    assert score.reward is None and "label 'one' is not a number" in score.error
+
+
+@pytest.mark.parametrize("text", ["#### " + " " * 10**6, "####" * 10**5, "#### " + "1" * 10**6 + "/2", "*$" * 10**5])
+def test_gsm8k_reads_a_hostile_response_in_linear_time(text):
+    """Within the limit of the suite: in quadratic time each would take hours."""
+    assert gsm8k(text, "1", "stop")[0] == 0.0
+
+
+@pytest.mark.parametrize(
     ("response", "letter"),
     [
         ("The answer is (C).", "C"),
@@ -218,7 +305,7 @@ def test_penalties_add_up_and_are_told_apart():
 
 
 def test_every_verifier_that_ships_can_be_found():
-    for name in VERIFIERS:
+    for name in VERIFIERS.shipped:
         check_verifier(name, url="http://127.0.0.1/")
 
 

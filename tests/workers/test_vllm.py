@@ -9,13 +9,13 @@ from dataclasses import replace
 import pytest
 
 from april.workers.engines.base import EngineError, Request
-from april.workers.engines.sglang_client import ServerRefuses, SGLangClient
-from april.workers.engines.sglang_server import ServerFailed, SGLangServer
-from april.workers.engines.vllm_engine import VLLMEngine
-from april.workers.engines.vllm_server import VLLMSettings
+from april.workers.engines.conformance.driving import V1, VOCABULARY, drive, prompt
+from april.workers.engines.sglang.client import ServerRefuses, SGLangClient
+from april.workers.engines.sglang.server import ServerFailed, SGLangServer
+from april.workers.engines.vllm.engine import VLLMEngine
+from april.workers.engines.vllm.server import VLLMSettings
 from tests.run.processes import APRIL, Job, assert_closed, steps_recorded, wait_until
 from tests.workers.conftest import VLLM_PYTHON
-from tests.workers.engine_driving import V1, VOCABULARY, drive, prompt
 from tests.workers.server_faults import (
     PATIENCE_S,
     assert_samples_survive,
@@ -26,7 +26,7 @@ from tests.workers.server_faults import (
     server_processes,
 )
 
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = [pytest.mark.timeout(1200), pytest.mark.vllm]
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +142,7 @@ def test_a_whole_run_comes_to_its_end_though_its_server_is_killed(config_file, t
     run_dir = tmp_path / "runs" / "small"
     try:
         wait_until(lambda: steps_recorded(run_dir) >= 2, job, PATIENCE_S)
-        job.kill("vllm_program")
+        job.kill("vllm/program")
         assert job.wait(PATIENCE_S) == 0, job.output
         found = assert_closed(run_dir)
         assert found["steps"] == 5 and found["state"] == "finished" and "restart" not in job.output

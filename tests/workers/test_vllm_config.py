@@ -3,7 +3,8 @@
 import pytest
 
 from april.config import ConfigError, load
-from april.workers.engines.vllm_server import PROGRAM, VLLMSettings
+from april.workers.engines.sglang.factory import server_python
+from april.workers.engines.vllm.server import PROGRAM, VLLMSettings
 
 VLLM = ["--worker.engine", "vllm"]
 REFUSED = {
@@ -32,7 +33,7 @@ def test_what_cannot_work_is_refused_with_a_sentence(config_file, case):
 
 def test_options_become_the_server_s_command_line_and_win_over_april_s(config_file, tmp_path):
     config = load(config_file, [*VLLM, "--engine.server.dtype", "bfloat16", "--engine.server.seed", "3"])
-    assert config.engine_python.parts[0] == ".venv-vllm"
+    assert server_python(config, VLLMSettings).parts[0] == ".venv-vllm"
     settings = VLLMSettings(tmp_path, tmp_path, tmp_path / "log", slots=7, options=config.engine.server)
     line = " ".join([*settings.program(), *settings.arguments(1234)])
     for part in (str(PROGRAM), "--dtype bfloat16", "--seed 3", "--port 1234", "--max-num-seqs 7"):

@@ -3,3 +3,30 @@
 A column has one entry for each of the K response tokens of a micro-batch, sequence after sequence; `Spans` says
 where each sequence lies. Columns that come from the policy under training carry gradients, all others do not.
 """
+
+from april.registry import Registry
+
+LOSSES = Registry(
+    "algorithm.loss",
+    "loss",
+    {name: f"april.learner.losses.policy:{name}" for name in ("ppo", "gspo", "gspo_token", "cispo")},
+)
+CORRECTIONS = Registry(
+    "algorithm.corrections",
+    "correction",
+    {
+        "truncated": "april.learner.losses.corrections:truncate",
+        "truncated_sequence": "april.learner.losses.corrections:truncate_sequences",
+        "icepop": "april.learner.losses.corrections:keep_within_a_band",
+        "geometric": "april.learner.losses.corrections:keep_sequences_within_a_band",
+        "on_policy_only": "april.learner.losses.corrections:keep_the_newest",
+    },
+)
+ADVANTAGES = Registry(
+    "algorithm.advantage",
+    "advantage estimator",
+    {
+        name: f"april.learner.losses.advantages:{name}"
+        for name in ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline")
+    },
+)

@@ -1,16 +1,15 @@
 """Advantages from the rewards of a batch, group by group, in float64.
 
 Every estimator is a function (rewards, lengths) -> advantages over lists with one float64 [n] tensor a group;
-`lengths` are response tokens. A group (for the batch-wide estimators: a batch) without spread (`april.spread`) says
-nothing: zeros. `advantages` takes rounding out of what they give.
+`lengths` are response tokens. A group (for the batch-wide estimators: a batch) without spread
+(`april.filters.spread`) says nothing: zeros. `advantages` takes rounding out of what they give.
 """
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from april import spread
+from april.filters import spread
+from april.learner.losses import ADVANTAGES
 
 Groups = list[Tensor]
 
@@ -79,11 +78,6 @@ def whitened(values: Groups, lengths: Groups) -> Groups:
     return [(group - mean) / variance.sqrt() for group in values]
 
 
-ADVANTAGES: dict[str, Callable[[Groups, Groups], Groups]] = {
-    function.__name__: function for function in (grpo, dr_grpo, rloo, reinforce_pp, reinforce_pp_baseline)
-}
-
-
 def advantages(estimator: str, rewards: Groups, lengths: Groups) -> Groups:
     """What `estimator` gives, and exactly 0 where that is rounding."""
-    return [group.masked_fill(group.abs() < ROUNDING, 0.0) for group in ADVANTAGES[estimator](rewards, lengths)]
+    return [group.masked_fill(group.abs() < ROUNDING, 0.0) for group in ADVANTAGES.find(estimator)(rewards, lengths)]

@@ -1,9 +1,12 @@
 """Per-token columns: log-ratios that stay finite, and means over the sequences that tokens belong to."""
 
-from dataclasses import dataclass
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MAX_LOG_RATIO = 20.0
 """log-ratios are cut here, so that exp() stays finite and a masked branch never yields 0 * inf in backward"""
@@ -37,4 +40,4 @@ class Spans:
         return (self._sums(column) / self.lengths)[self.index]
 
     def _sums(self, column: Tensor) -> Tensor:
-        return torch.zeros_like(self.lengths).index_add(0, self.index, column)
+        return self.lengths.new_zeros(self.lengths.shape).index_add(0, self.index, column)

@@ -3,12 +3,67 @@
 A token was sampled by its behaviour policy mu, `age` versions ago; pi is the policy at hand. The loss takes its
 ratio against a proximal policy and is multiplied by weights that make up for what lies between the proximal
 policy and mu. No correction carries a gradient. Those with a cap also say which tokens it has touched.
+
+One that is named in `algorithm.corrections` is a function (tokens, section) -> weights, or (weights, touched): of
+`StaleTokens` and the configuration's [algorithm], to [K]. This module is read without torch: a configuration is checked
+everywhere.
 """
 
-import torch
-from torch import Tensor
+from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from april.config.sections import AlgorithmSection
 from april.learner.losses.columns import MAX_LOG_RATIO, Spans
+
+if TYPE_CHECKING:
+    from torch import Tensor, dtype
+
+Correction = Callable[["StaleTokens", AlgorithmSection], "Tensor | tuple[Tensor, Tensor]"]
+
+
+@dataclass(frozen=True, eq=False)
+class StaleTokens:
+    """What a correction sees of the K tokens of a micro-batch; no gradient."""
+
+    from_behaviour: Tensor
+    """float32 [K]: log of proximal policy over behaviour policy"""
+    whole: Tensor
+    """float32 [K]: log of the policy at hand over behaviour policy"""
+    ages: Tensor
+    """int64 [K]: steps between the version that sampled a token and the weights at hand"""
+    spans: Spans
+
+
+def weighing(correction: Correction) -> Correction:
+    """Marks one that applies the ratio of proximal to behaviour policy; only one of those makes sense at a time."""
+    correction.weighs = True  # type: ignore[attr-defined]
+    return correction
+
+
+@weighing
+def truncate(tokens: StaleTokens, section: AlgorithmSection) -> tuple[Tensor, Tensor]:
+    return truncated(tokens.from_behaviour, section.truncation)
+
+
+@weighing
+def truncate_sequences(tokens: StaleTokens, section: AlgorithmSection) -> tuple[Tensor, Tensor]:
+    return truncated_sequence(tokens.from_behaviour, tokens.spans, section.sequence_truncation)
+
+
+@weighing
+def keep_within_a_band(tokens: StaleTokens, section: AlgorithmSection) -> Tensor:
+    return icepop(tokens.from_behaviour, section.icepop_low, section.icepop_high)
+
+
+def keep_sequences_within_a_band(tokens: StaleTokens, section: AlgorithmSection) -> Tensor:
+    return geometric(tokens.whole, tokens.spans, section.geometric_low, section.geometric_high)
+
+
+def keep_the_newest(tokens: StaleTokens, section: AlgorithmSection) -> Tensor:
+    return on_policy_only(tokens.ages, tokens.whole.dtype)
 
 
 def interpolated_proximal(logprobs: Tensor, behaviour_logprobs: Tensor, ages: Tensor) -> Tensor:
@@ -47,7 +102,7 @@ def capped(weights: Tensor, cap: float) -> tuple[Tensor, Tensor]:
 def icepop(log_ratios: Tensor, low: float, high: float) -> Tensor:
     """The ratio where it lies within [low, high], otherwise 0. IcePop, "Every Step Evolves", arXiv 2510.18855."""
     ratios = log_ratios.exp()
-    return torch.where((ratios >= low) & (ratios <= high), ratios, 0.0)
+    return ratios.where((ratios >= low) & (ratios <= high), 0.0)
 
 
 def geometric(log_ratios: Tensor, spans: Spans, low: float, high: float) -> Tensor:
@@ -60,6 +115,7 @@ def geometric(log_ratios: Tensor, spans: Spans, low: float, high: float) -> Tens
     return ((means >= low) & (means <= high)).to(log_ratios.dtype)
 
 
-def on_policy_only(ages: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """1 for tokens of the newest version, otherwise 0: partial rollouts with their older part masked."""
-    return (ages <= 0).to(dtype)
+def on_policy_only(ages: Tensor, dtype: dtype | None = None) -> Tensor:
+    """1 for tokens of the newest version, otherwise 0: partial rollouts with their older part masked. [default
+    float32]"""
+    return (ages <= 0).to(dtype) if dtype else (ages <= 0).float()

@@ -1,16 +1,19 @@
 """Policy losses: what is minimised for each response token, and which tokens the clip has touched.
 
 Every loss is a function (logprobs, proximal_logprobs, advantages, spans, clip) -> (losses, clipped), all [K];
-`proximal_logprobs` are those of the policy around which the ratio is clipped, without a gradient.
+`proximal_logprobs` are those of the policy around which the ratio is clipped, without a gradient. One that heeds
+`clip.dual` says so (`takes_dual_clip`). This module is read without torch: a configuration is checked everywhere.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from april.learner.losses.columns import Spans, log_ratio, probability_ratio
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,9 @@ def ppo(
     dual clip of arXiv 1912.09729, equation 5.
     """
     return clipped_surrogate(probability_ratio(logprobs, proximal_logprobs), advantages, clip)
+
+
+ppo.takes_dual_clip = True  # type: ignore[attr-defined]
 
 
 def gspo(
@@ -72,14 +78,9 @@ def cispo(
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, clip: Clip) -> tuple[Tensor, Tensor]:
     surrogate = ratio * advantages
     bounded = ratio.clamp(1 - clip.low, 1 + clip.high) * advantages
-    losses, clipped = -torch.minimum(surrogate, bounded), bounded < surrogate
+    losses, clipped = -surrogate.minimum(bounded), bounded < surrogate
     if clip.dual is None:
         return losses, clipped
     most = -clip.dual * advantages
     capped = (advantages < 0) & (losses > most)
-    return torch.where(capped, most, losses), clipped | capped
-
-
-POLICY_LOSSES: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
-    function.__name__: function for function in (ppo, gspo, gspo_token, cispo)
-}
+    return most.where(capped, losses), clipped | capped

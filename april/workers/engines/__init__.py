@@ -1,0 +1,17 @@
+"""Generation engines: what turns prompts into tokens. `base.py` says what one is, `entry.py` what April asks about one.
+
+The embedded engine runs in the worker's own process; the others drive servers.
+"""
+
+from april.registry import Registry
+
+ENGINES = Registry(
+    "worker.engine",
+    "engine",
+    {
+        "torch": "april.workers.engines.embedded.entry:TorchEntry",
+        "sglang": "april.workers.engines.sglang.entry:SGLangEntry",
+        "vllm": "april.workers.engines.vllm.entry:VLLMEntry",
+    },
+    base="april.workers.engines.entry:EngineEntry",
+)

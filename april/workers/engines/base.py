@@ -13,15 +13,18 @@ until `cancel`. Every generated token leaves the engine exactly once, in order:
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 
-from april.support import Support
-from april.version import Version
+from april.data.support import Support
+from april.wire.version import Version
 
 if TYPE_CHECKING:
     import torch
+
+
+Finish = Literal["stop", "length"]
 
 
 class EngineError(RuntimeError):
@@ -65,22 +68,30 @@ class Chunk:
     """float32 [T]: log-softmax(logits / temperature) of each token, over its support where there is one; temperature 1
     when greedy"""
     version: Version
-    finish_reason: str | None = None
+    finish_reason: Finish | None = None
     """"stop" | "length" on the last chunk of a request, otherwise None; no chunk is empty"""
     support: Support | None = None
     """of each token, where the request asks for it"""
 
 
 class Engine(Protocol):
-    version: Version | None
-    """of the weights that the next token is sampled from; None before the first `load_weights`, and after the engine
-    has lost what it had"""
-    ready: bool
-    """whether weights can be loaded: an engine behind a server that is down is not"""
-    max_context: int
-    """tokens of the longest prompt with its response"""
-    generated_tokens: int
-    """tokens since the engine was made, handed over or not: sampled, or, where a server samples, arrived from it"""
+    @property
+    def version(self) -> Version | None:
+        """Of the weights that the next token is sampled from; None before the first `load_weights`, and after the
+        engine has lost what it had."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether weights can be loaded: an engine behind a server that is down is not."""
+
+    @property
+    def max_context(self) -> int:
+        """Tokens of the longest prompt with its response."""
+
+    @property
+    def generated_tokens(self) -> int:
+        """Tokens since the engine was made, handed over or not: sampled, or, where a server samples, arrived from
+        it."""
 
     def submit(self, request: Request) -> None:
         """Queue a request. Raises EngineError for one that can never run."""

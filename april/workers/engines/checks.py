@@ -12,11 +12,15 @@ from april.workers.engines.base import EngineError, Request
 if TYPE_CHECKING:
     import torch
 
+    from april.workers.engines.entry import EngineEntry
+
 OUTPUT, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
-def check_request(request: Request, vocabulary: int, max_context: int, live: Container[int]) -> None:
-    """Raise EngineError for a request that can never run."""
+def check_request(
+    request: Request, vocabulary: int, max_context: int, live: Container[int], entry: "type[EngineEntry] | None" = None
+) -> None:
+    """Raise EngineError for a request that can never run, or that asks for what the `entry` says it does not do."""
     name, tokens = f"request {request.id}", np.asarray(request.tokens)
     if request.id in live:
         raise EngineError(f"{name} is live already; cancel it or use another id")
@@ -41,6 +45,16 @@ def check_request(request: Request, vocabulary: int, max_context: int, live: Con
         )
     if not 0 <= request.min_p < 1:
         raise EngineError(f"{name} has min_p = {request.min_p}; it is at least 0 and below 1")
+    if entry and not entry.returns_supports and (request.with_support or request.min_p):
+        raise EngineError(
+            f"{name} has with_support = {request.with_support}, min_p = {request.min_p}, and the engine does not say "
+            "what is left of the distribution; use False and 0"
+        )
+    if entry and not entry.cuts and (request.top_k or request.top_p != 1):
+        raise EngineError(
+            f"{name} has top_k = {request.top_k}, top_p = {request.top_p}, and the engine does not cut the "
+            "distribution; use 0 and 1"
+        )
 
 
 def folder_tensors(folder: Path) -> tuple[dict[str, tuple[int, ...]], bool]:
@@ -50,7 +64,7 @@ def folder_tensors(folder: Path) -> tuple[dict[str, tuple[int, ...]], bool]:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise EngineError(f"{folder} holds no .safetensors file; save the model with save_pretrained")
-    shapes = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for file in files:
         with safe_open(file, "pt") as tensors:
             shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118

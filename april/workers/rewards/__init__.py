@@ -1,0 +1,23 @@
+"""Verifiers: what a response is worth. `verifiers.py` says what one is; they run in processes of their own."""
+
+from april.registry import Registry
+
+VERIFIERS = Registry(
+    "reward.name",
+    "verifier",
+    {
+        "final_answer": "april.workers.rewards.text:final_answer",
+        "exact": "april.workers.rewards.text:exact",
+        "regex": "april.workers.rewards.text:regex",
+        "f1": "april.workers.rewards.text:f1",
+        "choice": "april.workers.rewards.text:choice",
+        "math": "april.workers.rewards.mathematics:math",
+        "deepscaler": "april.workers.rewards.mathematics:deepscaler",
+        "dapo": "april.workers.rewards.mathematics:dapo",
+        "gsm8k": "april.workers.rewards.gsm8k:gsm8k",
+        "code": "april.workers.rewards.code:code",
+        "remote": "april.workers.rewards.remote:remote",
+        "environment": "april.environments.reward:environment",
+    },
+    prefix="group:",
+)

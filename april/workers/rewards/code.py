@@ -14,7 +14,7 @@ import re
 import secrets
 
 from april.workers.rewards.answers import after_thinking
-from april.workers.rewards.messages import Item, RewardRules, Score
+from april.workers.rewards.messages import Item, RewardRules, Score, takes_items
 from april.workers.rewards.sandbox import Limits, Outcome, run
 
 BLOCK = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
@@ -34,6 +34,7 @@ class LimitExceeded(RuntimeError):
     """The program ran into a limit, so that nothing is known of its result."""
 
 
+@takes_items
 def code(items: list[Item], rules: RewardRules) -> list[Score]:
     [item] = items
     tests = read_tests(item.label)
@@ -47,9 +48,6 @@ def code(items: list[Item], rules: RewardRules) -> list[Score]:
         passed += 1
     details = {"program": 1.0, "passed": passed / len(tests)}
     return [Score(item.key, float(passed == len(tests)), None, details)]
-
-
-code.takes_items = True
 
 
 def last_block(text: str) -> str | None:
@@ -87,7 +85,7 @@ def passes(program: str, test: tuple[str, str | None, object], rules: RewardRule
         return outcome.status == 0 and outcome.output.rstrip().endswith(mark.encode())
     if not name:
         outcome = tried(program, given, rules)
-        return outcome.status == 0 and lines(outcome.output.decode(errors="replace")) == lines(wanted)
+        return outcome.status == 0 and lines(outcome.output.decode(errors="replace")) == lines(str(wanted))
     outcome = tried(program + CALL.format(name=name, mark=mark), given, rules)
     _, found, result = outcome.output.rpartition(mark.encode())
     return outcome.status == 0 and bool(found) and json.loads(result) == wanted

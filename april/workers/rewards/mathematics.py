@@ -51,6 +51,10 @@ def dapo(response: str, label: str, finish_reason: str) -> Detailed:
 # --- meaning ------------------------------------------------------------------------------------------------
 
 
+for verifier in (math, deepscaler):
+    vars(verifier)["needs"] = "math_verify"  # of the `rewards` extra, imported when it is first used
+
+
 def same_meaning(label: str, text: str) -> bool:
     """Whether the answer in `text` means the label. Raises ValueError for a label that says nothing."""
     from math_verify import parse, verify

@@ -1,10 +1,8 @@
-"""What a reward pool and its verifier processes say to each other: MessagePack behind a 4-byte little-endian length."""
+"""What a reward pool and its verifier processes say to each other."""
+
+from collections.abc import Callable
 
 import msgspec
-
-LENGTH_BYTES = 4
-READY = bytes(LENGTH_BYTES)
-"""An empty frame: the process is up."""
 
 
 class RewardRules(msgspec.Struct, frozen=True):
@@ -68,6 +66,11 @@ class GroupScore(msgspec.Struct, array_like=True, frozen=True, tag=True):
     scores: list[Score]
 
 
-def frame(message: msgspec.Struct) -> bytes:
-    body = msgspec.msgpack.encode(message)
-    return len(body).to_bytes(LENGTH_BYTES, "little") + body
+BatchVerifier = Callable[[list[Item], RewardRules], list[Score]]
+"""scores several items at once, and knows the run's rules"""
+
+
+def takes_items(verifier: BatchVerifier) -> BatchVerifier:
+    """Mark one, which is told from a verifier of one response by that."""
+    vars(verifier)["takes_items"] = True
+    return verifier

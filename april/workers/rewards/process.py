@@ -5,28 +5,21 @@ import importlib
 import math
 import numbers
 import os
-import resource
 import select
 import signal
 import sys
 from collections import deque
-from typing import BinaryIO
+from collections.abc import Sequence
 
 import msgspec
 
-from april.limits import DETAILS, REWARD, is_reward
-from april.workers.rewards.messages import (
-    LENGTH_BYTES,
-    READY,
-    GroupItem,
-    GroupScore,
-    Item,
-    RewardRules,
-    Score,
-    frame,
-)
+from april.processes.frames import LENGTH_BYTES, READY, frame, private_pipes, send
+from april.processes.memory import limit_memory
+from april.wire.limits import DETAILS, REWARD, is_reward
+from april.workers.rewards import VERIFIERS
+from april.workers.rewards.messages import GroupItem, GroupScore, Item, RewardRules, Score
 from april.workers.rewards.shaping import shape
-from april.workers.rewards.verifiers import IN_BATCHES, NEEDED, find_verifier
+from april.workers.rewards.verifiers import find_verifier, in_batches
 
 ERROR_CHARACTERS = 500
 BATCH_ITEMS = 32
@@ -43,37 +36,23 @@ def main(limit_s: float, rules: RewardRules) -> None:
     send(scores, READY)
     while batch := inbox.take():
         signal.setitimer(signal.ITIMER_REAL, limit_s)
-        answers = verify(batch, rules) if isinstance(batch[0], Item) else [verify_group(batch[0], rules)]
+        answers = answers_to(batch, rules)
         signal.setitimer(signal.ITIMER_REAL, 0)
         send(scores, b"".join(map(frame, answers)))
 
 
-def limit_memory(memory_mb: int) -> None:
-    """Of this process's address space; what runs into it leaves no core file."""
-    resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20, memory_mb << 20))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+def answers_to(batch: list[Item | GroupItem], rules: RewardRules) -> Sequence[Score | GroupScore]:
+    if isinstance(batch[0], GroupItem):
+        return [verify_group(batch[0], rules)]
+    return verify([item for item in batch if isinstance(item, Item)], rules)
 
 
 def load(name: str) -> None:
     """Import a verifier and what it will import; whatever is wrong with it is said of the items that name it."""
     with contextlib.suppress(Exception):
         find_verifier(name)
-        if name in NEEDED:
-            importlib.import_module(NEEDED[name])
-
-
-def private_pipes() -> tuple[int, BinaryIO]:
-    """The pool's two pipes, out of reach of a verifier that prints or reads."""
-    items, scores = os.dup(0), os.fdopen(os.dup(1), "wb")
-    nothing = os.open(os.devnull, os.O_RDWR)
-    os.dup2(nothing, 0)
-    os.dup2(nothing, 1)
-    return items, scores
-
-
-def send(scores: BinaryIO, data: bytes) -> None:
-    scores.write(data)
-    scores.flush()
+        if needed := getattr(VERIFIERS.find(name), "needs", ""):
+            importlib.import_module(needed)
 
 
 class Inbox:
@@ -85,13 +64,13 @@ class Inbox:
         self._items: deque[Item | GroupItem] = deque()
         self._decoder = msgspec.msgpack.Decoder(Item | GroupItem)
 
-    def take(self) -> list[Item] | list[GroupItem]:
+    def take(self) -> list[Item | GroupItem]:
         """The next items to verify together; none when the pool has closed the pipe."""
         while not self._items:
             if not self._read():
                 return []
         batch = [self._items.popleft()]
-        while batch[0].verifier in IN_BATCHES and len(batch) < BATCH_ITEMS and self._has(batch[0].verifier):
+        while in_batches(batch[0].verifier) and len(batch) < BATCH_ITEMS and self._has(batch[0].verifier):
             batch.append(self._items.popleft())
         return batch
 
@@ -134,7 +113,7 @@ def verify_group(group: GroupItem, rules: RewardRules) -> Score | GroupScore:
 def checked(score: Score, item: Item, rules: RewardRules) -> Score:
     """The shaped score; an error where the reward, or one of its details, is no number to count with."""
     error = score.error or next(filter(None, map(objection, (score.reward, *score.details.values()))), "")
-    if error:
+    if error or score.reward is None:
         return Score(item.key, None, f"verifier {item.verifier!r}: {error}"[:ERROR_CHARACTERS])
     reward, details = shape(float(score.reward), score.details, item, rules)
     return Score(item.key, reward, None, {str(key)[:40]: float(details[key]) for key in list(details)[:DETAILS]})
@@ -145,7 +124,7 @@ def objection(value: object) -> str:
         return f"returned {value!r}, which is not a number"
     if not math.isfinite(value):
         return f"returned {value!r}, which is not finite"
-    return "" if is_reward(value) else f"returned {value!r}, which is larger than {REWARD:g}; scale it"
+    return "" if is_reward(float(value)) else f"returned {value!r}, which is larger than {REWARD:g}; scale it"
 
 
 if __name__ == "__main__":

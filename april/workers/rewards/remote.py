@@ -13,7 +13,7 @@ from numbers import Real
 
 import msgspec
 
-from april.workers.rewards.messages import Item, RewardRules, Score
+from april.workers.rewards.messages import Item, RewardRules, Score, takes_items
 
 TRIES = 4
 FIRST_PAUSE_S = 0.2
@@ -25,6 +25,7 @@ TRIES_SHARE = 0.8
 """of the time limit is spent on tries, lest the limit end the process first"""
 
 
+@takes_items
 def remote(items: list[Item], rules: RewardRules) -> list[Score]:
     """Scores of a batch, in order. Raises RemoteError when there are none."""
     body = msgspec.json.encode([
@@ -40,7 +41,7 @@ def remote(items: list[Item], rules: RewardRules) -> list[Score]:
     return [score_of(item, one) for item, one in zip(items, answer, strict=True)]
 
 
-remote.takes_items = True
+vars(remote).update(in_batches=True, asks_a_server=True)
 
 
 class RemoteError(RuntimeError):

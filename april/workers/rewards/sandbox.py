@@ -21,6 +21,7 @@ import time
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import IO
 
 import msgspec
 
@@ -99,19 +100,20 @@ def talk(process: subprocess.Popen, stdin: bytes, limits: Limits) -> tuple[bytes
     """Feed the program and collect what it writes, until it closes its pipes, or a limit is reached."""
     deadline_s = time.monotonic() + limits.wall_s
     output, errors, exceeded = bytearray(), bytearray(), ""
-    reading, written, unsent = {process.stdout: output, process.stderr: errors}, 0, memoryview(stdin)
+    to_program, from_program, complaints = pipes(process)
+    reading, written, unsent = {from_program: output, complaints: errors}, 0, memoryview(stdin)
     with selectors.DefaultSelector() as selector:
-        for stream, events in (
-            (process.stdin, selectors.EVENT_WRITE),
-            (process.stdout, selectors.EVENT_READ),
-            (process.stderr, selectors.EVENT_READ),
+        for pipe, events in (
+            (to_program, selectors.EVENT_WRITE),
+            (from_program, selectors.EVENT_READ),
+            (complaints, selectors.EVENT_READ),
         ):
-            os.set_blocking(stream.fileno(), False)
-            selector.register(stream, events)
+            os.set_blocking(pipe.fileno(), False)
+            selector.register(pipe, events, pipe)
         while reading and not exceeded:
             left_s = deadline_s - time.monotonic()
-            for stream in [key.fileobj for key, _ in selector.select(max(0.0, left_s))]:
-                if stream is process.stdin:
+            for stream in [key.data for key, _ in selector.select(max(0.0, left_s))]:
+                if stream is to_program:
                     unsent = feed(stream, unsent)
                     done = not unsent
                 else:
@@ -132,7 +134,13 @@ def talk(process: subprocess.Popen, stdin: bytes, limits: Limits) -> tuple[bytes
     return bytes(output), bytes(errors), exceeded
 
 
-def feed(stdin, unsent: memoryview) -> memoryview:
+def pipes(process: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes], IO[bytes]]:
+    """stdin, stdout and stderr of a process that was started with all three."""
+    assert process.stdin and process.stdout and process.stderr
+    return process.stdin, process.stdout, process.stderr
+
+
+def feed(stdin: IO[bytes], unsent: memoryview) -> memoryview:
     """What could not be written yet; nothing when the program does not read."""
     try:
         return unsent[os.write(stdin.fileno(), unsent[: 1 << 16]) :] if unsent else unsent
@@ -167,7 +175,7 @@ def end_all(process: subprocess.Popen, everything: bool) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    for stream in (process.stdin, process.stdout, process.stderr):
+    for stream in pipes(process):
         with contextlib.suppress(OSError):
             stream.close()
     while everything and (left := children(os.getpid())):

@@ -10,54 +10,33 @@ responses to a prompt and returns as many such results; its `tokens` are a list.
 them in one request.
 """
 
-import importlib
 import importlib.util
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import msgspec
 
 from april.data.rows import GROUP_REWARD
-from april.workers.rewards.messages import Item, RewardRules, Score
+from april.errors import ConfigError
+from april.workers.rewards import VERIFIERS
+from april.workers.rewards.messages import BatchVerifier, Item, RewardRules, Score
 
-Verifier = Callable[..., float | tuple[float, dict[str, float]]]
-BatchVerifier = Callable[[list[Item], RewardRules], list[Score]]
-"""one with the attribute `takes_items`: scores several at once, and knows the run's rules"""
+Worth = float | tuple[float, dict[str, float]]
+Verifier = Callable[..., Worth]
 
-PACKAGE = "april.workers.rewards"
-VERIFIERS = {
-    "final_answer": f"{PACKAGE}.text:final_answer",
-    "exact": f"{PACKAGE}.text:exact",
-    "regex": f"{PACKAGE}.text:regex",
-    "f1": f"{PACKAGE}.text:f1",
-    "choice": f"{PACKAGE}.text:choice",
-    "math": f"{PACKAGE}.mathematics:math",
-    "deepscaler": f"{PACKAGE}.mathematics:deepscaler",
-    "dapo": f"{PACKAGE}.mathematics:dapo",
-    "code": f"{PACKAGE}.code:code",
-    "remote": f"{PACKAGE}.remote:remote",
-    "environment": "april.environments.reward:environment",
-}
-NEEDED = {"math": "math_verify", "deepscaler": "math_verify"}
-"""module of the `rewards` extra that a verifier imports when it is first used"""
-IN_BATCHES = {"remote"}
-"""of which a process takes many at a time"""
 FURTHER = ("prompt", "tokens", "state")
 """parameters that a verifier may have"""
 
 
 @cache
 def find_verifier(name: str) -> BatchVerifier:
-    """The verifier as one that scores items. Raises LookupError, ImportError or AttributeError for a name that leads
-    nowhere."""
-    of_group, name = name.startswith(GROUP_REWARD), name.removeprefix(GROUP_REWARD)
-    if of_group and name in VERIFIERS and name not in IN_BATCHES:
-        raise LookupError(f"{name} sees one response at a time")
-    if ":" not in name:
-        name = VERIFIERS[name]
-    module, _, function = name.partition(":")
-    verifier = getattr(importlib.import_module(module), function)
+    """The verifier as one that scores items. Raises ConfigError for a name that leads nowhere, LookupError for one of a
+    group that sees one response at a time."""
+    verifier = VERIFIERS.find(name)
+    of_group, bare = name.startswith(GROUP_REWARD), name.removeprefix(GROUP_REWARD)
+    if of_group and bare in VERIFIERS.shipped and not getattr(verifier, "in_batches", False):
+        raise LookupError(f"{bare} sees one response at a time")
     if getattr(verifier, "takes_items", False):
         return verifier
     further = [parameter for parameter in FURTHER if parameter in parameters(verifier)]
@@ -85,7 +64,7 @@ def one(verifier: Verifier, item: Item, further: list[str]) -> Score:
     return score_from(item, verifier(item.response, item.label, item.finish_reason, **more))
 
 
-def together(verifier: Verifier, items: list[Item], further: list[str]) -> list[Score]:
+def together(verifier: Callable[..., Sequence[Worth]], items: list[Item], further: list[str]) -> list[Score]:
     """What a verifier says of all responses to a prompt. Raises ValueError unless it says as much as there is."""
     more = {"prompt": items[0].prompt, "tokens": [item.tokens for item in items]}
     worths = verifier(
@@ -104,23 +83,26 @@ def score_from(item: Item, worth) -> Score:
     return Score(item.key, reward, None, details)
 
 
-def check_verifier(name: str, key: str = "reward.name", url: str = "") -> None:
-    """Raises ConfigError unless the verifier can be found and has what it needs; `key` is where the name was given."""
-    from april.config import ConfigError
+@cache
+def in_batches(name: str) -> bool:
+    """Whether a verifier process takes many items for it at a time. One of somebody's own is not imported for this."""
+    return name in VERIFIERS.shipped and getattr(VERIFIERS.find(name), "in_batches", False)
 
+
+def check_verifier(name: str, key: str = "", url: str = "") -> None:
+    """Raises ConfigError unless the verifier can be found and has what it needs; `key` is where the name was given."""
+    key, verifier = key or VERIFIERS.key, VERIFIERS.find(name, key)
     try:
         find_verifier(name)
-    except (LookupError, ImportError, AttributeError, ValueError) as error:
-        reason = "" if isinstance(error, KeyError) else f" ({error})"
+    except LookupError as error:
         raise ConfigError(
-            f"key {key!r} = {name!r} is no verifier{reason}; use one of {', '.join(map(repr, VERIFIERS))} "
-            "or name your own as package.module:function, or group:package.module:function"
+            f"key {key!r} = {name!r} is no verifier of groups ({error}); name your own as group:package.module:function"
         ) from None
-    name = name.removeprefix(GROUP_REWARD)
-    if name in NEEDED and importlib.util.find_spec(NEEDED[name]) is None:
+    needed = getattr(verifier, "needs", "")
+    if needed and importlib.util.find_spec(needed) is None:
         raise ConfigError(
-            f"key {key!r} = {name!r} needs {NEEDED[name].replace('_', '-')}, which is not installed; "
+            f"key {key!r} = {name!r} needs {needed.replace('_', '-')}, which is not installed; "
             "`pip install 'april-rl[rewards]'`"
         )
-    if name == "remote" and not url:
-        raise ConfigError(f"key {key!r} = 'remote' has no server; set reward.url to its address")
+    if getattr(verifier, "asks_a_server", False) and not url:
+        raise ConfigError(f"key {key!r} = {name!r} has no server; set reward.url to its address")

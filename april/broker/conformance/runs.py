@@ -1,0 +1,67 @@
+"""A run without faults, from its first group to its last batch."""
+
+from april.broker.conformance.prompts import NumberedPrompts
+from april.broker.ledger.ledger import Ledger, Verdict
+from april.broker.ledger.state import Rules
+from april.broker.plan import make_schedule
+from april.broker.schedules.schedule import Schedule, choose_sample
+from april.config import ScheduleSection
+from april.wire.version import Version
+
+STEPS, SLOTS, MANY_PROMPTS = 10, 6, 1000
+PASSES = 20_000
+"""far more than it takes"""
+ROUNDS = 50
+"""that may end at once, without anybody having done anything meanwhile"""
+
+
+def advance(schedule: Schedule, ledger: Ledger) -> bool:
+    """As the service does it; whether a round ended. Raises AssertionError where that has no end."""
+    for ended in range(ROUNDS):
+        if not schedule.advance(ledger):
+            return ended > 0
+    raise AssertionError("rounds end one after the other, and nothing happens in them")
+
+
+def run_to_the_end(section: ScheduleSection, staleness: int = 5, prompts: int = MANY_PROMPTS) -> Ledger:
+    """One worker and a learner simply do their work until the schedule says that it is finished; the ledger then.
+
+    Raises AssertionError where that never is, or where prompts are left and batches missing.
+    """
+    section = section.model_copy(update={"max_steps": STEPS, "max_staleness": staleness})
+    schedule = make_schedule(section, NumberedPrompts(prompts, 1))
+    ledger = Ledger(Rules(section.rollout_batch_size, section.n_samples_per_prompt, max_staleness=staleness))
+    ledger.start_learner(0)
+    lengths: dict[int, int] = {}
+    for _ in range(PASSES):
+        if advance(schedule, ledger):
+            for lease_id in lengths:
+                ledger.end_lease(lease_id, "abort")
+            lengths.clear()
+        if schedule.finished(ledger) and ledger.consumed == ledger.next_step:
+            break
+        work(schedule, ledger, lengths)
+        if ledger.consumed < ledger.next_step:
+            ledger.consume(ledger.consumed)
+    else:
+        raise AssertionError(f"the run stands still before batch {ledger.next_step} of {STEPS}")
+    assert ledger.closed
+    if prompts == MANY_PROMPTS:
+        assert ledger.consumed == STEPS
+        assert sum(len(groups) for groups in ledger.deliveries.values()) == STEPS * section.rollout_batch_size
+    return ledger
+
+
+def work(schedule: Schedule, ledger: Ledger, lengths: dict[int, int]) -> None:
+    """Fill the worker's slots, and go on with everything by a token. `lengths`: responses' to be, by lease."""
+    version = Version(0, ledger.consumed)
+    while len(lengths) < SLOTS and (sample := choose_sample(schedule, ledger, version.step)):
+        lease = ledger.lease(sample, "w", version.step, 0.0)
+        lengths[lease.id] = 1 + (sample.group.id * 7 + sample.index * 3) % 11 * 3
+    for lease_id in list(lengths):
+        sample = ledger.leases[lease_id].sample
+        done = sample.length + 1 >= lengths[lease_id]
+        assert ledger.add_chunk(lease_id, sample.length, 1, version, "stop" if done else "") is Verdict.OK
+        if done:
+            ledger.score(lease_id, 1.0)
+            del lengths[lease_id]

@@ -1,0 +1,102 @@
+"""All checks of a schedule, and running them against the one of a name: `april check schedule`."""
+
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from april.broker.conformance.machine import Pipeline
+from april.broker.conformance.runs import run_to_the_end
+from april.broker.plan import describe_plan
+from april.broker.schedules import SCHEDULES
+from april.config import ConfigError, ScheduleSection
+from april.config.checks import check_schedule
+
+EXAMPLES, STEPS = 60, 40
+"""runs of the state machine, and what happens in each at most"""
+BATCH = {"rollout_batch_size": 4, "n_samples_per_prompt": 2}
+
+
+def machine_of(name: str, base: type[Pipeline] = Pipeline) -> type[Pipeline]:
+    """Of a schedule whose broker may go on with another kind, and come back to it."""
+    others = tuple(other for other in SCHEDULES.shipped if other != name)
+    return type("Pipeline", (base,), {"kind": name, "others": others})
+
+
+def the_plan_says_what_it_comes_to(name: str) -> None:
+    section = ScheduleSection(kind=name)
+    check_schedule(section)
+    kind = SCHEDULES.find(name)
+    batches, groups = kind.in_reach(section)
+    assert kind.samples_in_flight(section) >= 1 and batches >= 1 and groups >= 1
+    assert name in describe_plan(section)
+
+
+def every_line_of_the_simulator_is_a_schedule_that_it_takes(name: str) -> None:
+    section = ScheduleSection(kind=name)
+    for keys in SCHEDULES.find(name).variants(section).values():
+        check_schedule(section.model_copy(update={key: keys[key] for key in keys if "__" not in key}))
+
+
+def a_run_without_faults_comes_to_its_end(name: str) -> None:
+    run_to_the_end(ScheduleSection(kind=name, **BATCH))
+
+
+def prompts_may_run_out_before_a_batch_is_full(name: str) -> None:
+    for last_batch in ("train", "drop"):
+        run_to_the_end(ScheduleSection(kind=name, last_batch=last_batch, **BATCH), prompts=10)
+
+
+def ledger_and_bound_hold_and_nothing_starves_whatever_happens(name: str) -> None:
+    run_state_machine_as_test(
+        machine_of(name),
+        settings=settings(
+            max_examples=EXAMPLES,
+            stateful_step_count=STEPS,
+            deadline=None,
+            derandomize=True,
+            database=None,
+            phases=[Phase.generate, Phase.shrink],
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+CHECKS = (
+    the_plan_says_what_it_comes_to,
+    every_line_of_the_simulator_is_a_schedule_that_it_takes,
+    a_run_without_faults_comes_to_its_end,
+    prompts_may_run_out_before_a_batch_is_full,
+    ledger_and_bound_hold_and_nothing_starves_whatever_happens,
+)
+
+
+def check_schedule_named(name: str, overrides: list[str], say: Callable[[str], None]) -> int:
+    """Run every check of the schedule of that name, and say what fell short; how many did.
+
+    Raises ConfigError for a schedule that cannot be found.
+    """
+    if overrides:
+        raise ConfigError(f"option {overrides[0]!r} means nothing to `april check schedule`; leave it out")
+    SCHEDULES.find(name)
+    fell_short = 0
+    for check in CHECKS:
+        sentence = check.__name__.replace("_", " ")
+        try:
+            check(name)
+        except Exception as error:
+            fell_short += 1
+            say(f"FELL SHORT  {sentence}\n{where(error)}")
+        else:
+            say(f"kept        {sentence}")
+    return fell_short
+
+
+def where(error: Exception) -> str:
+    """What happened, step by step if many did, and at which lines it went wrong."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "hypothesis" not in frame.filename]
+    lines = [f"{Path(frame.filename).name}:{frame.lineno}: {frame.line}" for frame in frames[1:]]
+    said = [f"{type(error).__name__}: {error}".rstrip(": "), *getattr(error, "__notes__", [])]
+    return "\n".join(f"    {line}" for part in (*said, *lines) for line in part.splitlines())

@@ -1,0 +1,165 @@
+"""The broker's side of the conversation with the learner: batches out, what became of them in."""
+
+import logging
+
+from april import wire
+from april.broker.books import Books
+from april.broker.ledger.ledger import LedgerError, Verdict
+from april.broker.ledger.samples import Group, Sample, SampleState
+from april.broker.sessions import Session
+from april.wire import limits
+
+log = logging.getLogger(__name__)
+
+PART_BYTES = 1 << 19
+"""arrays in one message of a batch, rounded up to whole groups"""
+PASS_BYTES = 1 << 19
+"""arrays sent to the learner in one pass, so that nobody else waits long"""
+
+
+class LearnerDesk:
+    def __init__(self, books: Books):
+        self.books = books
+        self.ledger = books.ledger
+        self.sessions = books.sessions
+        self.came = False
+        """a learner has, since the broker started"""
+        self.waiting: tuple[Session, wire.Received] | None = None
+        """a fetch whose batch does not exist yet, or is not sent to its end"""
+        self.sent_groups = 0
+        """of the batch that is being sent"""
+        self.sendable_from: int | None = None
+        """that batch's delivery is on disk once the journal is, up to here"""
+
+    def hello(self, session: Session) -> None:
+        self.came = True
+        for other in list(self.sessions.by_id.values()):
+            if other.role == "learner" and other is not session:
+                self.sessions.close(other)
+        self.waiting = None
+        session.started = self._has_started(session)
+
+    def _has_started(self, session: Session) -> bool:
+        """Whether this process is the learner of the current branch, though the broker may have restarted since."""
+        return session.uid == self.ledger.learner_uid
+
+    def on_LearnerStart(self, session: Session, received: wire.Received, now: float) -> None:
+        message = received.message
+        repeated = self._has_started(session) and message.step == self.ledger.consumed
+        if not repeated:
+            consumed_before = self.ledger.consumed
+            try:
+                self.ledger.start_learner(message.step, session.uid, message.weights_address, session.key)
+            except LedgerError as error:
+                return self._refuse(session, received, str(error))
+            for step in range(consumed_before, message.step):
+                self._step_trained(step, {}, now)
+        session.started = True
+        self.sessions.broadcast(wire.WeightsAt(message.weights_address, session.key))
+        answer = wire.LearnerStarted(self.ledger.branch, self.ledger.frontier)
+        self.sessions.send(session, answer, sequence=received.sequence)
+
+    def on_Fetch(self, session: Session, received: wire.Received, now: float) -> None:
+        step = received.message.step
+        if self._refuses_unstarted(session, received):
+            return
+        if step not in (self.ledger.consumed, min(self.ledger.consumed + 1, self.ledger.next_step)):
+            return self._refuse(session, received, f"batch {step} does not follow {self.ledger.consumed} consumed ones")
+        self.waiting, self.sent_groups, self.sendable_from = (session, received), 0, None
+        self.answer_fetch()
+
+    def answer_fetch(self) -> None:
+        """Send of the batch that the learner waits for as much as goes into a pass, or that there is none."""
+        if self.waiting is None:
+            return
+        session, received = self.waiting
+        step = received.message.step
+        replayed = step < self.ledger.frontier
+        if self.books.run.over and not replayed:
+            self.sessions.send(session, wire.Finished(self.books.run.over), sequence=received.sequence)
+            self.waiting = None
+        elif step in self.ledger.deliveries:
+            if self.sendable_from is None:
+                self.sendable_from = self.books.journal.end
+            bytes_before = session.sent_bytes
+            while session.sent_bytes - bytes_before < PASS_BYTES and self.can_send:
+                self._send_part(session, step, received.sequence)
+
+    @property
+    def can_send(self) -> bool:
+        """Whether there is more of a batch that the learner waits for, and takes now."""
+        if self.waiting is None or self.sendable_from is None or self.books.journal.synced < self.sendable_from:
+            return False
+        return self.sessions.has_credit(self.waiting[0], self.books.credit_bytes)
+
+    def _send_part(self, session: Session, step: int, sequence: int) -> None:
+        """The next groups of the batch, PART_BYTES or one group."""
+        groups, heads, arrays, size = self.ledger.deliveries[step], [], [], 0
+        first = self.sent_groups
+        while self.sent_groups < len(groups) and size < PART_BYTES:
+            group = groups[self.sent_groups]
+            group_arrays = self._group_arrays(group)
+            heads.append(group_head(group))
+            arrays += group_arrays
+            size += sum(len(array.data) for array in group_arrays)
+            self.sent_groups += 1
+        self.sessions.send_at_once(session, wire.Batch(step, first, len(groups), heads), arrays, sequence)
+        if self.sent_groups == len(groups):
+            self.waiting = None
+
+    def _group_arrays(self, group: Group) -> list[wire.Packed]:
+        arrays = [self.books.payloads.prompt(group.prompt)]
+        for sample in done_samples(group):
+            arrays += self.books.payloads.response(sample)
+        return arrays
+
+    def on_Consumed(self, session: Session, received: wire.Received, now: float) -> None:
+        step = received.message.step
+        if len(received.message.metrics) > limits.METRICS:
+            raise wire.WireError("more metrics than are kept of a step")
+        if self._refuses_unstarted(session, received):
+            return
+        verdict = self.ledger.consume(step, received.message.discarded)
+        if verdict is Verdict.INVALID:
+            return self._refuse(session, received, f"batch {step} is not the next one, {self.ledger.consumed}")
+        if verdict is Verdict.OK:
+            self._step_trained(step, received.message.metrics, now)
+        self.sessions.send(session, wire.Accepted(), sequence=received.sequence)
+
+    def _step_trained(self, step: int, metrics: dict[str, float], now: float) -> None:
+        record = self.books.recorder.consumed(step, self.ledger, metrics, now)
+        self.books.run.summary_is_old = True
+        reward, tokens = record["reward"], record["tokens"]
+        log.info("step %d trained: reward %.3f, %d tokens", step, reward, tokens, extra={"step": step})
+
+    def on_Durable(self, session: Session, received: wire.Received, now: float) -> None:
+        step = received.message.step
+        if self._refuses_unstarted(session, received):
+            return
+        if self.ledger.checkpoint(step, received.message.oldest) is Verdict.INVALID:
+            return self._refuse(session, received, f"checkpoint {step} is beyond the {self.ledger.consumed} batches")
+        self.sessions.send(session, wire.Accepted(), sequence=received.sequence)
+
+    def _refuses_unstarted(self, session: Session, received: wire.Received) -> bool:
+        """Whether the learner has not said which checkpoint it holds: the batches may be another one's by now."""
+        if not session.started:
+            self._refuse(session, received, "say first which checkpoint you hold")
+        return not session.started
+
+    def _refuse(self, session: Session, received: wire.Received, reason: str) -> None:
+        log.warning("learner refused: %s", reason, extra={"role": "learner"})
+        cause = f"{type(received.message).__name__} out of order"
+        self.sessions.refuse(cause, reason, session.data_route, 0, session.id, received.sequence)
+
+
+def done_samples(group: Group) -> list[Sample]:
+    return [sample for sample in group.samples if sample.state is SampleState.DONE]
+
+
+def group_head(group: Group) -> wire.GroupHead:
+    samples = [
+        wire.SampleHead(sample.index, sample.length, sample.reward, sample.finish_reason, list(sample.segments))
+        for sample in done_samples(group)
+        if sample.reward is not None
+    ]
+    return wire.GroupHead(group.id, group.prompt_tokens, samples)

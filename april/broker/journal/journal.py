@@ -1,0 +1,355 @@
+"""The broker's only truth on disk: an append-only sequence of checksummed records in files.
+
+Positions count bytes from the beginning of the run; a file is named by the position at which it begins.
+`append` gives a reference that `read` understands; `sync` puts everything appended on disk, and only after it
+may anything be acknowledged. When `segment_full` says so, a snapshot of the ledger is taken and `rotate` begins a
+new file, so that a restart reads one snapshot and what follows it. `reclaim` gives space back.
+"""
+
+import bisect
+import contextlib
+import fcntl
+import logging
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from april.broker.journal import records
+from april.broker.journal.disk import BLOCK_BYTES, Uncached, open_uncached, sync_folder, write_and_sync
+from april.broker.ledger.events import AnyEvent, Event, Part
+from april.formats.versions import JOURNAL
+
+log = logging.getLogger(__name__)
+
+FILE_BYTES = 512 << 20
+FILE_RECORDS = 250_000
+"""a file ends after this many records at the latest: they bound the time of a restart as the bytes do"""
+READ_BYTES = 4 << 20
+CACHED_BYTES, LET_GO_BYTES = 64 << 20, 1 << 20
+"""of what was written last, the system keeps so much in its page cache for reading; older pages are let go, so much at
+a time, and used again: taking fresh memory for every record costs more than copying it"""
+KEPT_BYTES, KEPT_FROM = 64 << 20, 16 << 10
+"""the last records of at least so many bytes stay in memory, so many bytes of them: most are
+read once and soon, and the page cache would have them copied and checked again"""
+UNCACHED_FROM = 128 << 10
+"""where most of what is synced at once, and at least so many bytes of it, stays in memory anyway, it is written past
+the page cache"""
+SUFFIX = ".msgpack"
+
+Reference = tuple[int, int]
+"""(position, length) of a record, bytes"""
+
+
+class JournalError(RuntimeError):
+    """The journal cannot be trusted or written any further."""
+
+    def __init__(self, text: str, errno: int | None = None):
+        super().__init__(text)
+        self.errno = errno
+        """of the system's refusal, None for damage"""
+
+
+class Journal:
+    """One writer. After a failed write or sync it refuses everything but reading."""
+
+    def __init__(self, folder: Path, file_bytes: int = FILE_BYTES, file_records: int = FILE_RECORDS):
+        """Raises JournalError, or OtherApril where it is not of this one."""
+        folder.mkdir(parents=True, exist_ok=True)
+        JOURNAL.claim(folder, new=not any(folder.glob(f"*{SUFFIX}")))
+        self.folder = folder
+        self.file_bytes, self.file_records = file_bytes, file_records
+        self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._lock)
+            raise JournalError(f"journal {folder} is in use by another broker; stop that one first") from None
+        self._files: dict[int, int] = {
+            int(path.stem): os.open(path, os.O_RDWR) for path in sorted(folder.glob(f"*{SUFFIX}"))
+        }
+        self._starts = sorted(self._files)
+        self._pending: list[bytes | memoryview] = []
+        self._unwritten: dict[int, tuple[Event, list[Part]]] = {}
+        self._in_sync: dict[int, tuple[Event, list[Part]]] = {}
+        """by position, what was appended since the last sync began, and what that one writes"""
+        self._kept: dict[int, tuple[Event, list[Part]]] = {}
+        self._kept_lengths: deque[Reference] = deque()
+        self._kept_bytes = 0
+        self._kept_unwritten = 0
+        """bytes of those of them that no sync has begun to write"""
+        self._records = 0
+        self._failed: JournalError | None = None
+        self._syncer = ThreadPoolExecutor(1, thread_name_prefix="journal-sync")
+        self._syncing: tuple[int, Callable[[], float]] | None = None
+        """position up to which the sync under way reaches, and how to wait for it"""
+        self._uncached: Uncached | None = None
+        """the newest file, past the page cache"""
+        self._aside: Future[float] | None = None
+        self.on_sync_ended: Callable[[], None] = lambda: None
+        """called in the thread of a sync aside"""
+        self.sync_s = 0.0
+        """how long the last sync took"""
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(AnyEvent)
+        if not self._files:
+            self._begin_file(0)
+        else:
+            self._uncached = open_uncached(self._path(self._starts[-1]))
+        self.end = self._synced = self._starts[-1] + self._size(self._starts[-1])
+        self._cached_from = self._synced
+        self.bytes_on_disk = sum(map(self._size, self._starts))
+
+    def _path(self, start: int) -> Path:
+        return self.folder / f"{start:020d}{SUFFIX}"
+
+    def _begin_file(self, position: int) -> None:
+        path = self._path(position)
+        self._files[position] = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+        self._starts.append(position)
+        if self._uncached:
+            self._uncached.close()
+        self._uncached = open_uncached(path)
+        self._records = 0
+        sync_folder(self.folder)
+
+    def _size(self, start: int) -> int:
+        return os.fstat(self._files[start]).st_size
+
+    # --- writing --------------------------------------------------------------------------------------------
+
+    def append(self, event: Event, arrays: Sequence[Part] = ()) -> Reference:
+        """Queue one event and its arrays; nothing is on disk before `sync`."""
+        if self._failed:
+            raise self._failed
+        pieces, length = records.encode(self._synced, self._encoder.encode(event), arrays)
+        reference = (self.end, length)
+        self._pending += pieces
+        self._unwritten[self.end] = event, list(arrays)
+        if length >= KEPT_FROM:
+            self._keep(reference)
+        self._records += 1
+        self.end += length
+        return reference
+
+    def _keep(self, reference: Reference) -> None:
+        position, length = reference
+        self._kept[position] = self._unwritten[position]
+        self._kept_lengths.append(reference)
+        self._kept_bytes += length
+        self._kept_unwritten += length
+        while self._kept_bytes > KEPT_BYTES:
+            oldest, length = self._kept_lengths.popleft()
+            del self._kept[oldest]
+            self._kept_bytes -= length
+
+    @property
+    def synced(self) -> int:
+        """Position up to which everything is on disk."""
+        return self._synced
+
+    @property
+    def unsynced_bytes(self) -> int:
+        return self.end - self._synced
+
+    def sync(self) -> None:
+        """Put everything that was appended on disk. Raises JournalError, for good, if the disk refuses."""
+        self.begin_sync(aside=False)
+        self.finish_sync()
+
+    def begin_sync(self, aside: bool = True) -> None:
+        """Begin to write and sync what was appended: in a thread, while the caller goes on, or only in
+        `finish_sync`. One sync is under way at a time."""
+        self.finish_sync()
+        if self._failed:
+            raise self._failed
+        if self._synced < self.end:
+            start = self._starts[-1]
+            old = self._old_pages()
+            large = self._kept_unwritten >= max(UNCACHED_FROM, self.unsynced_bytes / 2)
+            uncached = self._uncached if large else None
+            sync = partial(write_and_sync, self._files[start], self._pending, self._synced - start, old, uncached)
+            self._pending, self._kept_unwritten, self._unwritten, self._in_sync = [], 0, {}, self._unwritten
+            self._aside, self._syncing = None, (self.end, sync)
+            if aside:
+                self._aside = self._syncer.submit(sync)
+                self._syncing = (self.end, self._aside.result)
+                self._aside.add_done_callback(lambda _: self.on_sync_ended())
+
+    def finish_sync(self) -> None:
+        """Wait until the sync that was begun is done. Raises JournalError, for good, if the disk refuses."""
+        if self._syncing is None:
+            return
+        (end, wait), self._syncing = self._syncing, None
+        try:
+            self.sync_s = wait()
+        except OSError as error:
+            raise self.fail(error) from error
+        self.bytes_on_disk += end - self._synced
+        self._synced = end
+        self._in_sync = {}
+
+    def _old_pages(self) -> list[tuple[int, int, int]]:
+        """(file, offset, bytes) of what need not be in the page cache any longer."""
+        stretches, until = [], self._synced - CACHED_BYTES
+        while until - self._cached_from >= LET_GO_BYTES:
+            index = max(0, bisect.bisect_right(self._starts, self._cached_from) - 1)
+            start, later = self._starts[index], self._starts[index + 1 :]
+            at = max(start, self._cached_from)
+            stop = min(until - (until - start) % BLOCK_BYTES, later[0] if later else until)
+            if at < stop:
+                stretches.append((self._files[start], at - start, stop - at))
+            self._cached_from = stop
+        return stretches
+
+    @property
+    def syncing(self) -> bool:
+        """Whether a sync was begun and not finished."""
+        return self._syncing is not None
+
+    @property
+    def sync_runs(self) -> bool:
+        """Whether `finish_sync` would have to wait for the thread."""
+        return self._aside is not None and not self._aside.done()
+
+    def fail(self, error: OSError) -> JournalError:
+        """Write no more and forget what no sync has finished: nobody knows what of it is on disk."""
+        text = f"journal {self.folder} cannot be written ({error}); nothing is acknowledged any more"
+        self._failed, self._pending, self._syncing = JournalError(text, error.errno), [], None
+        self._await_writer()
+        start = self._starts[-1]
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._files[start], self._synced - start)
+        return self._failed
+
+    def _await_writer(self) -> None:
+        """Until the thread has written what it was given, lest it goes on behind a cut."""
+        self._syncer.submit(lambda: None).result()
+
+    @property
+    def file_full(self) -> bool:
+        """Time for a snapshot and `rotate`."""
+        return self.end - self._starts[-1] >= self.file_bytes or self._records >= self.file_records
+
+    def rotate(self) -> int:
+        """Begin a new file behind what is synced; returns the position at which it begins."""
+        self.sync()
+        try:
+            self._begin_file(self.end)
+        except OSError as error:
+            raise self.fail(error) from error
+        return self.end
+
+    def reclaim(self, needed_from: int, live: Iterable[int]) -> list[Path]:
+        """Forget the files that end at or below `needed_from` and hold no `live` position.
+
+        Returns the files, for the caller to delete: that takes a while.
+        """
+        ends = [*self._starts[1:], self.end]
+        kept = {self._starts[bisect.bisect_right(self._starts, position) - 1] for position in live}
+        dead = [
+            start
+            for start, end in zip(self._starts[:-1], ends[:-1], strict=True)
+            if end <= needed_from and start not in kept
+        ]
+        for start in dead:
+            self.bytes_on_disk -= self._size(start)
+            os.close(self._files.pop(start))
+        self._starts = sorted(self._files)
+        return [self._path(start) for start in dead]
+
+    # --- reading --------------------------------------------------------------------------------------------
+
+    def read(self, reference: Reference) -> tuple[Event, list[Part]]:
+        """The event behind a reference that `append` or `replay` gave, and its arrays."""
+        position, length = reference
+        for appended in (self._unwritten, self._in_sync, self._kept):
+            if position in appended:
+                return appended[position]
+        start = self._starts[bisect.bisect_right(self._starts, position) - 1]
+        record = records.decode(os.pread(self._files[start], length, position - start))
+        if record is None or record.length != length:
+            raise JournalError(f"journal {self.folder} is damaged at position {position}; restore it from a copy")
+        return self._decoder.decode(record.event), record.arrays
+
+    def replay(self, position: int = 0) -> Iterator[tuple[Event, Reference]]:
+        """Every event from `position` on with its reference, oldest first; a torn tail is cut off.
+
+        `position` is 0 or one at which a file begins. A bad record that was once synced is damage and raises
+        JournalError; otherwise it is what a crash left of the writes that no `sync` had finished.
+        """
+        expected, last = position, None
+        for start in [start for start in self._starts if start >= position]:
+            if start != expected:
+                raise JournalError(f"journal {self.folder} lacks the file at {expected}; restore it from a copy")
+            self._records = 0
+            for last, at in self._scan(start):
+                self._records += 1
+                yield self._decoder.decode(last.event), (at, last.length)
+            expected = start + self._size(start)
+        if expected == position and position not in self._files:
+            raise JournalError(f"journal {self.folder} lacks the file at {position}; restore it from a copy")
+        if last:
+            self._write_again(max(last.synced, self._starts[-1]))
+
+    def _write_again(self, position: int) -> None:
+        """What the last sync may not have reached is made dirty again: after a failed sync the system may take it
+        for clean and never write it."""
+        start = self._starts[-1]
+        tail = os.pread(self._files[start], self.end - position, position - start)
+        try:
+            os.pwrite(self._files[start], tail, position - start)
+            os.fdatasync(self._files[start])
+        except OSError as error:
+            raise self.fail(error) from error
+
+    def _scan(self, start: int) -> Iterator[tuple[records.Record, int]]:
+        """The records of a file; the tail of the last one may be torn."""
+        size, offset, window = self._size(start), 0, b""
+        at = 0
+        while offset < size:
+            record = records.decode(window, offset - at)
+            if record is None and at + len(window) < size:
+                needed = max(READ_BYTES, 2 * (len(window) - (offset - at)))
+                at, window = offset, os.pread(self._files[start], needed, offset)
+                continue
+            if record is None:
+                self._cut_torn_tail(start, offset)
+                return
+            yield record, start + offset
+            offset += record.length
+
+    def _cut_torn_tail(self, start: int, offset: int) -> None:
+        """Cut what no sync had finished; raises JournalError if a later record proves that it was synced."""
+        bad = start + offset
+        rest = os.pread(self._files[start], self._size(start) - offset, offset)
+        was_synced = start != self._starts[-1] or any(synced > bad for _, synced in good_records(rest))
+        if was_synced:
+            raise JournalError(f"journal {self.folder} is damaged at position {bad}; restore it from a copy")
+        log.warning("journal %s: %d bytes that no sync had finished are cut off", self.folder, len(rest))
+        os.ftruncate(self._files[start], offset)
+        os.fdatasync(self._files[start])
+        self.bytes_on_disk -= len(rest)
+        self.end = self._synced = bad
+
+    def close(self) -> None:
+        """Let go of the files; what is still queued is synced first, unless the disk has refused."""
+        if not self._failed:
+            self.sync()
+        self._syncer.shutdown()
+        if self._uncached:
+            self._uncached.close()
+        for file in (*self._files.values(), self._lock):
+            os.close(file)
+        self._files.clear()
+
+
+def good_records(data: bytes) -> Iterator[tuple[int, int]]:
+    """(offset, synced) of every whole record somewhere in `data`."""
+    for form in records.FORM.finditer(data):
+        if record := records.decode(data, form.start()):
+            yield form.start(), record.synced

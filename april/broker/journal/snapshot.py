@@ -1,0 +1,245 @@
+"""The ledger's whole state at one position of the journal, so that a restart need not begin at the first record.
+
+`freeze` and `thaw` turn a ledger into bytes and back: a `LedgerImage`, then each group and its samples, each behind its
+length. A `SnapshotStore` keeps the two newest on disk. A snapshot is a shortcut, never the truth: the journal says
+the same, and one that is damaged is passed over.
+"""
+
+import contextlib
+import logging
+import os
+import struct
+import threading
+from array import array
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import fields
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from zlib_ng.zlib_ng import crc32
+
+from april.broker.journal.disk import sync_folder
+from april.broker.ledger.dead_letters import DeadLetters
+from april.broker.ledger.events import RunStarted
+from april.broker.ledger.samples import TO_GENERATE, Group, GroupState, Lease, Sample, SampleState
+from april.broker.ledger.segments import Segments
+from april.broker.ledger.state import LedgerState
+
+log = logging.getLogger(__name__)
+
+SUFFIX = ".snapshot"
+TEMPORARY = "snapshot.partial"
+"""one that is being written"""
+LENGTH = struct.Struct("<I")
+HEAD = struct.Struct("<4sI")
+"""of a file: its format, and the checksum of all that follows"""
+FORMAT = b"APS6"
+
+PLAIN = (
+    "next_step", "consumed", "frontier", "durable", "branch", "dead_in_a_row", "last_error", "round", "round_open",
+    "watermark", "cursor", "starts", "learner_uid", "weights_address", "weights_key", "_next_group", "_next_ordinal",
+    "last_lease_id", "draining", "evaluated",
+)  # fmt: skip
+"""attributes that are what they are"""
+COUNTERS = ("tokens", "discarded", "counts", "resumed")
+
+
+IN_GROUPS = [field.name for field in fields(Group) if field.name != "samples"]
+IN_LEASES = ("sample.group.id", "sample.index", "id", "worker", "step", "scoring")
+
+
+class LedgerImage(msgspec.Struct, array_like=True):
+    header: RunStarted | None
+    plain: dict[str, Any]
+    counters: dict[str, dict[str, int]]
+    ready: list[int]
+    deliveries: dict[int, list[int]]
+    evaluations: dict[int, list[int]]
+    leases: list[tuple[int, int, int, str, int, bool]]
+    """`IN_LEASES`"""
+    cohorts: tuple[int, dict[int, int], dict[int, int], dict[int, dict[int, tuple[list[int], list[int]]]]]
+    dead_letters: DeadLetters
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(LedgerImage)
+_of_group, _of_lease = attrgetter(*IN_GROUPS), attrgetter(*IN_LEASES)
+
+
+def freeze(ledger: LedgerState) -> bytearray:
+    """The state as bytes.
+
+    All of it is in one buffer: a large one comes from the system and goes back to it, while as many small pieces would
+    fall between what lives on, and leave the process larger than the ledger needs.
+    """
+    complete = [group for groups in ledger.evaluations.values() for group in groups if group.id not in ledger.groups]
+    image = bytearray()
+    _append(image, _freeze_head(ledger))
+    for group in (*complete, *ledger.groups.values()):
+        _append(image, (_of_group(group), [_of_sample(sample) for sample in group.samples]))
+    return image
+
+
+def _append(image: bytearray, piece: Any) -> None:
+    place = len(image)
+    image += LENGTH.pack(0)
+    _encoder.encode_into(piece, image, -1)
+    LENGTH.pack_into(image, place, len(image) - place - LENGTH.size)
+
+
+def _pieces(image: memoryview) -> Iterator[memoryview]:
+    place = 0
+    while place < len(image):
+        (length,) = LENGTH.unpack_from(image, place)
+        start, place = place + LENGTH.size, place + LENGTH.size + length
+        yield image[start:place]
+
+
+def _freeze_head(ledger: LedgerState) -> LedgerImage:
+    cohorts = ledger.cohorts
+    return LedgerImage(
+        ledger.header,
+        {name: getattr(ledger, name) for name in PLAIN},
+        {name: dict(getattr(ledger, name)) for name in COUNTERS},
+        [group.id for group in ledger.ready],
+        {step: [group.id for group in groups] for step, groups in ledger.deliveries.items()},
+        {step: [group.id for group in groups] for step, groups in ledger.evaluations.items()},
+        list(map(_of_lease, ledger.leases.values())),
+        (cohorts.settled, cohorts.created, cohorts.trained, cohorts.waiting),
+        ledger.dead_letters,
+    )
+
+
+def _of_sample(sample: Sample) -> tuple[Any, ...]:
+    """Its fields in their order, without its group and its place there."""
+    return (
+        sample.state, sample.length, sample.segments.to_bytes(), sample.chunks.tobytes(), sample.lease_id,
+        sample.attempts, sample.reward, sample.finish_reason, sample.last_error, sample.details, sample.home,
+    )  # fmt: skip
+
+
+def thaw(frozen: bytes | bytearray | memoryview, ledger: LedgerState) -> None:
+    """Put an empty ledger into the state that was frozen."""
+    head, *rest = _pieces(memoryview(frozen))
+    image, groups = _decoder.decode(head), {group.id: group for group in map(_group, rest)}
+    ledger.header = image.header
+    for name in PLAIN:
+        setattr(ledger, name, image.plain[name])
+    epoch, row = ledger.cursor
+    ledger.cursor = epoch, row
+    for name in COUNTERS:
+        getattr(ledger, name).update(image.counters.get(name, {}))
+    cohorts = ledger.cohorts
+    cohorts.settled, created, trained, cohorts.waiting = image.cohorts
+    cohorts.created, cohorts.trained = Counter(created), Counter(trained)
+    ledger.dead_letters = image.dead_letters
+    for number in image.ready:
+        ledger.ready.add(groups[number])
+    ledger.unjudged = list(ledger.ready) if ledger.rules.filtered else []
+    ledger.deliveries = {step: [groups[number] for number in numbers] for step, numbers in image.deliveries.items()}
+    ledger.evaluations = {step: [groups[number] for number in numbers] for step, numbers in image.evaluations.items()}
+    for number, index, lease_id, worker, step, scoring in image.leases:
+        ledger.hold(Lease(lease_id, groups[number].samples[index], worker, step, scoring, expires_at=float("inf")))
+    for group in groups.values():
+        if not group.evaluation or group.state is GroupState.OPEN:
+            ledger.groups[group.id] = group
+        if not group.evaluation and group.state in (GroupState.OPEN, GroupState.READY):
+            ledger.bound.add(group.opened_at)
+        if group.state is GroupState.OPEN:
+            for sample in group.samples:
+                if sample.state in (*TO_GENERATE, SampleState.GENERATED):
+                    ledger.queue.push(sample)
+
+
+def header_of(frozen: bytes | bytearray | memoryview) -> RunStarted | None:
+    """The run that a frozen ledger is of."""
+    return _decoder.decode(next(_pieces(memoryview(frozen)))).header
+
+
+def _group(frozen: memoryview) -> Group:
+    values, samples = msgspec.msgpack.decode(frozen)
+    group = Group(**dict(zip(IN_GROUPS, values, strict=True)))
+    group.state, group.prompt = GroupState(group.state), group.prompt and tuple(group.prompt)
+    group.samples = [_sample(group, index, *values) for index, values in enumerate(samples)]
+    return group
+
+
+def _sample(group: Group, index: int, state: str, length: int, segments: bytes, chunks: bytes, *rest: Any) -> Sample:
+    """What `_of_sample` was of."""
+    return Sample(group, index, SampleState(state), length, Segments.from_bytes(segments), array("Q", chunks), *rest)
+
+
+def live_positions(ledger: LedgerState) -> Iterator[int]:
+    """Where the journal holds prompts and tokens that may still be asked for."""
+    for group in ledger.groups.values():
+        yield group.prompt[0]
+        for sample in group.samples:
+            yield from sample.chunks[::2]
+
+
+class SnapshotStore:
+    """Snapshots beside the journal's files, named by their positions; written by a thread."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.failures = 0
+        """snapshots that could not be written since the broker started"""
+        self._writer: threading.Thread | None = None
+
+    @property
+    def busy(self) -> bool:
+        return self._writer is not None and self._writer.is_alive()
+
+    def positions(self) -> list[int]:
+        """Of the snapshots on disk, the oldest first."""
+        return sorted(int(path.stem) for path in self.folder.glob(f"*{SUFFIX}"))
+
+    def newest_first(self) -> Iterator[tuple[int, memoryview]]:
+        """(position, frozen ledger) of those that are whole."""
+        for position in reversed(self.positions()):
+            data = memoryview(self._path(position).read_bytes())
+            frozen = data[HEAD.size :]
+            if frozen and data[: HEAD.size] == HEAD.pack(FORMAT, crc32(frozen)):
+                yield position, frozen
+            else:
+                log.warning("snapshot %s is damaged, or of another April, and passed over", self._path(position))
+
+    @property
+    def older(self) -> int:
+        """Position of the newest but one on disk, 0 if there is none: for a restart if that is damaged."""
+        return [0, 0, *self.positions()][-2]
+
+    def write(self, position: int, frozen: bytearray, unneeded: list[Path]) -> None:
+        """Remove `unneeded` files and put a frozen ledger on disk while the caller goes on; the two newest are kept."""
+        self._writer = threading.Thread(target=self._write, args=(position, frozen, unneeded), name="snapshot")
+        self._writer.start()
+
+    def _write(self, position: int, frozen: bytearray, unneeded: list[Path]) -> None:
+        temporary = self.folder / TEMPORARY
+        try:
+            for path in unneeded:
+                path.unlink(missing_ok=True)
+            with temporary.open("wb") as file:
+                file.write(HEAD.pack(FORMAT, crc32(frozen)))
+                file.write(frozen)
+                file.flush()
+                os.fdatasync(file.fileno())
+            temporary.rename(self._path(position))
+            sync_folder(self.folder)
+            for old in self.positions()[:-2]:
+                self._path(old).unlink()
+        except OSError as error:
+            self.failures += 1
+            log.warning("snapshot at %d cannot be written (%s); the one before it still serves", position, error)
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+
+    def _path(self, position: int) -> Path:
+        return self.folder / f"{position:020d}{SUFFIX}"
+
+    def close(self) -> None:
+        if self._writer:
+            self._writer.join()

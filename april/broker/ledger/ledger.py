@@ -1,0 +1,370 @@
+"""Who owns each sample, what is finished, what was trained: a state machine without I/O, clocks or sockets.
+
+    sample: waiting -> leased -> (partial -> leased ...) -> generated -> scoring -> done | dead
+    group:  open -> ready -> delivered(step) -> trained(step) | discarded(reason)
+
+Every change is an event: a command checks itself, hands the event to `write` (the journal) and applies it, and
+`apply` alone changes the state, so replaying the journal into an empty ledger rebuilds it. The ledger closes:
+generated = trained + delivered + ready + open + sum(discarded), in acknowledged tokens, at any moment.
+
+    ledger = Ledger(Rules(batch_groups=32, group_size=8, max_staleness=5), write=journal.append)
+    group = ledger.open_group(epoch=0, row=17, floor=0)
+    lease = ledger.lease(group.samples[0], worker="w0", step=0, expires_at=now + 60)
+    ledger.add_chunk(lease.id, start=0, count=40, version=Version(0, 0), arrays=[...])
+    ledger.add_chunk(lease.id, start=40, count=9, version=Version(0, 1), finish_reason="stop", ...)
+    ledger.score(lease.id, reward=1.0)
+"""
+
+import heapq
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+from typing import Any
+
+from zlib_ng.zlib_ng import crc32
+
+from april.broker.ledger import events
+from april.broker.ledger.events import Part
+from april.broker.ledger.prompts import Prompts
+from april.broker.ledger.samples import TO_GENERATE, Group, GroupState, Lease, Sample, SampleState
+from april.broker.ledger.state import LedgerState, Rules
+from april.wire.version import Version
+
+Write = Callable[[events.Event, Sequence[Part]], Any]
+"""writes an event and its arrays down; what it gives is kept as the reference to them"""
+
+
+class Verdict(StrEnum):
+    OK = "ok"
+    DUPLICATE = "duplicate"
+    GAP = "gap"
+    FENCED = "fenced"
+    """the lease is not current: an older holder"""
+    INVALID = "invalid"
+
+
+class LedgerError(RuntimeError):
+    """A request that contradicts the ledger; the text says how."""
+
+
+class Ledger(LedgerState):
+    def __init__(
+        self,
+        rules: Rules,
+        write: Write = lambda event, arrays: None,
+        together: Callable[[bool, int, int], bool] = lambda evaluation, epoch, row: False,
+    ):
+        """`together`: whether the samples of a prompt are scored together, asked when its group is opened."""
+        super().__init__(rules)
+        self.write = write
+        self.together = together
+        self._expiries: list[tuple[float, int]] = []
+        """heap of (instant, lease id): when to look at a lease; renewals make it outlive some of its entries"""
+
+    # --- commands -------------------------------------------------------------------------------------------
+
+    def commit(self, event: events.Event, arrays: Sequence[Part] = ()) -> None:
+        self.apply(event, self.write(event, arrays))
+
+    def open_group(
+        self, epoch: int, row: int, floor: int, evaluation: bool = False, size: int | None = None, prompt: bytes = b""
+    ) -> Group:
+        """Draw a prompt, int32 token ids. `floor`: workers must be at this step or later to start it.
+
+        Evaluation groups take no part in bound and batches; their `floor` is the policy step they are for.
+        """
+        if not evaluation and not self.bound.survives(self.next_step, floor):
+            raise LedgerError(f"opening a group at step {floor} would break the staleness bound")
+        group, size = self._next_group, size or self.rules.group_size
+        replaces = None if evaluation else self.dead_letters.waiting_at(epoch, row)
+        together = self.together(evaluation, epoch, row)
+        opened = events.GroupOpened(group, evaluation, epoch, row, size, floor, len(prompt) // 4, replaces, together)
+        self.commit(opened, [(crc32(prompt), prompt)])
+        return self.groups[group]
+
+    def next_prompt(self, prompts: Prompts) -> tuple[int, int, bytes] | None:
+        """(epoch, row, token ids) of the prompt for the next group: that of a re-queued group, otherwise the one at
+        the cursor; None when they are exhausted. A prompt that is no longer in the dataset's limits goes on waiting."""
+        for place in self.dead_letters.waiting.values():
+            drawn = prompts.draw(place)
+            if drawn and drawn[:2] == place:
+                return drawn
+        return prompts.draw(self.cursor)
+
+    def lease(self, sample: Sample, worker: str, step: int, expires_at: float, ends_at: float = float("inf")) -> Lease:
+        """Give a sample that waits to a worker at policy step `step`; no renewal keeps it longer than `ends_at`.
+
+        Where a group is scored together, the lease for its scores is on all of its samples that live.
+        """
+        scoring = sample.state is SampleState.GENERATED
+        if scoring and sample.group.together:
+            if not sample.group.awaits_scores:
+                raise LedgerError(f"group {sample.group.id} is scored together, and not all of it is generated")
+            sample = sample.group.live_samples[0]
+        if sample.lease_id or not (scoring or sample.state in TO_GENERATE) or sample.group.state is not GroupState.OPEN:
+            raise LedgerError(f"sample {sample.group.id}.{sample.index} is not waiting")
+        if not scoring and step < sample.first_step:
+            raise LedgerError(f"sample {sample.group.id}.{sample.index} needs step {sample.first_step}, not {step}")
+        lease_id = self.last_lease_id + 1
+        self.commit(events.Leased(lease_id, sample.group.id, sample.index, worker, step, scoring))
+        lease = self.leases[lease_id]
+        lease.ends_at = ends_at
+        self.expire_at(lease, expires_at)
+        return lease
+
+    def expire_at(self, lease: Lease, instant: float) -> None:
+        """Let a lease end at `instant`, unless it is renewed, or at its end if that is earlier; infinite is never."""
+        lease.expires_at = min(instant, lease.ends_at)
+        if lease.expires_at < float("inf"):
+            heapq.heappush(self._expiries, (lease.expires_at, lease.id))
+
+    def add_chunk(
+        self,
+        lease_id: int,
+        start: int,
+        count: int,
+        version: Version,
+        finish_reason: str = "",
+        arrays: Sequence[Part] = (),
+    ) -> Verdict:
+        """Accept tokens iff the lease is current and they start at the acknowledged length.
+
+        `arrays`: ids and logprobs with their checksums.
+        A finish reason ends the response together with its last tokens; the holder scores it next, unless it is
+        scored apart or with its group: then it ends the lease as well.
+        """
+        if misplaced := self._misplaced(lease_id, start):
+            return misplaced
+        lease = self.leases[lease_id]
+        if version.step < max(lease.step, lease.sample.first_step):
+            return Verdict.FENCED
+        if not self._goes_on(lease, count, finish_reason) or not self.was_published(version):
+            return Verdict.INVALID
+        lease_over = bool(finish_reason) and self.is_handed_over(lease.sample.group)
+        self.commit(events.ChunkAccepted(lease_id, start, count, version, finish_reason, lease_over), arrays)
+        return Verdict.OK
+
+    def add_observation(
+        self,
+        lease_id: int,
+        start: int,
+        count: int,
+        state: bytes = b"",
+        finish_reason: str = "",
+        failed: bool = False,
+        arrays: Sequence[Part] = (),
+    ) -> Verdict:
+        """Accept what the environment has answered to the turn that ends at `start`, as a chunk would be.
+
+        `state` comes back with every later grant; `failed`: the tokens stand for an answer that did not come.
+        """
+        if misplaced := self._misplaced(lease_id, start):
+            return misplaced
+        lease = self.leases[lease_id]
+        segments = lease.sample.segments
+        answers_a_turn = bool(segments) and segments.end == start
+        if not answers_a_turn or not self._goes_on(lease, count, finish_reason):
+            return Verdict.INVALID
+        lease_over = bool(finish_reason) and self.is_handed_over(lease.sample.group)
+        self.commit(
+            events.ObservationAccepted(lease_id, start, count, finish_reason, state, failed, lease_over), arrays
+        )
+        return Verdict.OK
+
+    def _misplaced(self, lease_id: int, start: int) -> Verdict | None:
+        """Why tokens at `start` do not come next in the sample of a current lease, if they do not."""
+        lease = self.leases.get(lease_id)
+        if lease is None:
+            return Verdict.FENCED
+        length = lease.sample.length
+        return Verdict.DUPLICATE if start < length else Verdict.GAP if start > length else None
+
+    def _goes_on(self, lease: Lease, count: int, finish_reason: str) -> bool:
+        """Whether the response can go on by `count` tokens, or end with them."""
+        left = self.rules.max_response_tokens - lease.sample.length - count
+        return lease.generating and count > 0 and (left > 0 or (left == 0 and bool(finish_reason)))
+
+    def score(self, lease_id: int, reward: float, details: dict[str, float] | None = None) -> Verdict:
+        lease = self.leases.get(lease_id)
+        if lease is None:
+            return Verdict.FENCED
+        if lease.generating:
+            return Verdict.GAP
+        if lease.on_group:
+            return Verdict.INVALID
+        self.commit(events.SampleScored(lease_id, reward, details or {}))
+        return Verdict.OK
+
+    def score_group(self, lease_id: int, rewards: list[float], details: list[dict[str, float]]) -> Verdict:
+        """Those of all samples that a lease on a group is on, in their order."""
+        lease = self.leases.get(lease_id)
+        if lease is None:
+            return Verdict.FENCED
+        if not lease.on_group or not len(lease.samples) == len(rewards) == len(details):
+            return Verdict.INVALID
+        self.commit(events.GroupScored(lease_id, rewards, details))
+        return Verdict.OK
+
+    def end_lease(self, lease_id: int, cause: str, error: str = "", at: float = 0.0) -> Verdict:
+        """The sample goes back to where it waits; too many failures make it dead, and perhaps its group."""
+        if lease_id not in self.leases:
+            return Verdict.FENCED
+        self.commit(events.LeaseEnded(lease_id, cause, error, at))
+        return Verdict.OK
+
+    def renew(self, tokens: list[int], expires_at: float) -> list[int]:
+        """Prolong leases, each to its end at most and aborted ones not at all; returns those that are not
+        current any more."""
+        for lease_id in tokens:
+            if lease_id in self.leases and not self.is_aborted(lease_id):
+                self.leases[lease_id].expires_at = min(expires_at, self.leases[lease_id].ends_at)
+        return [lease_id for lease_id in tokens if lease_id not in self.leases]
+
+    def expire(self, now: float) -> list[Lease]:
+        """End the leases whose time is over."""
+        expired = []
+        while self._expiries and self._expiries[0][0] <= now:
+            _, lease_id = heapq.heappop(self._expiries)
+            if lease := self.leases.get(lease_id):
+                if lease.expires_at <= now:
+                    expired.append(lease)
+                else:
+                    heapq.heappush(self._expiries, (lease.expires_at, lease_id))
+        for lease in {lease.id: lease for lease in expired}.values():
+            if self.is_aborted(lease.id):
+                self.end_lease(lease.id, "abort", at=now)
+            else:
+                why = "was held for longer than broker.max_run_s" if lease.ends_at <= now else "was not renewed"
+                self.end_lease(lease.id, "expired", f"the lease {why}", at=now)
+        return expired
+
+    def discard(self, group: Group, reason: str) -> None:
+        """End an open or ready group for a reason that is counted; its leases are void."""
+        self.commit(events.GroupDiscarded(group.id, reason))
+
+    def filter_ready(self, reason_against: Callable[[Group], str]) -> None:
+        """Discard those of the complete groups against which there is a reason; each is asked about once, before a
+        batch can take it, and again after a restart."""
+        while self.unjudged:
+            group = self.unjudged[0]
+            if group.state is GroupState.READY and (reason := reason_against(group)):
+                self.discard(group, reason)
+            del self.unjudged[0]
+
+    def requeue(self, group: int) -> Verdict:
+        """Draw the prompt of a group that lost a sample for good again, ahead of fresh ones; once for each group."""
+        letter = self.dead_letters.of_group(group)
+        if letter is None or letter.outcome == "without_it":
+            return Verdict.INVALID
+        if letter.outcome != "discarded":
+            return Verdict.DUPLICATE
+        self.commit(events.GroupRequeued(group))
+        return Verdict.OK
+
+    def record_evaluation(self, step: int, result: dict[str, Any]) -> None:
+        """Keep of a complete evaluation what it showed, and forget its groups."""
+        self.commit(events.EvaluationRecorded(step, result))
+
+    def start_drain(self) -> None:
+        """Have all that is generated for training handed back. Saying so again changes nothing."""
+        if not self.draining:
+            self.commit(events.DrainStarted(self.last_lease_id))
+
+    def end_drain(self) -> None:
+        if self.draining:
+            self.commit(events.DrainEnded())
+
+    def start_round(self) -> None:
+        self.commit(events.RoundStarted(self.round + 1))
+
+    def end_round(self) -> int:
+        """Grants up to the returned watermark are to be handed back."""
+        self.commit(events.RoundEnded(self.round, self.last_lease_id))
+        return self.watermark
+
+    def choose_batch(self, groups: int) -> list[Group] | None:
+        """`groups` complete groups, those that are due first; None if there are too few or the bound forbids it."""
+        if len(self.ready) < groups or not groups:
+            return None
+        if not self.bound.survives_delivery(self.next_step, self.ready.ages_of_oldest(groups)):
+            return None
+        return sorted(self.ready.oldest(groups), key=lambda group: group.id)
+
+    def deliver(self, groups: list[Group]) -> int:
+        """Fix the next batch for good; returns its step."""
+        step = self.next_step
+        self.commit(events.BatchDelivered(step, [group.id for group in groups]))
+        return step
+
+    def consume(self, step: int, discarded: str = "") -> Verdict:
+        """The learner's weights contain batch `step`, or are past it without it, for a reason that is counted."""
+        if step < self.consumed:
+            return Verdict.DUPLICATE
+        if step != self.consumed or step not in self.deliveries:
+            return Verdict.INVALID
+        self.commit(events.BatchConsumed(step, discarded))
+        return Verdict.OK
+
+    def checkpoint(self, step: int, oldest: int) -> Verdict:
+        """A checkpoint that contains all batches below `step` is on disk, and none older than `oldest` is kept."""
+        if step > self.consumed:
+            return Verdict.INVALID
+        if step < self.durable or (step == self.durable and min(oldest, step) <= self.first_kept_step):
+            return Verdict.DUPLICATE
+        self.commit(events.CheckpointDurable(step, min(oldest, step)))
+        return Verdict.OK
+
+    def start_learner(self, step: int, uid: str = "", weights_address: str = "", weights_key: str = "") -> None:
+        """A learner goes on from checkpoint `step`: later groups are delivered again, under a new branch.
+
+        A checkpoint may be ahead of the last report by the batches that were delivered; they are consumed, then.
+        """
+        if not self.first_kept_step <= step <= self.next_step:
+            raise LedgerError(
+                f"the learner starts from checkpoint {step}, but this run can go on from {self.first_kept_step} "
+                f"to {self.next_step}; give it a checkpoint of this run"
+            )
+        while self.consumed < step:
+            self.commit(events.BatchConsumed(self.consumed))
+        self.commit(events.LearnerStarted(self.branch + 1, step, uid, weights_address, weights_key))
+
+    # --- questions ------------------------------------------------------------------------------------------
+
+    @property
+    def first_kept_step(self) -> int:
+        return min(self.deliveries, default=self.consumed)
+
+    def was_published(self, version: Version) -> bool:
+        """Whether a worker can have weights of that name; the first ones may reach it ahead of the learner's start."""
+        return version.step <= self.frontier and version.branch <= max(0, self.branch)
+
+    def is_handed_over(self, group: Group) -> bool:
+        """Whether the lease that generates a response of the group ends with it."""
+        return self.rules.scored_apart or group.together
+
+    def is_aborted(self, lease_id: int) -> bool:
+        """Whether the sample is to be handed back: generated for training under a grant of an ended round,
+        or of the time before a drain."""
+        lease = self.leases.get(lease_id)
+        return bool(lease and lease_id <= self.watermark and lease.generating and not lease.sample.group.evaluation)
+
+    @property
+    def undelivered(self) -> int:
+        return self.counts[GroupState.OPEN] + self.counts[GroupState.READY]
+
+    def open_groups(self) -> list[Group]:
+        """Training groups that are not complete."""
+        return [group for group in self.groups.values() if group.state is GroupState.OPEN and not group.evaluation]
+
+    def account(self) -> dict[str, Any]:
+        """The ledger in acknowledged tokens, as in summary.json."""
+        names = ("generated", "trained", "delivered", "ready", "open")
+        return {name: self.tokens[name] for name in names} | {
+            "discarded": dict(self.discarded),
+            "evaluation": self.tokens["evaluation"],
+        }
+
+    @property
+    def closed(self) -> bool:
+        """Whether the sum over the groups' ends equals what was generated."""
+        parts = sum(self.tokens[name] for name in ("trained", "delivered", "ready", "open"))
+        return self.tokens["generated"] == parts + sum(self.discarded.values())

@@ -1,0 +1,398 @@
+"""The state of the ledger, and what each journalled event does to it.
+
+`apply` alone changes the state, so replaying the journal into an empty one rebuilds it.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from april.broker.ledger import events
+from april.broker.ledger.bound import StalenessBound
+from april.broker.ledger.cohorts import LengthCohorts
+from april.broker.ledger.dead_letters import DeadLetters
+from april.broker.ledger.samples import (
+    TO_GENERATE,
+    Group,
+    GroupState,
+    HandOutQueue,
+    Lease,
+    ReadyGroups,
+    Sample,
+    SampleState,
+)
+
+START_BITS = 32
+"""a lease id is (starts of the broker << 32) | counter, so that it never repeats"""
+
+NO_ATTEMPT = ("abort", "leave")
+"""causes of a lease's end that are nobody's failure"""
+
+DEAD_ROUNDS = 2
+"""rounds in which every group dies before a run is given up"""
+
+NONFINITE = "nonfinite"
+"""why the learner passes a batch without training it"""
+
+HANDLERS = {kind: f"_on_{kind.__name__}" for kind in events.Event.__subclasses__()}
+"""the method that applies each kind of event"""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What stays the same over a run."""
+
+    batch_groups: int
+    """N"""
+    group_size: int
+    """n"""
+    max_staleness: int
+    """S, policy steps"""
+    max_attempts: int = 5
+    min_group_size: int | None = None
+    max_response_tokens: int = 1 << 30
+    filtered: bool = False
+    """complete groups are judged before they can be trained"""
+    scored_apart: bool = False
+    """the lease that generates a response ends with it; another one is for its score"""
+
+
+class LedgerState:
+    def __init__(self, rules: Rules):
+        self.rules = rules
+        self.groups: dict[int, Group] = {}
+        self.leases: dict[int, Lease] = {}
+        self.held: dict[str, set[int]] = {}
+        """ids of leases by holder"""
+        self.load: Counter[tuple[str, bool]] = Counter()
+        """leases that generate, by (worker, evaluation)"""
+        self.generating = 0
+        """training samples that some worker generates now"""
+        self.queue = HandOutQueue()
+        self.bound = StalenessBound(rules.max_staleness, rules.batch_groups)
+        self.cohorts = LengthCohorts(rules.batch_groups)
+        self.tokens: Counter[str] = Counter()
+        """acknowledged tokens: generated, trained, delivered, ready, open, evaluation"""
+        self.discarded: Counter[str] = Counter()
+        """acknowledged tokens of discarded groups by reason"""
+        self.counts: Counter[str] = Counter()
+        """training groups by state"""
+        self.resumed: Counter[str] = Counter()
+        """tokens of partials that were leased again: `cached`, to the worker that handed them back under the same
+        weights, or `moved`"""
+        self.deliveries: dict[int, list[Group]] = {}
+        self.ready = ReadyGroups()
+        """complete groups that wait for a batch"""
+        self.unjudged: list[Group] = []
+        """those that no filter has seen yet, where the rules have filters"""
+        self.evaluations: dict[int, list[Group]] = {}
+        """groups of the evaluations under way, by the policy step they were opened for"""
+        self.evaluated: dict[int, dict[str, Any]] = {}
+        """results of the others, by that step"""
+        self.next_step = 0
+        """the next batch to deliver"""
+        self.consumed = 0
+        """batches in the learner's weights"""
+        self.frontier = 0
+        """most batches any learner of this run has consumed"""
+        self.durable = 0
+        """batches in the newest checkpoint on disk"""
+        self.branch = -1
+        self.learner_uid = ""
+        """the learner process that the branch belongs to"""
+        self.weights_address = ""
+        self.weights_key = ""
+        """where it publishes"""
+        self.dead_in_a_row = 0
+        """groups that lost a sample for good since the last one that became ready"""
+        self.last_error = ""
+        self.dead_letters = DeadLetters()
+        self.draining = False
+        """nothing is handed out; workers hand back what they generate"""
+        self.voided: list[tuple[str, int]] = []
+        """(holder, id) of leases that ended with their group, until somebody tells the workers"""
+        self.round = -1
+        self.round_open = False
+        self.watermark = 0
+        self.cursor: tuple[int, int] = (0, 0)
+        """(epoch, row position) of the next prompt"""
+        self.starts = 0
+        """of the broker"""
+        self.header: events.RunStarted | None = None
+        self._next_group = 0
+        self._next_ordinal = 0
+        self.last_lease_id = 0
+        """of all that were granted"""
+
+    def apply(self, event: events.Event, reference: Any = None) -> None:
+        """Change the state by one recorded fact."""
+        getattr(self, HANDLERS[type(event)])(event, reference)
+
+    def _on_RunStarted(self, event: events.RunStarted, reference: Any) -> None:
+        self.header = event
+
+    def _on_BrokerStarted(self, event: events.BrokerStarted, reference: Any) -> None:
+        self.starts, self.last_lease_id, self.dead_in_a_row = event.start, event.start << START_BITS, 0
+
+    def _on_GroupOpened(self, event: events.GroupOpened, reference: Any) -> None:
+        ordinal = -1
+        if not event.evaluation:
+            ordinal, self._next_ordinal = self._next_ordinal, self._next_ordinal + 1
+            if event.replaces is None:
+                self.cursor = (event.epoch, event.row + 1)
+            else:
+                self.dead_letters.drawn(event.replaces)
+            self.counts[GroupState.OPEN] += 1
+            self.bound.add(event.floor)
+        group = Group(
+            event.group, ordinal, event.evaluation, event.epoch, event.row, event.floor, reference, event.prompt_tokens,
+            together=event.together,
+        )  # fmt: skip
+        group.samples = [Sample(group, index) for index in range(event.size)]
+        if event.evaluation:
+            self.evaluations.setdefault(event.floor, []).append(group)
+        self.groups[group.id] = group
+        self._next_group = group.id + 1
+        for sample in group.samples:
+            self.queue.push(sample)
+
+    def _on_Leased(self, event: events.Leased, reference: Any) -> None:
+        group = self.groups[event.group]
+        self.last_lease_id = event.lease_id
+        lease = Lease(event.lease_id, group.samples[event.index], event.worker, event.step, event.scoring, float("inf"))
+        if lease.sample.state is SampleState.PARTIAL:
+            cached = lease.sample.cached_by(event.step) == event.worker
+            self.resumed["cached" if cached else "moved"] += lease.sample.length
+        for sample in lease.samples:
+            sample.lease_id = event.lease_id
+            sample.state = SampleState.SCORING if event.scoring else SampleState.LEASED
+        self.hold(lease)
+        if not group.started:
+            self._start(group, event.step)
+
+    def hold(self, lease: Lease) -> None:
+        """Enter a lease in the books."""
+        self.leases[lease.id] = lease
+        self.held.setdefault(lease.worker, set()).add(lease.id)
+        if lease.generating:
+            self.load[lease.worker, lease.sample.group.evaluation] += 1
+            self.generating += not lease.sample.group.evaluation
+
+    def _release(self, lease_id: int) -> Lease:
+        """Take a lease out of the books."""
+        lease = self.leases.pop(lease_id)
+        self._stops_generating(lease)
+        held = self.held[lease.worker]
+        held.remove(lease_id)
+        if not held:
+            del self.held[lease.worker]
+        for sample in lease.samples:
+            sample.lease_id = 0
+        return lease
+
+    def _stops_generating(self, lease: Lease) -> None:
+        if lease.generating:
+            evaluation = lease.sample.group.evaluation
+            self.generating -= not evaluation
+            self.load[lease.worker, evaluation] -= 1
+            if not self.load[lease.worker, evaluation]:
+                del self.load[lease.worker, evaluation]
+
+    def _start(self, group: Group, step: int) -> None:
+        group.started = True
+        if not group.evaluation:
+            self.bound.remove(group.opened_at)
+            self.bound.add(step)
+        group.opened_at = step
+        for sibling in group.samples:
+            if sibling.state is SampleState.WAITING and not group.evaluation:
+                self.queue.push(sibling)
+
+    def _on_ChunkAccepted(self, event: events.ChunkAccepted, reference: Any) -> None:
+        sample = self.leases[event.lease_id].sample
+        end = event.start + event.count
+        sample.segments.extend_by(event.start, end, event.version)
+        sample.group.tokens += event.count
+        if sample.group.evaluation:
+            self.tokens["evaluation"] += event.count
+        else:
+            self.tokens["generated"] += event.count
+            self.tokens["open"] += event.count
+        self._lengthen(event, reference)
+
+    def _on_ObservationAccepted(self, event: events.ObservationAccepted, reference: Any) -> None:
+        self._lengthen(event, reference)
+
+    def _lengthen(self, event: events.ChunkAccepted | events.ObservationAccepted, reference: Any) -> None:
+        lease = self.leases[event.lease_id]
+        sample = lease.sample
+        sample.chunks.extend(reference or ())
+        sample.length = event.start + event.count
+        if event.finish_reason:
+            self._stops_generating(lease)
+            sample.state, sample.finish_reason = SampleState.SCORING, event.finish_reason
+            self._expect_longer(sample)
+        if event.lease_over:
+            self._release(event.lease_id)
+            sample.state = SampleState.GENERATED
+            self.queue.push(sample)
+
+    def _expect_longer(self, ended: Sample) -> None:
+        """Its siblings that wait are handed out earlier than others of their age: they may become as long."""
+        if ended.group.evaluation:
+            return
+        for sibling in ended.group.samples:
+            if sibling.state in TO_GENERATE and sibling.length < ended.length:
+                self.queue.push(sibling)
+
+    def _on_SampleScored(self, event: events.SampleScored, reference: Any) -> None:
+        sample = self._release(event.lease_id).sample
+        sample.state, sample.reward, sample.details = SampleState.DONE, event.reward, event.details or None
+        self._complete(sample.group)
+
+    def _on_GroupScored(self, event: events.GroupScored, reference: Any) -> None:
+        lease = self._release(event.lease_id)
+        for sample, reward, details in zip(lease.samples, event.rewards, event.details, strict=True):
+            sample.state, sample.reward, sample.details = SampleState.DONE, reward, details or None
+        self._complete(lease.sample.group)
+
+    def _on_LeaseEnded(self, event: events.LeaseEnded, reference: Any) -> None:
+        lease = self._release(event.lease_id)
+        samples, group = lease.samples, lease.sample.group
+        for sample in samples:
+            if event.cause not in NO_ATTEMPT:
+                sample.attempts += 1
+                sample.last_error = self.last_error = event.error or event.cause
+            if sample.attempts >= self.rules.max_attempts:
+                sample.state = SampleState.DEAD
+                self.dead_letters.add(sample, event.at)
+                if len(group.live_samples) < self._least_samples(group):
+                    return self._end_group(group, "dead_sample")
+            elif sample.state is SampleState.SCORING:
+                sample.state = SampleState.GENERATED
+            else:
+                sample.state = SampleState.PARTIAL if sample.length else SampleState.WAITING
+            sample.home = lease.worker if event.cause in NO_ATTEMPT else ""
+        self._complete(group)
+        stands_for_group = group.live_samples[:1] if group.together and group.awaits_scores else None
+        for sample in stands_for_group or samples:
+            if sample.state is not SampleState.DEAD:
+                self.queue.push(sample)
+
+    def _least_samples(self, group: Group) -> int:
+        return 1 if group.evaluation else self.rules.min_group_size or len(group.samples)
+
+    def _complete(self, group: Group) -> None:
+        """Make the group ready if none of its samples is on the way; what dead ones had is discarded."""
+        if any(sample.state is not SampleState.DONE for sample in group.live_samples):
+            return
+        if group.evaluation:
+            group.state = GroupState.READY
+            del self.groups[group.id]
+            return
+        lost = sum(sample.sampled for sample in group.samples if sample.state is SampleState.DEAD)
+        group.tokens -= lost
+        self.tokens[group.state] -= lost
+        if lost:
+            self.discarded["dead_sample"] += lost
+        self._move(group, GroupState.READY)
+        self.ready.add(group)
+        if self.rules.filtered:
+            self.unjudged.append(group)
+        self.dead_in_a_row = 0
+
+    def _move(self, group: Group, state: GroupState) -> None:
+        """Change a training group's state and the tokens and counts that go with it."""
+        self.counts[group.state] -= 1
+        self.counts[state] += 1
+        if group.state is not GroupState.DISCARDED:
+            self.tokens[group.state] -= group.tokens
+        if state is not GroupState.DISCARDED:
+            self.tokens[state] += group.tokens
+        group.state = state
+
+    def _on_GroupDiscarded(self, event: events.GroupDiscarded, reference: Any) -> None:
+        self._end_group(self.groups[event.group], event.reason)
+
+    def _end_group(self, group: Group, reason: str) -> None:
+        for sample in group.samples:
+            if sample.lease_id:
+                lease = self._release(sample.lease_id)
+                self.voided.append((lease.worker, lease.id))
+        del self.groups[group.id]
+        if group.evaluation:
+            group.state = GroupState.DISCARDED
+            return
+        if reason == "dead_sample":
+            self.dead_in_a_row += 1
+            self.dead_letters.discard(group.id)
+        if group in self.ready:
+            self.ready.remove(group)
+        self._move(group, GroupState.DISCARDED)
+        self._count_discarded(group, reason, 1)
+        self.bound.remove(group.opened_at)
+        self.cohorts.finish(group.ordinal, [sample.sampled for sample in group.samples], [])
+        group.forget()
+
+    def _on_GroupRequeued(self, event: events.GroupRequeued, reference: Any) -> None:
+        self.dead_letters.requeue(event.group)
+
+    def _on_EvaluationRecorded(self, event: events.EvaluationRecorded, reference: Any) -> None:
+        for group in self.evaluations.pop(event.step):
+            group.forget()
+        self.evaluated[event.step] = event.result
+
+    def _on_DrainStarted(self, event: events.DrainStarted, reference: Any) -> None:
+        self.draining, self.watermark = True, event.watermark
+
+    def _on_DrainEnded(self, event: events.DrainEnded, reference: Any) -> None:
+        self.draining = False
+
+    def _on_RoundStarted(self, event: events.RoundStarted, reference: Any) -> None:
+        self.round, self.round_open = event.round, True
+
+    def _on_RoundEnded(self, event: events.RoundEnded, reference: Any) -> None:
+        self.round_open, self.watermark = False, event.watermark
+
+    def _on_BatchDelivered(self, event: events.BatchDelivered, reference: Any) -> None:
+        groups = [self.groups[group] for group in event.groups]
+        for group in groups:
+            self._move(group, GroupState.DELIVERED)
+            self.bound.remove(group.opened_at)
+            self.ready.remove(group)
+            group.step = event.step
+        self.deliveries[event.step] = groups
+        self.next_step = event.step + 1
+
+    def _on_BatchConsumed(self, event: events.BatchConsumed, reference: Any) -> None:
+        for group in self.deliveries[event.step]:
+            created = [sample.sampled for sample in group.samples]
+            live = group.live_samples
+            trained = created if len(live) == len(created) else [sample.sampled for sample in live]
+            self._move(group, GroupState.DISCARDED if event.discarded else GroupState.TRAINED)
+            if event.discarded:
+                self._count_discarded(group, event.discarded, 1)
+            self.cohorts.finish(group.ordinal, created, [] if event.discarded else trained)
+        self.consumed = event.step + 1
+        self.frontier = max(self.frontier, self.consumed)
+
+    def _on_CheckpointDurable(self, event: events.CheckpointDurable, reference: Any) -> None:
+        for step in [step for step in self.deliveries if step < event.oldest]:
+            for group in self.deliveries.pop(step):
+                del self.groups[group.id]
+                group.forget()
+        self.durable = event.step
+
+    def _count_discarded(self, group: Group, reason: str, times: int) -> None:
+        self.discarded[reason] += times * group.tokens
+        self.counts[reason] += times
+
+    def _on_LearnerStarted(self, event: events.LearnerStarted, reference: Any) -> None:
+        for step in range(event.step, self.consumed):
+            for group in self.deliveries[step]:
+                if group.state is GroupState.DISCARDED:
+                    self._count_discarded(group, NONFINITE, -1)
+                self._move(group, GroupState.DELIVERED)
+        self.consumed, self.branch = event.step, event.branch
+        self.learner_uid = event.uid
+        self.weights_address, self.weights_key = event.weights_address, event.weights_key

@@ -1,0 +1,77 @@
+"""What the journal and the dataset hold of a sample: prompts, tokens, rows, the states of environments."""
+
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+
+from zlib_ng.zlib_ng import crc32
+
+from april import wire
+from april.broker.journal.journal import Journal, Reference
+from april.broker.ledger import events
+from april.broker.ledger.samples import Sample
+from april.broker.prompts import PromptBook
+from april.data.rows import GROUP_REWARD, Row
+
+ROWS_CACHED = 16
+PROMPTS_CACHED, LONG_PROMPTS_CACHED, LONG_PROMPT_BYTES = 1024, 16, 16 << 10
+"""short ones until their batch is delivered, long ones while the samples of their group are handed out"""
+
+
+class Payloads:
+    def __init__(self, journal: Journal, prompts: PromptBook, default_reward: str):
+        """`default_reward`: name of the verifier of rows that name none."""
+        self.journal = journal
+        self.prompts = prompts
+        self.default_reward = default_reward
+        self.row_of = lru_cache(maxsize=ROWS_CACHED)(self._row_of)
+        """the samples of a group are mostly handed out one after the other"""
+        self._short_prompt = lru_cache(maxsize=PROMPTS_CACHED)(self._read_prompt)
+        self._long_prompt = lru_cache(maxsize=LONG_PROMPTS_CACHED)(self._read_prompt)
+
+    def prompt(self, reference: Reference) -> wire.Packed:
+        """Prompt ids by their place in the journal."""
+        _, length = reference
+        return self._short_prompt(reference) if length < LONG_PROMPT_BYTES else self._long_prompt(reference)
+
+    def _read_prompt(self, reference: Reference) -> wire.Packed:
+        _, [(checksum, data)] = self.journal.read(reference)
+        return wire.Packed("i4", checksum, data)
+
+    def chunks(self, sample: Sample) -> Iterator[list[wire.Packed]]:
+        """[ids, behaviour logprobs] of the acknowledged chunks of a sample, and their supports where they have some."""
+        for reference in sample.references:
+            _, arrays = self.journal.read(reference)
+            kinds = zip(wire.CHUNK_ARRAYS, arrays, strict=False)
+            yield [wire.Packed(dtype, checksum, data) for dtype, (checksum, data) in kinds]
+
+    def response(self, sample: Sample) -> list[wire.Packed]:
+        """The same of all its acknowledged tokens."""
+        chunks = list(self.chunks(sample))
+        if len(chunks) == 1:
+            return chunks[0]
+        return [join(column) for column in zip(*chunks, strict=True)]
+
+    def environment_state(self, sample: Sample) -> bytes:
+        """What its environment has left behind its last observation."""
+        for reference in reversed(list(sample.references)):
+            event, _ = self.journal.read(reference)
+            if isinstance(event, events.ObservationAccepted):
+                return event.state
+        return b""
+
+    def _row_of(self, evaluation: bool, epoch: int, row: int) -> Row:
+        return self.prompts.evaluation_rows[row] if evaluation else self.prompts.row(epoch, row)
+
+    def reward_of(self, row: Row) -> str:
+        """Name of its verifier."""
+        return row.reward or self.default_reward
+
+    def scored_together(self, evaluation: bool, epoch: int, row: int) -> bool:
+        """Whether the verifier of a row sees all responses of a group at once."""
+        return self.reward_of(self.row_of(evaluation, epoch, row)).startswith(GROUP_REWARD)
+
+
+def join(pieces: Iterable[wire.Packed]) -> wire.Packed:
+    pieces = list(pieces)
+    data = b"".join(piece.data for piece in pieces)
+    return wire.Packed(pieces[0].dtype, crc32(data), data)

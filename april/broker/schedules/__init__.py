@@ -1,0 +1,14 @@
+"""Schedules: what is generated next, and when groups make a batch. `schedule.py` says what one is."""
+
+from april.registry import Registry
+
+SCHEDULES = Registry(
+    "schedule.kind",
+    "schedule",
+    {
+        "sync": "april.broker.schedules.sync:SyncSchedule",
+        "april": "april.broker.schedules.active_partial:ActivePartialSchedule",
+        "continuous": "april.broker.schedules.continuous:ContinuousSchedule",
+    },
+    base="april.broker.schedules.schedule:Schedule",
+)

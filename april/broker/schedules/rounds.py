@@ -1,0 +1,82 @@
+"""Schedules by rounds: when a round starts, what it opens, and when N groups make a batch."""
+
+from april.broker.ledger.ledger import Ledger
+from april.broker.ledger.prompts import Prompts
+from april.broker.ledger.samples import GroupState
+from april.broker.schedules.schedule import Schedule
+from april.config import ScheduleSection
+
+
+class RoundSchedule(Schedule):
+    """Drives a ledger round by round. With N' > N groups opened at once it stops at N, and resumes the unfinished first
+    in the next round; with N' < N it opens groups in steps of N' until N are complete.
+
+    A round makes the next batch. It starts when every grant of the round before is back, and ends when N complete
+    groups can be delivered within the staleness bound; then all unfinished work is handed back.
+    """
+
+    reads = ("over_sampling_batch_size", "partial_rollout", "overlap")
+
+    def __init__(self, section: ScheduleSection, prompts: Prompts):
+        super().__init__(section, prompts)
+        self.exhausted = False
+        """no prompt was left for the last group to open"""
+
+    @classmethod
+    def groups_outlive_a_round(cls, section: ScheduleSection) -> bool:
+        return section.groups_per_round > section.rollout_batch_size
+
+    def advance(self, ledger: Ledger) -> bool:
+        """Start or end rounds, open groups and deliver a batch as the ledger permits; True when a round ended."""
+        if not ledger.round_open:
+            if self.finished(ledger) or not self._settle(ledger):
+                return False
+            ledger.start_round()
+            self._open_groups(ledger)
+        elif ledger.undelivered < ledger.rules.batch_groups:
+            self._open_groups(ledger)
+        if batch := self.next_batch(ledger):
+            ledger.deliver(batch)
+        elif not self.all_complete(ledger):
+            return False
+        ledger.end_round()
+        return True
+
+    def starved(self, ledger: Ledger) -> bool:
+        return not ledger.round_open and super().starved(ledger)
+
+    def all_complete(self, ledger: Ledger) -> bool:
+        return self.exhausted and super().all_complete(ledger)
+
+    def floor(self, ledger: Ledger) -> int:
+        """The policy step that leases for the batch being made need."""
+        return max(0, ledger.next_step - 1) if self.section.overlap else ledger.next_step
+
+    def hands_out(self, ledger: Ledger, step: int) -> bool:
+        return ledger.round_open and step >= self.floor(ledger)
+
+    def _settle(self, ledger: Ledger) -> bool:
+        """Whether every grant of the last round is back; without partial rollout its open groups end here."""
+        if ledger.generating:
+            return False
+        if not self.section.partial_rollout:
+            for group in ledger.open_groups():
+                if group.unfinished:
+                    ledger.discard(group, "aborted")
+        return True
+
+    def _open_groups(self, ledger: Ledger) -> None:
+        for _ in range(self._groups_to_open(ledger)):
+            floor = self.floor(ledger)
+            prompt = ledger.next_prompt(self.prompts)
+            self.exhausted = prompt is None
+            if prompt is None or not ledger.bound.survives(ledger.next_step, floor):
+                return
+            epoch, row, tokens = prompt
+            ledger.open_group(epoch, row, floor, prompt=tokens)
+
+    def _groups_to_open(self, ledger: Ledger) -> int:
+        wanted, at_once = ledger.rules.batch_groups, self.section.groups_per_round
+        if at_once >= wanted:
+            return at_once - ledger.undelivered
+        return 0 if ledger.counts[GroupState.OPEN] else min(at_once, wanted - len(ledger.ready))

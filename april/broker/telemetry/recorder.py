@@ -1,0 +1,366 @@
+"""The run folder's figures: a line in metrics.jsonl for every trained step, summary.json rewritten after each."""
+
+import logging
+import math
+import os
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from april.broker.ledger.ledger import Ledger
+from april.broker.ledger.samples import Group, Sample, SampleState
+from april.broker.sessions import Sessions
+from april.broker.telemetry.evaluation import summarise
+from april.broker.telemetry.length_drift import Drift, drift_of
+from april.broker.telemetry.lengths import describe, histogram, summarise_cohorts
+from april.broker.telemetry.sink import Sinks
+from april.processes import clock
+from april.wire import limits
+from april.wire.version import LARGEST
+
+log = logging.getLogger(__name__)
+
+REPLAY_TOLERANCE = 1e-6
+"""of a replayed step's loss, relative to the one that was logged: on a CPU with as many ranks they are equal"""
+DRIFT_S = 30.0
+"""least time between two looks at the drift of lengths"""
+BYTES_PER_TOKEN = 8
+"""an int32 id and a float32 logprob"""
+PACE_STEPS = 10
+"""the newest steps, whose pace the estimate of the time left takes"""
+LAST_STEPS = 3
+"""of which the summary has the mean reward"""
+
+
+class Recorder:
+    def __init__(
+        self,
+        run_dir: Path,
+        run: str,
+        max_steps: int,
+        started_at: float,
+        ledger: Ledger,
+        sessions: Sessions,
+        sinks: Sequence[str] = (),
+    ):
+        self.run_dir = run_dir
+        self.sinks = Sinks(sinks, run_dir)
+        self.run = run
+        self.max_steps = max_steps
+        self.started_at = started_at
+        self.sessions = sessions
+        self.metrics_path = run_dir / "metrics.jsonl"
+        self.steps: dict[int, dict[str, Any]] = {}
+        """by batch, from 0: those that a learner can go back to, and the last before them"""
+        self.step_times: deque[float] = deque(maxlen=PACE_STEPS)
+        """of the newest steps that were trained since the broker started"""
+        self.first_reward: float | None = None
+        self.generating_s, self.rollout_tokens = 0.0, 0
+        self._forgotten_ages: Counter[int] = Counter()
+        """tokens by staleness of the batches that are not in `steps` any more"""
+        first_kept = ledger.first_kept_step
+        for record in read_steps(self.metrics_path):
+            self.generating_s += record["rollout_s"]
+            self.rollout_tokens += record["rollout_tokens"]
+            self._remember(record, first_kept)
+        before = read_summary(run_dir / "summary.json")
+        self.wall_before_s = before.get("wall_s", 0.0)
+        self.peak_tokens = before.get("buffer_peak", {}).get("tokens", 0)
+        self.unacknowledged_before = before.get("tokens", {}).get("emitted_unacked", 0)
+        self.refused_before = before.get("tokens", {}).get("refused", 0)
+        self.replays = Counter({"same": 0, "different": 0} | before.get("replays", {}))
+        """steps that were trained again, by whether their loss was the one that had been logged"""
+        self.accepted: Counter[tuple[str, str]] = Counter()
+        """`chunks` and `tokens` since the broker started, by use: `training` or `evaluation`"""
+        self.acknowledged: dict[tuple[str, str], int] = {}
+        """those of them that are on disk"""
+        self.environment: Counter[str] = Counter()
+        """since the broker started: observations, their tokens, and answers that failed"""
+        self._environment_before: Counter[str] = Counter()
+        """up to the last step"""
+        self._lanes: list[dict[str, Any]] = []
+        self._step_generating_s = 0.0
+        self._step_tokens = 0
+        self._aborted_samples = 0
+        self._settled = ledger.cohorts.created.copy()
+        """lengths of the cohorts that were settled at the last step"""
+        self._drift: Drift | None = None
+        self._drift_due = 0.0
+
+    # --- what happens meanwhile -----------------------------------------------------------------------------
+
+    def lane(self, worker: str, kind: str, start: float, end: float) -> None:
+        """Something a worker did: generate, weights; or an instant: abort, joined, lost. Unix seconds."""
+        if len(self._lanes) < limits.LANE_RECORDS:
+            self._lanes.append({"worker": worker, "kind": kind, "start": round(start, 4), "end": round(end, 4)})
+
+    def aborted(self, samples: int) -> None:
+        self._aborted_samples += samples
+
+    def generating(self, seconds: float) -> None:
+        """Time in which at least one training sample was being generated."""
+        self._step_generating_s += seconds
+        self.generating_s += seconds
+
+    def tokens(self, count: int, evaluation: bool) -> None:
+        """Those of one chunk, accepted."""
+        use = "evaluation" if evaluation else "training"
+        self.accepted["chunks", use] += 1
+        self.accepted["tokens", use] += count
+        if not evaluation:
+            self._step_tokens += count
+            self.rollout_tokens += count
+
+    def observed(self, tokens: int, failed: bool) -> None:
+        """An environment has answered a turn with so many tokens, or failed to."""
+        self.environment.update(observations=int(tokens > 0), tokens=tokens, failed=int(failed))
+
+    def buffered(self, ledger: Ledger) -> None:
+        """`buffer_peak`: most tokens of open and ready groups at a time, over the whole run; what is delivered is with
+        the learner. The simulator's has the same meaning."""
+        self.peak_tokens = max(self.peak_tokens, ledger.tokens["open"] + ledger.tokens["ready"])
+
+    # --- steps ----------------------------------------------------------------------------------------------
+
+    def consumed(self, step: int, ledger: Ledger, learner: dict[str, float], now: float) -> dict[str, Any]:
+        """Write down batch `step`, which the learner has trained; one that is replayed keeps its first line, and is
+        compared with it.
+
+        The line's own `step` counts the batches in the weights from then on.
+        """
+        if step in self.steps:
+            self._compare(step, learner)
+        else:
+            record = self._describe(step, ledger, learner, now)
+            with self.metrics_path.open("ab") as file:
+                file.write(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE))
+            self._remember(record, ledger.first_kept_step)
+            self.step_times.append(record["time"])
+            self.sinks.step(record)
+        return self.steps[step]
+
+    def _remember(self, record: dict[str, Any], first_kept: int) -> None:
+        """Without its lanes; of what lies before `first_kept`, where no learner can go back to, only sums stay."""
+        step = record["step"] - 1
+        self.steps[step] = {key: value for key, value in record.items() if key != "lanes"}
+        if step == 0:
+            self.first_reward = record["reward"]
+        while self.steps and (oldest := next(iter(self.steps))) < first_kept - LAST_STEPS:
+            self._forgotten_ages += ages_of(self.steps.pop(oldest))
+
+    @property
+    def newest(self) -> dict[str, Any]:
+        """The last line that was written, without its lanes; empty before the first."""
+        return next(reversed(self.steps.values()), {})
+
+    def _compare(self, step: int, replayed: dict[str, float]) -> None:
+        """Whatever was trained after it followed from the first logging, so that a replay with another loss leads to
+        other weights than those that the run has published."""
+        logged = self.steps[step]["learner"]
+        if "loss" not in logged or "loss" not in replayed:
+            return
+        same = same_loss(logged["loss"], replayed["loss"])
+        self.replays["same" if same else "different"] += 1
+        if not same:
+            log.warning(
+                "step %d was replayed with a loss of %s where %s had been logged: the weights are no longer those that "
+                "were published; expected only on accelerators, or with another number of ranks or other keys",
+                step, replayed["loss"], logged["loss"], extra={"step": step},
+            )  # fmt: skip
+
+    def _describe(self, step: int, ledger: Ledger, learner: dict[str, float], now: float) -> dict[str, Any]:
+        groups = ledger.deliveries[step]
+        samples = [sample for group in groups for sample in group.samples if sample.state is SampleState.DONE]
+        ages = tokens_by_age(groups, step)
+        sizes = [sample.sampled for sample in samples]
+        lengths = Counter(sizes)
+        created = ledger.cohorts.created - self._settled
+        self._settled = ledger.cohorts.created.copy()
+        drift = self._measure_drift(ledger, now)
+        environment, self._environment_before = self.environment - self._environment_before, self.environment.copy()
+        record = {
+            "step": step + 1,
+            "time": round(now, 3),
+            "reward": round(sum(sample.reward for sample in samples if sample.reward is not None) / len(samples), 6),
+            "reward_details": mean_details(samples),
+            "groups": len(groups),
+            "samples": len(samples),
+            "tokens": sum(sizes),
+            "rollout_s": round(self._step_generating_s, 4),
+            "rollout_tokens": self._step_tokens,
+            "rollout_tokens_per_s": per_second(self._step_tokens, self._step_generating_s),
+            "staleness": describe_ages(ages),
+            "lengths": {
+                "trained": describe(lengths),
+                "trained_histogram": histogram(lengths),
+                "created_histogram": histogram(created),
+                "drift": drift and drift.to_json(),
+            },
+            "tokens_ledger": self.account(ledger),
+            "round": {
+                "partials_waiting": partials_waiting(ledger),
+                "surplus_groups": len(ledger.ready),
+                "aborted_samples": self._aborted_samples,
+            },
+            "environment": {name: environment[name] for name in ("observations", "tokens", "failed")},
+            "discarded_groups": discarded_groups(ledger),
+            "lanes": self._lanes,
+            "learner": learner,
+        }
+        self._lanes, self._step_generating_s, self._step_tokens, self._aborted_samples = [], 0.0, 0, 0
+        return record
+
+    def _measure_drift(self, ledger: Ledger, now: float) -> Drift | None:
+        """At most every DRIFT_S, since it holds the loop up for a while; the last verdict in between."""
+        if now >= self._drift_due:
+            self._drift, self._drift_due = drift_of(ledger.cohorts), now + DRIFT_S
+        return self._drift
+
+    def evaluated(self, step: int, groups: list[Group], samples: int) -> dict[str, Any]:
+        """The accuracy of an evaluation of `samples` a prompt that is complete; failed samples are counted, not scored
+        as zero. `accuracy` is the mean over prompts of that of their samples."""
+        of_prompts = [[sample for sample in group.samples if sample.state is SampleState.DONE] for group in groups]
+        of_prompts = [of_prompt for of_prompt in of_prompts if of_prompt]
+        done = [sample for of_prompt in of_prompts for sample in of_prompt]
+        scores = summarise([[sample.accuracy for sample in of_prompt] for of_prompt in of_prompts], samples)
+        versions = sorted({version for sample in done for _, _, version in sample.segments})
+        result = {
+            "step": step,
+            "version": list(versions[-1]) if versions else None,
+            "versions": [list(version) for version in versions],
+            "accuracy": scores["mean_at_k"] and scores["mean_at_k"]["value"],
+            "prompts": len(of_prompts),
+            "failed": len(groups) - len(of_prompts),
+            "failed_samples": len(groups) * samples - len(done),
+            **scores,
+        }
+        self.sinks.evaluation(result, clock.now())
+        return result
+
+    def account(self, ledger: Ledger) -> dict[str, Any]:
+        return ledger.account() | {
+            "emitted_unacked": min(LARGEST, self.unacknowledged_before + self.sessions.unacknowledged_tokens()),
+            "refused": self.refused_before + self.sessions.refused_tokens(),
+        }
+
+    def write_summary(self, ledger: Ledger, state: str, now: float, data: dict[str, int]) -> None:
+        """`data`: counts of the training prompts."""
+        last = [
+            self.steps[step]["reward"]
+            for step in range(ledger.consumed - LAST_STEPS, ledger.consumed)
+            if step in self.steps
+        ]
+        summary = {
+            "run": self.run,
+            "state": state,
+            "steps": ledger.consumed,
+            "max_steps": self.max_steps,
+            "wall_s": round(self.wall_before_s + now - self.started_at, 2),
+            "reward": {
+                "first": self.first_reward if last else None,
+                "last3": round(sum(last) / len(last), 6) if last else None,
+            },
+            "evaluation": [ledger.evaluated[step] for step in sorted(ledger.evaluated)],
+            "tokens": self.account(ledger),
+            "ledger_closed": ledger.closed,
+            "rollout_tokens_per_s": per_second(self.rollout_tokens, self.generating_s),
+            "staleness": describe_ages(self._ages_until(ledger.consumed)),
+            "buffer_peak": {"tokens": self.peak_tokens, "bytes": self.peak_tokens * BYTES_PER_TOKEN},
+            "lengths": summarise_cohorts(ledger.cohorts),
+            "data": data,
+            "discarded_groups": discarded_groups(ledger),
+            "replays": dict(self.replays),
+            "starts": {"broker": ledger.starts, "learner": ledger.branch + 1},
+        }
+        replace_file(self.run_dir / "summary.json", orjson.dumps(summary, option=orjson.OPT_INDENT_2))
+
+    def _ages_until(self, consumed: int) -> Counter[int]:
+        """Tokens by staleness of the batches below `consumed`."""
+        return sum((ages_of(line) for step, line in self.steps.items() if step < consumed), self._forgotten_ages)
+
+
+def same_loss(logged: float | None, replayed: float) -> bool:
+    """None is what JSON has for a loss that is not finite."""
+    if logged is None or not math.isfinite(logged):
+        return not math.isfinite(replayed)
+    return math.isclose(logged, replayed, rel_tol=REPLAY_TOLERANCE)
+
+
+def partials_waiting(ledger: Ledger) -> int:
+    return sum(sample.state is SampleState.PARTIAL for group in ledger.open_groups() for sample in group.samples)
+
+
+def discarded_groups(ledger: Ledger) -> dict[str, int]:
+    """Since the beginning, by reason."""
+    return {reason: ledger.counts[reason] for reason in sorted(ledger.discarded)}
+
+
+def mean_details(samples: list[Sample]) -> dict[str, float]:
+    """What the rewards are made of: the mean of each figure over the samples that have it."""
+    found: dict[str, list[float]] = {}
+    for sample in samples:
+        for name, value in (sample.details or {}).items():
+            found.setdefault(name, []).append(value)
+    return {name: round(sum(values) / len(values), 6) for name, values in sorted(found.items())}
+
+
+def tokens_by_age(groups: list[Group], step: int) -> Counter[int]:
+    """Tokens of a batch by staleness: `step` minus the step of the version that generated them."""
+    ages: Counter[int] = Counter()
+    for group in groups:
+        for sample in group.samples:
+            if sample.state is SampleState.DONE:
+                for sampled_at, tokens in sample.segments.tokens_by_step():
+                    ages[step - sampled_at] += tokens
+    return ages
+
+
+def describe_ages(ages: Counter[int]) -> dict[str, Any]:
+    total = sum(ages.values())
+    mean = sum(age * tokens for age, tokens in ages.items()) / total if total else 0.0
+    return {
+        "mean": round(mean, 4),
+        "max": max(ages, default=0),
+        "tokens_by_age": {str(age): ages[age] for age in sorted(ages)},
+    }
+
+
+def ages_of(line: dict[str, Any]) -> Counter[int]:
+    return Counter({int(age): tokens for age, tokens in line["staleness"]["tokens_by_age"].items()})
+
+
+def per_second(tokens: int, seconds: float) -> float:
+    return round(tokens / seconds, 1) if seconds > 0 else 0.0
+
+
+def read_steps(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines that an earlier broker of this run wrote; a torn last line is cut off."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        good = 0
+        for line in file:
+            if not line.endswith(b"\n"):
+                os.truncate(path, good)
+                return
+            yield orjson.loads(line)
+            good += len(line)
+
+
+def read_summary(path: Path) -> dict[str, Any]:
+    """What an earlier broker of this run wrote; nothing where a power loss has left it empty or torn."""
+    try:
+        return orjson.loads(path.read_bytes()) if path.exists() else {}
+    except orjson.JSONDecodeError as error:
+        log.warning("%s is damaged (%s); what it counted before this start is left out", path, error)
+        return {}
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Readers see the old or the new content, never half of one."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_bytes(data)
+    temporary.replace(path)

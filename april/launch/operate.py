@@ -1,0 +1,94 @@
+"""What an operator asks of a live broker: `april status`, `april drain`, `april dead-letters`."""
+
+import tomllib
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from april import wire
+from april.broker.desks.monitors import DEAD_LETTERS_FILE
+from april.config import ConfigError, check_address
+from april.connections.broker import BrokerConnection, BrokerRefused, BrokerUnreachable
+from april.security.keys import load_keys
+
+PATIENCE_S = 5.0
+"""longest wait for a broker's answer"""
+ADDRESS_FILE = "address"
+"""in the run folder"""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A run as an operator names it: by its folder, by its broker's address, or by both."""
+
+    run_dir: Path | None
+    connect: str | None
+    keys: Path | None
+    """of a monitor; by default what the run's configuration says"""
+
+    def status(self) -> dict[str, Any]:
+        return content(self.ask(wire.StatusRequest()))
+
+    def dead_letters(self) -> tuple[dict[str, Any], bool]:
+        """(what the broker knows, True), or what it had left in the run folder with its last summary, False."""
+        try:
+            return content(self.ask(wire.DeadLettersRequest())), True
+        except BrokerUnreachable:
+            if self.connect or not self.run_dir:
+                raise
+        path = self.run_dir / DEAD_LETTERS_FILE
+        return (orjson.loads(path.read_bytes()) if path.is_file() else {"total": 0, "letters": []}), False
+
+    def ask(self, message: wire.Message) -> wire.Received:
+        """The broker's answer. Raises BrokerUnreachable, also where it is another run's broker that answers, and
+        BrokerRefused with the broker's reason."""
+        address, keys = self._address(), load_keys(self._keys(), "monitor")
+        connection = BrokerConnection(address, "monitor", "operator", uuid.uuid4().hex, PATIENCE_S, keys)
+        try:
+            self._check_run(connection.hello(leases=[]).run, address)
+            answer = connection.request(message, PATIENCE_S)
+            connection.send(wire.Goodbye())
+        finally:
+            connection.close()
+        if isinstance(answer.message, wire.Refused):
+            raise BrokerRefused(f"the broker at {address} refuses: {answer.message.reason}")
+        return answer
+
+    def _address(self) -> str:
+        """The one that was given, or that the broker left in the run folder."""
+        if self.connect:
+            return check_address(self.connect)
+        if self.run_dir is None:
+            raise ConfigError("neither a run nor --connect is given; name a run folder, or a broker as tcp://HOST:PORT")
+        if not self.run_dir.is_dir():
+            raise ConfigError(f"run folder {self.run_dir} does not exist; give the folder of a run, such as runs/NAME")
+        path = self.run_dir / ADDRESS_FILE
+        if not path.is_file():
+            raise BrokerUnreachable(f"run folder {self.run_dir} has no {ADDRESS_FILE} file: no broker runs there")
+        return path.read_text()
+
+    def _check_run(self, run: str, address: str) -> None:
+        """An address that a killed broker has left may have become that of another run."""
+        own = self._config().get("run", {}).get("name", run)
+        if run != own:
+            raise BrokerUnreachable(
+                f"the broker at {address} is that of run {run!r}, not of {self.run_dir}; give that run's folder, or "
+                f"start the broker of {own!r} first"
+            )
+
+    def _keys(self) -> Path | None:
+        keys = self.keys or self._config().get("security", {}).get("keys")
+        return Path(keys) if keys else None
+
+    def _config(self) -> dict[str, Any]:
+        """What the run's broker was started with; nothing where only an address is given."""
+        path = self.run_dir / "config.toml" if self.run_dir else None
+        return tomllib.loads(path.read_text()) if path and path.is_file() else {}
+
+
+def content(answer: wire.Received) -> dict[str, Any]:
+    """The JSON that an answer carries."""
+    return orjson.loads(answer.arrays[0].tobytes())

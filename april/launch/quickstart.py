@@ -1,0 +1,22 @@
+"""What `april quickstart` trains: a tiny policy and its prompts, made once, and the configuration that is shipped."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+from april.config import ConfigError
+
+CONFIG = Path(__file__).with_name("quickstart.toml")
+"""`configs/quickstart.toml` of the checkout"""
+POLICY, DATA = Path("cache/policy"), Path("cache/data")
+"""in the current folder, where the configuration looks for them"""
+
+
+def prepare() -> None:
+    """Make policy and prompts, unless they are there. Raises ConfigError."""
+    if find_spec("torch") is None:
+        raise ConfigError("the quickstart needs torch, which is not installed; run `pip install 'april-rl[all]'`")
+    from april.data.make_data import make_data
+    from april.policy.make_policy import make_policy
+
+    make_policy(POLICY)
+    make_data(DATA)

@@ -1,0 +1,383 @@
+"""`april run`: the processes of a run on one machine, started together, watched, and stopped together."""
+
+import contextlib
+import math
+import os
+import signal
+import sys
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn, Protocol
+
+import orjson
+
+from april import wire
+from april.broker.telemetry.recorder import read_summary, replace_file
+from april.config import BrokerSection, Config, ScorerSection, WorkerSection
+from april.connections.broker import BrokerConnection, BrokerUnreachable
+from april.formats.versions import RUN_FOLDER
+from april.launch import TARGETS
+from april.launch.devices import environment_of
+from april.launch.target import Program, Target
+from april.processes import clock
+from april.processes.lifetime import REFUSED, RUN_FAILED, SUPERVISED
+from april.security.keys import load_keys
+
+POLL_MS = 200
+STATUS_S = 0.5
+HELLO_S = 2.0
+"""longest wait for a broker's welcome before the processes are looked at again"""
+STOP_S = 600.0
+"""longest wait for a run that was asked to stop, its last checkpoint included, beyond the longest step"""
+KILL_S = 30.0
+"""longest wait for a process that was killed: one that a driver or a dead file system holds stays behind"""
+ASK_AGAIN_S = 5.0
+"""between two requests to stop: a broker that is just being restarted takes none"""
+CLOSE_S = 5.0
+"""longest wait for workers and broker to leave in order after a failure"""
+HOPELESS = {REFUSED: "refuses to work", RUN_FAILED: "says that the run has failed"}
+"""exit statuses of parts that starting them again would not help"""
+LONGEST_DELAY_S = 60.0
+"""between two starts of a part that keeps dying; the first restart is at once"""
+TAIL_LINES = 25
+THREAD_SETTINGS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+
+class View(Protocol):
+    """Where the run is shown."""
+
+    def update(self, status: dict) -> None: ...
+
+    def step(self, metrics: dict) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+
+class RunFailed(RuntimeError):
+    """A part without which the run cannot go on has ended; the text holds its last lines."""
+
+
+@dataclass
+class Part:
+    """A program that the target runs, with its output in a log file."""
+
+    target: Target
+    name: str
+    command: list[str]
+    log: Path
+    threads: int
+    max_restarts: int
+    hung_s: float
+    devices: Sequence[str] = ()
+    """accelerators that it sees; none: what this process sees"""
+    program: Program | None = None
+    restarts: int = 0
+    """since it was last of use"""
+    heard_at: float = 0.0
+    """when it was last known to live"""
+    start_at: float | None = None
+    """when it will be started again"""
+
+    def start(self) -> None:
+        self.heard_at, self.start_at = clock.now(), None
+        own = dict.fromkeys(THREAD_SETTINGS, str(self.threads)) | {SUPERVISED: str(os.getpid())}
+        self.program = self.target.start(self.name, self.command, own | environment_of(self.devices), self.log)
+
+    @property
+    def status(self) -> int | None:
+        """Exit status, None while it runs."""
+        return self.program.status() if self.program else None
+
+    def wait(self, timeout_s: float) -> None:
+        """Until it has ended, or the time is over."""
+        if self.program:
+            self.program.wait(timeout_s)
+
+    def kill(self) -> None:
+        """End it with everything that it has started."""
+        if self.program:
+            self.program.kill()
+            self.program.wait(KILL_S)
+
+    def last_lines(self) -> str:
+        lines = self.log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
+        return "\n".join(f"  {self.name} | {line}" for line in lines)
+
+
+class Supervisor:
+    """Runs one configuration to its end.
+
+    status = Supervisor(config, view, placed).run()      # "finished" or "stopped"; raises RunFailed
+    """
+
+    def __init__(self, config: Config, view: View, placed: Mapping[str, Sequence[str]] | None = None):
+        """`placed`: accelerators of the parts that get their own, by name."""
+        self.config = config
+        self.view = view
+        self.placed = placed or {}
+        self.target: Target = TARGETS.find(config.run.target)()
+        self.run_dir = config.run_dir
+        self.logs = self.run_dir / "logs"
+        self.workers: list[Part] = []
+        """and scorers, which are started, watched and stopped like them"""
+        self._started: list[Part] = []
+        self.connection: BrokerConnection | None = None
+        self.stop_by: float | None = None
+        self._stop_s = config.learner.hung_s + STOP_S
+        self._ask_at = 0.0
+        self._stop_signals = 0
+        self._over = False
+        self._read_only = ""
+        self._metrics_read = 0
+        self._next_status = 0.0
+        self._best_step = 0
+
+    def run(self) -> str:
+        self.logs.mkdir(parents=True, exist_ok=True)
+        config_path = self.run_dir / "config.toml"
+        RUN_FOLDER.claim(self.run_dir, new=not config_path.exists())
+        replace_file(config_path, self.config.to_toml().encode())
+        (self.run_dir / "address").unlink(missing_ok=True)
+        previous = {number: signal.signal(number, self._on_signal) for number in stop_signals()}
+        try:
+            self.broker = self._part("broker", ["broker", str(config_path)], self.config.broker)
+            self._start(self.broker)
+            address = self._wait_for_broker()
+            if address is None:
+                return "stopped"
+            self.learner = self._learner_part(config_path, address)
+            self.workers = [self._worker_part(index, config_path, address) for index in range(self.config.worker.count)]
+            self.workers += [self._scorer_part(index, config_path, address) for index in range(self.config.scorers)]
+            for part in (self.learner, *self.workers):
+                self._start(part)
+            self.connection = self._connection(address)
+            return self._watch()
+        finally:
+            for part in reversed(self._started):
+                part.kill()
+            if self.connection:
+                self.connection.close()
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def _start(self, part: Part) -> None:
+        self._started.append(part)
+        part.start()
+
+    # --- parts ----------------------------------------------------------------------------------------------
+
+    def _part(
+        self, name: str, arguments: list[str], limits: BrokerSection | WorkerSection | ScorerSection, threads: int = 1
+    ) -> Part:
+        command = [sys.executable, "-m", "april.cli", *arguments]
+        log, devices = self.logs / f"{name}.log", self.placed.get(name, ())
+        return Part(self.target, name, command, log, threads, limits.max_restarts, limits.hung_s, devices)
+
+    def _worker_part(self, index: int, config_path: Path, address: str) -> Part:
+        name = f"worker-{index}"
+        arguments = ["worker", str(config_path), "--connect", address, "--name", name]
+        return self._part(name, arguments, self.config.worker, self.config.worker.threads)
+
+    def _scorer_part(self, index: int, config_path: Path, address: str) -> Part:
+        name = f"scorer-{index}"
+        return self._part(name, ["scorer", str(config_path), "--connect", address, "--name", name], self.config.scorer)
+
+    def _learner_part(self, config_path: Path, address: str) -> Part:
+        section = self.config.learner
+        launch = ["-m", "april.learner.launch", "--nproc-per-node", str(section.ranks)]
+        command = [sys.executable, *launch, "-m", "april.learner", str(config_path), "--connect", address]
+        log, devices = self.logs / "learner.log", self.placed.get("learner", ())
+        return Part(
+            self.target, "learner", command, log, section.threads, section.max_restarts, section.hung_s, devices
+        )
+
+    def _wait_for_broker(self) -> str | None:
+        """The broker's address; None if the user stops the run before there is one."""
+        address_file = self.run_dir / "address"
+        longest_s = self.config.broker.hung_s
+        deadline = clock.now() + longest_s
+        while not address_file.exists():
+            if self.broker.status is not None:
+                raise RunFailed(f"the broker ended at its start:\n{self.broker.last_lines()}")
+            if clock.now() > deadline:
+                late = f"the broker did not start within 'broker.hung_s' = {longest_s:g} s"
+                raise RunFailed(f"{late}; raise it if the dataset takes longer to read:\n{self.broker.last_lines()}")
+            if self._stop_signals:
+                return None
+            self.broker.wait(0.05)
+        return address_file.read_text()
+
+    def _connection(self, address: str) -> BrokerConnection:
+        keys = load_keys(self.config.security.keys, "monitor")
+        return BrokerConnection(address, "monitor", "april run", uuid.uuid4().hex, self.config.broker.patience_s, keys)
+
+    # --- watching -------------------------------------------------------------------------------------------
+
+    def _watch(self) -> str:
+        while True:
+            self._show()
+            if self.broker.status == 0:
+                return self._broker_ended()
+            if self._stop_signals and not self._over and clock.now() >= self._ask_at:
+                self._ask_to_stop()
+            ending = self._over or self.stop_by is not None
+            for part in (self.broker, self.learner) if ending else (self.broker, self.learner, *self.workers):
+                self._tend(part)
+            if self.stop_by is not None and clock.now() > self.stop_by:
+                raise RunFailed(f"the run did not stop within {self._stop_s:g} s and was killed")
+
+    def _tend(self, part: Part) -> None:
+        """Restart a part that is dead or hung, unless that has been tried too often without a step trained since."""
+        if part.start_at is not None:
+            if clock.now() >= part.start_at:
+                part.start()
+                if part is self.broker:
+                    self._forget_silence()
+            return
+        if part.status is None and clock.now() - part.heard_at > part.hung_s:
+            self.view.note(f"{part.name} has not been heard of for {part.hung_s:g} s and is killed")
+            part.kill()
+        if part.status in (None, 0):
+            return
+        ended = f"{part.name} ended with status {part.status}"
+        if part.status in HOPELESS:
+            self._fail(part, f"{ended}: it {HOPELESS[part.status]}")
+        if part.restarts >= part.max_restarts:
+            self._fail(part, f"{ended}, {part.restarts} restarts have brought nothing" if part.restarts else ended)
+        part.kill()
+        part.restarts += 1
+        part.start_at = clock.now() + min(LONGEST_DELAY_S, 2.0 ** (part.restarts - 1) - 1)
+        self.view.note(f"{ended}; restart {part.restarts} of {part.max_restarts}")
+
+    def _forget_silence(self) -> None:
+        """Who could not be heard while the broker was away has its whole time again."""
+        for part in self._started:
+            part.heard_at = clock.now()
+
+    def _fail(self, part: Part, reason: str) -> NoReturn:
+        """Let workers hand in what they have, the learner write a checkpoint, and the broker close the books; then give
+        up."""
+        self.view.note(f"{reason}; the run is ended")
+        if part is not self.broker:
+            self._stop_run(reason, "failed")
+            deadline = clock.now() + (CLOSE_S if part is self.learner else self._stop_s)
+            while clock.now() < deadline and self.broker.status is None:
+                if self.learner.status is not None:
+                    deadline = min(deadline, clock.now() + CLOSE_S)
+                self._poll_status()
+        raise RunFailed(f"{reason}; its last lines:\n{part.last_lines()}")
+
+    def _broker_ended(self) -> str:
+        deadline = clock.now() + CLOSE_S
+        for part in (self.learner, *self.workers):
+            part.wait(max(0.1, deadline - clock.now()))
+        self._show_new_steps()
+        if self._stop_signals or read_summary(self.run_dir / "summary.json").get("state") == "stopped":
+            return "stopped"
+        if self.learner.status != 0:
+            raise RunFailed(f"learner ended with status {self.learner.status}:\n{self.learner.last_lines()}")
+        return "finished"
+
+    def _on_signal(self, number: int, frame) -> None:
+        self._stop_signals += 1
+        if number == signal.SIGHUP:
+            leave_terminal()
+        if self._stop_signals > 2:
+            raise RunFailed("stopped at once, at the third signal")
+
+    def _ask_to_stop(self) -> None:
+        if self.stop_by is None:
+            self.view.note(
+                "stopping: what is acknowledged is kept, the learner writes a checkpoint; Ctrl-C twice: at once"
+            )
+            self.stop_by = clock.now() + self._stop_s
+        self._ask_at = clock.now() + ASK_AGAIN_S
+        self._stop_run("stopped by the user", "stopped")
+
+    def _stop_run(self, reason: str, state: wire.StopState) -> None:
+        """Tell the broker; a broker that does not answer is seen, or killed, by whoever calls."""
+        with contextlib.suppress(BrokerUnreachable):
+            if connection := self._with_session():
+                connection.request(wire.StopRun(reason, state), HELLO_S)
+
+    # --- showing --------------------------------------------------------------------------------------------
+
+    def _show(self) -> None:
+        self._show_new_steps()
+        self._poll_status()
+
+    def _with_session(self) -> BrokerConnection | None:
+        """The connection, if the broker that runs now grants a session; it may still be starting."""
+        connection = self.connection
+        if connection and not connection.session:
+            with contextlib.suppress(BrokerUnreachable):
+                connection.hello([], timeout_s=HELLO_S)
+        return connection if connection and connection.session else None
+
+    def _poll_status(self) -> None:
+        connection = self._with_session()
+        if connection is None:
+            return
+        if clock.now() >= self._next_status:
+            self._next_status = clock.now() + STATUS_S
+            connection.send(wire.StatusRequest())
+        connection.beat_if_due()
+        for received in connection.receive(POLL_MS):
+            if connection.is_disowned(received):
+                connection.session = 0
+                return
+            if isinstance(received.message, wire.Status):
+                status = orjson.loads(received.arrays[0].tobytes())
+                self._over = status["phase"] == "finished"
+                self._note_alive(status)
+                self._note_disk(status["read_only"])
+                self.view.update(status)
+
+    def _note_disk(self, read_only: str) -> None:
+        if read_only != self._read_only:
+            self.view.note(f"READ ONLY: {read_only}" if read_only else "the journal can be written again")
+            self._read_only = read_only
+
+    def _note_alive(self, status: dict) -> None:
+        """Who lives, and, when a step has been trained that never was before, who has been of use."""
+        now = clock.now()
+        present = {holder["name"]: holder for holder in (*status["workers"], *status["scorers"])}
+        silent_s = status["learner_silent_s"]
+        self.broker.heard_at = now
+        self.learner.heard_at = max(self.learner.heard_at, now - (math.inf if silent_s is None else silent_s))
+        for worker in self.workers:
+            worker.heard_at = now if worker.name in present else worker.heard_at
+        if status["step"] > self._best_step:
+            self._best_step = status["step"]
+            self.broker.restarts = self.learner.restarts = 0
+            for worker in self.workers:
+                if worker.name in present and present[worker.name].get("tokens_per_s", 1):
+                    worker.restarts = 0
+
+    def _show_new_steps(self) -> None:
+        metrics = self.run_dir / "metrics.jsonl"
+        if not metrics.exists():
+            return
+        with metrics.open("rb") as file:
+            file.seek(self._metrics_read)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                self._metrics_read += len(line)
+                self.view.step(orjson.loads(line))
+
+
+def stop_signals() -> list[signal.Signals]:
+    """Which ask for an end in order; a hang-up does not where it is ignored, as under nohup."""
+    outlives_terminal = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [signal.SIGINT, signal.SIGTERM] + ([] if outlives_terminal else [signal.SIGHUP])
+
+
+def leave_terminal() -> None:
+    """What is written from now on goes nowhere: the terminal is gone, and writing to it would fail."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for stream in (1, 2):
+        os.dup2(nowhere, stream)
+    os.close(nowhere)

@@ -1,0 +1,8 @@
+"""The messages between the broker and its peers, one module a conversation, and how any message travels (`codec`)."""
+
+from april.wire.codec import *
+from april.wire.message import *
+from april.wire.operations import *
+from april.wire.sessions import *
+from april.wire.training import *
+from april.wire.work import *

@@ -1,0 +1,13 @@
+"""What every message is: a typed struct whose class name is its tag on the wire."""
+
+from typing import Annotated, dataclass_transform
+
+import msgspec
+
+Name = Annotated[str, msgspec.Meta(max_length=128, pattern=r"^[^\x00-\x1f\x7f]*$")]
+"""of a peer, a process or a place"""
+
+
+@dataclass_transform(frozen_default=True)
+class Message(msgspec.Struct, tag=True, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """A fact or a request; the class name is its tag on the wire."""

@@ -1,0 +1,91 @@
+"""All checks of an engine, and running them against the one of a configuration: `april check engine`."""
+
+import contextlib
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from april.config import Config, ConfigError
+from april.config.checks import check_engine
+from april.config.loading import validate
+from april.config.overrides import parse_overrides, set_key
+from april.wire.version import Version
+from april.workers.engines import ENGINES
+from april.workers.engines.base import Engine
+from april.workers.engines.conformance import distribution, requests, streams, weights
+from april.workers.engines.conformance.checks import CHECKS, Bench
+from april.workers.engines.conformance.driving import V0
+from april.workers.engines.conformance.models import CONTEXT, TinyModels
+from april.workers.engines.devices import device_of
+
+SUBJECTS = (streams, distribution, weights, requests)
+"""modules whose checks are in `CHECKS`, in this order"""
+ONLY_WHOLE_CHUNKS_S = 1e9
+
+
+def check_engine_named(name: str, overrides: list[str], say: Callable[[str], None]) -> int:
+    """Run every check that concerns the engine of that name, and say what fell short; how many did.
+
+    `overrides`: further keys of a run, as words. The engine runs on the CPU, unless they say otherwise. Raises
+    ConfigError for an engine that cannot be found or built.
+    """
+    entry, fell_short = ENGINES.find(name), 0
+    with tempfile.TemporaryDirectory() as folder:
+        models = TinyModels(Path(folder))
+        check_engine(configured(name, models().folder, overrides))
+        for check in CHECKS:
+            if not check.concerns(entry):
+                say(f"left out    {check}: it says that it has no true distribution")
+                continue
+            try:
+                with Engines(name, models, overrides) as engines:
+                    check.run(Bench(entry, engines, models))
+            except ConfigError:
+                raise
+            except Exception as error:
+                fell_short += 1
+                say(f"FELL SHORT  {check}\n{where(error)}")
+            else:
+                say(f"kept        {check}")
+    return fell_short
+
+
+def configured(name: str, model: Path, overrides: list[str], **worker: Any) -> Config:
+    worker = {"engine": name, "device": "cpu", "slots": 8, "chunk_tokens": 7, "chunk_s": ONLY_WHOLE_CHUNKS_S} | worker
+    tree = {"model": {"path": str(model)}, "data": {}, "worker": worker}
+    for key, value in parse_overrides(overrides):
+        set_key(tree, key, value)
+    return validate(tree)
+
+
+class Engines:
+    """`MakeEngine` as a worker makes its engine, by its entry; closes all of them at its end."""
+
+    def __init__(self, name: str, models: TinyModels, overrides: list[str]):
+        self._name, self._models, self._overrides = name, models, overrides
+        self._made = contextlib.ExitStack()
+
+    def __call__(self, version: Version | None = V0, *, max_context: int = CONTEXT, **options: Any) -> Engine:
+        model = self._models()
+        folder = model.folder if max_context == CONTEXT else model.with_context(max_context)
+        config = configured(self._name, folder, self._overrides, **options)
+        engine = ENGINES.find(self._name).from_config(config, device_of(config), "check")
+        self._made.callback(engine.close)
+        if version is not None:
+            engine.load_weights(version, model.weights())
+        return engine
+
+    def __enter__(self) -> "Engines":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._made.close()
+
+
+def where(error: Exception) -> str:
+    """The lines of the check and of the engine at which it went wrong, and what was raised there."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    lines = [f"    {Path(frame.filename).name}:{frame.lineno}: {frame.line}" for frame in frames[1:]]
+    return "\n".join([*lines, f"    {type(error).__name__}: {error}".rstrip(": ")])

@@ -1,0 +1,103 @@
+"""Weights are swapped whole between two tokens, and only right ones."""
+
+from collections.abc import Callable
+
+import torch
+
+from april.workers.engines.base import Request
+from april.workers.engines.conformance.checks import Bench, check, refusal
+from april.workers.engines.conformance.driving import V0, V1, drive, join, prompt
+
+Weights = dict[str, torch.Tensor]
+
+
+@check(interrupts=True)
+def swapping_in_the_same_weights_changes_no_token(bench: Bench):
+    request = Request(1, prompt(), 400, temperature=0.0)
+    whole = drive(bench.make_engine(), [request])[1]
+    engine = bench.make_engine()
+    before = drive(engine, [request], tokens=25)
+    engine.load_weights(V1, bench.models().weights())
+    stream = join(before[1], drive(engine)[1])
+    assert stream.tokens == whole.tokens and set(stream.versions) == {V0, V1}
+
+
+@check(interrupts=True)
+def what_was_drawn_before_new_weights_names_the_old_version(bench: Bench):
+    engine = bench.make_engine(chunk_tokens=100)
+    before = drive(engine, [Request(1, prompt(), 80)], tokens=30)[1]
+    drawn = engine.generated_tokens
+    engine.load_weights(V1, bench.models(seed=1).weights())
+    drawn_under_old, stream = engine.generated_tokens, join(before, drive(engine)[1])
+    assert len(stream.tokens) == 80 and drawn <= drawn_under_old
+    assert stream.versions == [V0] * drawn_under_old + [V1] * (80 - drawn_under_old)
+
+
+@check()
+def the_engine_keeps_its_own_copy_of_the_weights(bench: Bench):
+    request = Request(1, prompt(), 30, temperature=0.0)
+    whole = drive(bench.make_engine(), [request])[1]
+    weights = {name: tensor.clone() for name, tensor in bench.models().weights().items()}
+    engine = bench.make_engine(version=None)
+    engine.load_weights(V0, weights)
+    for tensor in weights.values():
+        tensor.fill_(7)
+    assert drive(engine, [request])[1].tokens == whole.tokens
+
+
+def lacks_one(weights: Weights) -> None:
+    del weights["model.layers.1.mlp.up_proj.weight"]
+
+
+def has_an_unknown_one(weights: Weights) -> None:
+    weights["model.layers.2.mlp.up_proj.weight"] = torch.zeros(1)
+
+
+def has_another_shape(weights: Weights) -> None:
+    weights["model.norm.weight"] = torch.zeros(47)
+
+
+def is_not_finite(weights: Weights) -> None:
+    weights["model.norm.weight"] = torch.full((48,), torch.nan)
+
+
+BAD = {
+    "one is missing": {"spoil": lacks_one, "named": ["model.layers.1.mlp.up_proj.weight"]},
+    "one is unknown": {"spoil": has_an_unknown_one, "named": ["model.layers.2.mlp.up_proj.weight"]},
+    "one has another shape": {"spoil": has_another_shape, "named": ["model.norm.weight", "(47,)", "(48,)"]},
+    "one is not finite": {"spoil": is_not_finite, "named": ["model.norm.weight", "not finite"]},
+}
+
+
+@check(cases=BAD)
+def bad_weights_are_refused_and_the_old_ones_stay(bench: Bench, spoil: Callable[[Weights], None], named: list[str]):
+    """`april.workers.engines.checks.check_tensors` says it all."""
+    request = Request(1, prompt(), 30, temperature=0.0)
+    whole = drive(bench.make_engine(), [request])[1]
+    engine = bench.make_engine()
+    before = drive(engine, [request], steps=10)
+    weights = bench.models(seed=1).weights()
+    spoil(weights)
+    sentence = refusal(lambda: engine.load_weights(V1, weights))
+    assert all(part in sentence for part in named), sentence
+    stream = join(before[1], drive(engine)[1])
+    assert engine.version == V0 and stream.tokens == whole.tokens and set(stream.versions) == {V0}
+
+
+@check()
+def nothing_is_generated_before_the_first_weights(bench: Bench):
+    engine = bench.make_engine(version=None)
+    engine.submit(Request(1, prompt(), 5))
+    assert engine.version is None and [engine.step() for _ in range(5)] == [[]] * 5 and engine.live == 1
+    engine.load_weights(V0, bench.models().weights())
+    assert len(drive(engine)[1].tokens) == 5
+
+
+@check()
+def tied_embeddings_come_with_or_without_the_output_projection(bench: Bench):
+    weights = bench.models().weights()
+    weights.pop("lm_head.weight", None)
+    engine = bench.make_engine(version=None)
+    engine.load_weights(V0, weights)
+    engine.load_weights(V1, weights | {"lm_head.weight": weights["model.embed_tokens.weight"]})
+    assert engine.version == V1

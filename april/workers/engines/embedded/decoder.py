@@ -1,0 +1,283 @@
+"""Llama-shaped decoders as plain functions over fused weights.
+
+The structure is read from a Hugging Face folder's config.json, the weights from tensors with Hugging Face
+names. Keys and values are kept by whoever calls (see `kv_cache.py`).
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from april.workers.engines.base import EngineError
+from april.workers.engines.checks import check_tensors
+
+MODEL_TYPES = ("llama", "qwen2", "qwen3")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+"""Those whose frequencies do not depend on how long the sequence is."""
+
+
+@dataclass(frozen=True)
+class DecoderShape:
+    """Everything about a model but its weights."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocabulary: int
+    max_positions: int
+    norm_eps: float
+    tied: bool
+    """the output projection is the embedding"""
+    qkv_bias: bool
+    out_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    dtype: torch.dtype
+    inv_freq: Tensor
+    """float32 [head_dim / 2]: rotary frequencies (radians a position)"""
+    rotary_scale: float
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Every weight by its Hugging Face name, with its shape."""
+        shapes = {"model.embed_tokens.weight": (self.vocabulary, self.hidden), "model.norm.weight": (self.hidden,)}
+        if not self.tied:
+            shapes["lm_head.weight"] = (self.vocabulary, self.hidden)
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        linears = {
+            "self_attn.q_proj": (queries, self.hidden, self.qkv_bias),
+            "self_attn.k_proj": (keys, self.hidden, self.qkv_bias),
+            "self_attn.v_proj": (keys, self.hidden, self.qkv_bias),
+            "self_attn.o_proj": (self.hidden, queries, self.out_bias),
+            "mlp.gate_proj": (self.intermediate, self.hidden, self.mlp_bias),
+            "mlp.up_proj": (self.intermediate, self.hidden, self.mlp_bias),
+            "mlp.down_proj": (self.hidden, self.intermediate, self.mlp_bias),
+        }
+        norms = {"input_layernorm": self.hidden, "post_attention_layernorm": self.hidden}
+        if self.qk_norm:
+            norms |= {"self_attn.q_norm": self.head_dim, "self_attn.k_norm": self.head_dim}
+        for layer in range(self.layers):
+            prefix = f"model.layers.{layer}."
+            for name, (rows, columns, bias) in linears.items():
+                shapes[f"{prefix}{name}.weight"] = (rows, columns)
+                if bias:
+                    shapes[f"{prefix}{name}.bias"] = (rows,)
+            for name, size in norms.items():
+                shapes[f"{prefix}{name}.weight"] = (size,)
+        return shapes
+
+
+def read_shape(folder: str | Path, dtype: torch.dtype | None = None) -> DecoderShape:
+    """The structure that config.json describes; EngineError when this engine cannot run it.
+
+    It computes in `dtype`, by default the one of config.json.
+    """
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise EngineError(f"{path} does not exist; give the folder of a Hugging Face model")
+    model_type = json.loads(path.read_text()).get("model_type")
+    if model_type not in MODEL_TYPES:
+        raise EngineError(
+            f"model_type {model_type!r} in {path} is not one that the torch engine runs; "
+            f"use one of {', '.join(MODEL_TYPES)}, or another engine"
+        )
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    if config.hidden_act != "silu":
+        raise EngineError(f"hidden_act {config.hidden_act!r} in {path} is not supported; the torch engine runs 'silu'")
+    if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or []):
+        raise EngineError(f"{path} asks for sliding-window attention, which the torch engine does not run")
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    inv_freq, rotary_scale = rotary_frequencies(config, head_dim)
+    attention_bias = getattr(config, "attention_bias", False)
+    return DecoderShape(
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads or config.num_attention_heads,
+        head_dim=head_dim,
+        intermediate=config.intermediate_size,
+        vocabulary=config.vocab_size,
+        max_positions=config.max_position_embeddings,
+        norm_eps=config.rms_norm_eps,
+        tied=config.tie_word_embeddings,
+        qkv_bias=model_type == "qwen2" or attention_bias,
+        out_bias=model_type != "qwen2" and attention_bias,
+        mlp_bias=getattr(config, "mlp_bias", False),
+        qk_norm=model_type == "qwen3",
+        dtype=dtype or config.dtype or torch.float32,
+        inv_freq=inv_freq,
+        rotary_scale=rotary_scale,
+    )
+
+
+def rotary_frequencies(config, head_dim: int) -> tuple[Tensor, float]:
+    rope = config.rope_parameters
+    kind = rope["rope_type"]
+    if kind not in ROPE_TYPES or rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise EngineError(f"rotary embedding {kind!r} is not one that the torch engine runs: {', '.join(ROPE_TYPES)}")
+    if kind != "default":
+        return ROPE_INIT_FUNCTIONS[kind](config, device="cpu")
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    return 1.0 / rope["rope_theta"] ** exponents, 1.0
+
+
+class RMSNorm:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension."""
+
+    def __init__(self, weight: Tensor, eps: float):
+        self.weight, self.eps, self.size = weight, eps, weight.shape[-1]
+        self._scaled = weight * self.size**0.5
+        self._floor = torch.tensor((self.size * eps) ** 0.5, dtype=weight.dtype, device=weight.device)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.dtype != torch.float32:
+            return F.rms_norm(x, (self.size,), None, self.eps) * self.weight
+        # sqrt(n) / hypot(|x|, sqrt(n eps)) is the same factor in half the operations.
+        magnitude = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return x.div(torch.hypot(magnitude, self._floor)).mul_(self._scaled)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One block; linear weights are [out, in], biases None where the model has none."""
+
+    attention_norm: RMSNorm
+    qkv: Tensor
+    """rows of all query heads, then key heads, then value heads"""
+    qkv_bias: Tensor | None
+    qk_norm: RMSNorm | None
+    """of [heads + kv_heads, head_dim]"""
+    out: Tensor
+    out_bias: Tensor | None
+    mlp_norm: RMSNorm
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+
+
+class Decoder:
+    """One set of weights, ready to run. It shares no storage with the tensors that it was made from."""
+
+    def __init__(self, shape: DecoderShape, tensors: Mapping[str, Tensor], rotations: Tensor):
+        self.shape = shape
+        self.rotations = rotations
+        self.device, self.dtype = rotations.device, shape.dtype
+        check_tensors(shape.tensors(), shape.tied, tensors)
+        # Rotary pairs (i, i + head_dim / 2) become neighbours, so that a pair is one complex number.
+        self._pairs = torch.arange(shape.head_dim).view(2, -1).t().reshape(-1)
+        self.embedding = self._own(tensors["model.embed_tokens.weight"])
+        self.norm = RMSNorm(self._own(tensors["model.norm.weight"]), shape.norm_eps)
+        self.output = self.embedding if shape.tied else self._own(tensors["lm_head.weight"])
+        self.layers = [self._layer(tensors, f"model.layers.{layer}.") for layer in range(shape.layers)]
+
+    def _own(self, tensor: Tensor) -> Tensor:
+        return tensor.detach().to(self.device, self.dtype, copy=True)
+
+    def _layer(self, tensors: Mapping[str, Tensor], prefix: str) -> Layer:
+        shape = self.shape
+
+        def fused(*names: str, bias: bool = False) -> Tensor | None:
+            keys = [f"{prefix}{name}.{'bias' if bias else 'weight'}" for name in names]
+            if bias and keys[0] not in tensors:
+                return None
+            parts = [tensors[key].detach().to(self.device, self.dtype) for key in keys]
+            parts = [
+                self._paired(part) if name.endswith(("q_proj", "k_proj", "q_norm", "k_norm")) else part
+                for name, part in zip(names, parts, strict=True)
+            ]
+            return torch.cat(parts)
+
+        qk_norm = None
+        q_norm = fused("self_attn.q_norm") if shape.qk_norm else None
+        k_norm = fused("self_attn.k_norm") if shape.qk_norm else None
+        if q_norm is not None and k_norm is not None:
+            both = torch.cat([q_norm.expand(shape.heads, -1), k_norm.expand(shape.kv_heads, -1)])
+            qk_norm = RMSNorm(both, shape.norm_eps)
+        qkv, gate_up = [f"self_attn.{part}_proj" for part in "qkv"], ["mlp.gate_proj", "mlp.up_proj"]
+        return Layer(
+            attention_norm=RMSNorm(fused("input_layernorm"), shape.norm_eps),
+            qkv=fused(*qkv),
+            qkv_bias=fused(*qkv, bias=True),
+            qk_norm=qk_norm,
+            out=fused("self_attn.o_proj"),
+            out_bias=fused("self_attn.o_proj", bias=True),
+            mlp_norm=RMSNorm(fused("post_attention_layernorm"), shape.norm_eps),
+            gate_up=fused(*gate_up),
+            gate_up_bias=fused(*gate_up, bias=True),
+            down=fused("mlp.down_proj"),
+            down_bias=fused("mlp.down_proj", bias=True),
+        )
+
+    def _paired(self, part: Tensor) -> Tensor:
+        return part.view(-1, self.shape.head_dim, *part.shape[1:])[:, self._pairs].reshape(part.shape)
+
+    def decode(self, tokens: Tensor, positions: Tensor, spans: list) -> Tensor:
+        """Logits float32 [n, vocabulary] of the next token of n sequences.
+
+        `tokens` and `positions` are int64 [n]: the last token of each and where it stands. Each span
+        covers the rows `start:stop`; it stores their new keys and values and attends over all that it holds.
+        """
+        x = F.embedding(tokens, self.embedding)
+        rotation = self.rotations[positions].unsqueeze(1)
+        for index, layer in enumerate(self.layers):
+            heads = self._project(layer, x, rotation)
+            attended = [span.attend(index, heads[span.start : span.stop]) for span in spans]
+            x = self._mix(layer, x, attended[0] if len(spans) == 1 else torch.cat(attended))
+        return F.linear(self.norm(x), self.output).float()
+
+    def prefill(self, tokens: Tensor) -> Iterator[Tensor]:
+        """Keys and values [n, length, 2 * kv_heads, head_dim] of each layer, for right-padded int64 [n, length].
+
+        Rows are causal, so what stands in the padding does not reach the tokens before it.
+        """
+        shape, (n, length) = self.shape, tokens.shape
+        x = F.embedding(tokens.reshape(-1), self.embedding)
+        rotation = self.rotations[:length].repeat(n, 1).unsqueeze(1)
+        for layer in self.layers:
+            heads = self._project(layer, x, rotation).view(n, length, -1, shape.head_dim)
+            yield heads[:, :, shape.heads :]
+            if layer is self.layers[-1]:
+                return
+            queries, keys, values = heads.transpose(1, 2).split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
+            attended = F.scaled_dot_product_attention(
+                queries, keys, values, is_causal=True, enable_gqa=shape.heads != shape.kv_heads
+            )
+            x = self._mix(layer, x, attended.transpose(1, 2).reshape(n * length, -1))
+
+    def _project(self, layer: Layer, x: Tensor, rotation: Tensor) -> Tensor:
+        """[n, heads + 2 * kv_heads, head_dim]: queries, keys, values, the first two rotated."""
+        shape = self.shape
+        qkv = F.linear(layer.attention_norm(x), layer.qkv, layer.qkv_bias)
+        heads = qkv.view(len(x), -1, shape.head_dim)
+        queries_keys = heads[:, : shape.heads + shape.kv_heads]
+        turned = queries_keys
+        if layer.qk_norm is not None:
+            turned = layer.qk_norm(queries_keys)
+        rotated = torch.view_as_complex(turned.float().unflatten(-1, (-1, 2))) * rotation
+        queries_keys.copy_(torch.view_as_real(rotated).flatten(-2))
+        return heads
+
+    def _mix(self, layer: Layer, x: Tensor, attended: Tensor) -> Tensor:
+        """The rest of a block after attention: output projection and MLP, both residual."""
+        x = torch.addmm(x, attended, layer.out.t())
+        if layer.out_bias is not None:
+            x = x + layer.out_bias
+        gate, up = F.linear(layer.mlp_norm(x), layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
+        x = torch.addmm(x, F.silu(gate).mul_(up), layer.down.t())
+        return x if layer.down_bias is None else x + layer.down_bias
+
+
+def make_rotations(shape: DecoderShape, positions: int, device: torch.device) -> Tensor:
+    """complex64 [positions, head_dim / 2]: what turns each rotary pair at each position."""
+    angles = torch.outer(torch.arange(positions, dtype=torch.float32), shape.inv_freq.float())
+    return torch.polar(torch.full_like(angles, shape.rotary_scale), angles).to(device)

@@ -1,0 +1,258 @@
+"""The embedded engine: continuous batching of a small decoder in plain PyTorch, on any device.
+
+A request holds a slot from its first token to its last; a freed slot is refilled in the next step. What a slot
+has sampled but not handed over is always of the current version.
+"""
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from april.wire.version import Version
+from april.workers.engines import ENGINES
+from april.workers.engines.base import Chunk, EngineError, Finish, Request
+from april.workers.engines.checks import check_request
+from april.workers.engines.embedded.decoder import Decoder, make_rotations, read_shape
+from april.workers.engines.embedded.kv_cache import KVCache
+from april.workers.engines.embedded.sampling import sample, uniforms
+from april.workers.engines.embedded.slot_table import DecodeBatch, SlotTable
+
+
+class TorchEngine:
+    """Implements `Engine`. Structure from the folder's config.json, weights only from `load_weights`."""
+
+    ready = True
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        slots: int = 64,
+        max_context: int | None = None,
+        device: str = "cpu",
+        chunk_tokens: int = 512,
+        chunk_s: float = 2.0,
+        prefill_tokens: int = 4096,
+        keep_cache: bool = False,
+    ):
+        """`max_context` (tokens of prompt and response; none: what the model allows), `chunk_tokens` and
+        `chunk_s`: a chunk is due after so many tokens or seconds; `prefill_tokens`: padded tokens in one
+        prefill, and context tokens admitted in one step; `keep_cache`: over a change of weights, for measuring what
+        computing contexts anew costs."""
+        self.shape = read_shape(model_path, torch.float32 if torch.device(device).type == "cpu" else None)
+        self.max_context = max_context or self.shape.max_positions
+        if self.max_context > self.shape.max_positions:
+            raise EngineError(
+                f"max_context = {max_context} exceeds the model's {self.shape.max_positions} positions; lower it"
+            )
+        self.device = torch.device(device)
+        self.slots, self.generated_tokens = slots, 0
+        self.version: Version | None = None
+        self.chunk_tokens, self.chunk_s, self.prefill_tokens = chunk_tokens, chunk_s, prefill_tokens
+        self.keep_cache = keep_cache
+        self._decoder: Decoder | None = None
+        self._rotations = make_rotations(self.shape, self.max_context, self.device)
+        self._cache = KVCache(self.shape, slots, self.max_context, self.device)
+        self._table = SlotTable(slots, self.max_context)
+        self._queue: dict[int, Request] = {}
+        self._slot_of: dict[int, int] = {}
+        self._free = list(reversed(range(slots)))
+        self._unfilled: list[int] = []
+        """running slots whose context is not in the cache"""
+        self._cut_off: list[Chunk] = []
+        """chunks ended by a change of weights, to be handed over next"""
+        self._failures: list[tuple[int, str]] = []
+        self._batch: DecodeBatch | None = None
+        """None when the running set has changed, or a sequence needs to be looked at"""
+
+    @property
+    def live(self) -> int:
+        return len(self._queue) + len(self._slot_of)
+
+    @property
+    def capacity(self) -> int:
+        return self.slots
+
+    @property
+    def kv_tokens(self) -> int:
+        return self.slots * self.max_context
+
+    def submit(self, request: Request) -> None:
+        live = self._queue.keys() | self._slot_of.keys()
+        check_request(request, self.shape.vocabulary, self.max_context, live)
+        if request.min_p or request.with_support:
+            raise EngineError(
+                f"request {request.id} has min_p = {request.min_p} and with_support = {request.with_support}, "
+                f"which the embedded engine cannot do; use {ENGINES.those(lambda engine: engine.returns_supports)}"
+            )
+        self._queue[request.id] = request
+
+    def load_weights(self, version: Version, tensors: Mapping[str, Tensor]) -> None:
+        with torch.inference_mode():
+            decoder = Decoder(self.shape, tensors, self._rotations)
+        now_s = time.monotonic()
+        for slot in self._slot_of.values():
+            self._cut_off += self._hand_over(slot, now_s)
+        self._decoder, self.version = decoder, version
+        self._batch = None
+        if not self.keep_cache:
+            self._cache.clear()
+            self._unfilled = list(self._slot_of.values())
+
+    @torch.inference_mode()
+    def step(self) -> list[Chunk]:
+        if self._decoder is None:
+            return []
+        chunks, self._cut_off = self._cut_off, []
+        self._admit()
+        if self._unfilled:
+            self._prefill(self._decoder)
+        if self._slot_of:
+            batch = self._batch = self._batch or self._new_batch()
+            lost = self._decode(self._decoder, batch)
+            chunks += self._fail(lost) if len(lost) else self._collect(batch)
+        return chunks
+
+    @torch.inference_mode()
+    def cancel(self, request_id: int) -> list[Chunk]:
+        if self._queue.pop(request_id, None) is not None or request_id not in self._slot_of:
+            return []
+        slot = self._slot_of[request_id]
+        chunks = [chunk for chunk in self._cut_off if chunk.id == request_id]
+        self._cut_off = [chunk for chunk in self._cut_off if chunk.id != request_id]
+        chunks += self._hand_over(slot, time.monotonic())
+        self._free_slot(slot)
+        return chunks
+
+    def cancel_all(self, request_ids: Iterable[int]) -> list[Chunk]:
+        return [chunk for request_id in request_ids for chunk in self.cancel(request_id)]
+
+    def failures(self) -> list[tuple[int, str]]:
+        failures, self._failures = self._failures, []
+        return failures
+
+    def close(self) -> None:
+        self._queue.clear()
+        self._slot_of.clear()
+        self._cut_off.clear()
+        self._decoder = self._batch = None
+        vars(self).pop("_cache", None)
+
+    def _admit(self) -> None:
+        """Queued requests, first come first, into free slots, as many as one step's prefill may hold."""
+        room_tokens = self.prefill_tokens
+        while self._queue and self._free:
+            request = next(iter(self._queue.values()))
+            if self._unfilled and len(request.tokens) > room_tokens:
+                return
+            room_tokens -= len(request.tokens)
+            slot = self._free.pop()
+            self._slot_of[request.id] = slot
+            self._table.fill(slot, self._queue.pop(request.id))
+            self._unfilled.append(slot)
+
+    def _prefill(self, decoder: Decoder) -> None:
+        """Bring the contexts of unfilled slots into the cache, but for the last token, which is decoded."""
+        for slot in self._unfilled:
+            self._cache.place(slot, int(self._table.length[slot]) - 1)
+        for slots in self._prefill_batches():
+            longest = int(self._table.length[slots].max()) - 1
+            tokens = torch.from_numpy(self._table.tokens[slots, :longest].astype(np.int64)).to(self.device)
+            for layer, keys_values in enumerate(decoder.prefill(tokens)):
+                self._cache.store(slots, layer, keys_values)
+        self._unfilled = []
+        self._batch = None
+
+    def _prefill_batches(self) -> Iterator[np.ndarray]:
+        """Unfilled slots in batches of like length, each at most `prefill_tokens` with its padding."""
+        batch: list[int] = []
+        for slot in sorted(self._unfilled, key=lambda slot: self._table.length[slot]):
+            stored = int(self._table.length[slot]) - 1
+            if stored == 0:
+                continue
+            if batch and (len(batch) + 1) * stored > self.prefill_tokens:
+                yield np.array(batch)
+                batch = []
+            batch.append(slot)
+        if batch:
+            yield np.array(batch)
+
+    def _decode(self, decoder: Decoder, batch: DecodeBatch) -> np.ndarray:
+        """Sample one token of every running sequence; or of none, and return the slots whose logits are not finite."""
+        uniform = torch.from_numpy(uniforms(batch.stream, batch.lengths)).to(self.device)
+        for span, longest in zip(batch.spans, batch.longest, strict=True):
+            span.begin_step(batch.positions[span.start : span.stop], longest)
+        logits = decoder.decode(batch.last, batch.positions, batch.spans)
+        tokens, logprobs = sample(logits, uniform, batch.plan)
+        logprobs = logprobs.cpu().numpy()
+        if not np.isfinite(logprobs.sum()):
+            return batch.slots[~np.isfinite(logprobs)]
+        batch.append(self._table, tokens, logprobs)
+        self.generated_tokens += len(batch.slots)
+        return batch.slots[:0]
+
+    def _fail(self, slots: np.ndarray) -> list[Chunk]:
+        """End sequences that have no finite logits, with what they have; the others draw the same token in the next
+        step. Where several run and none has any, it is the weights: EngineError."""
+        why = f"weights {self.version} give logits that are not finite"
+        if len(slots) == len(self._slot_of) > 1:
+            raise EngineError(f"{why}; load others")
+        chunks = []
+        for slot in map(int, slots):
+            self._failures.append((self._table.request_id[slot], why))
+            chunks += self._hand_over(slot, time.monotonic())
+            self._cache.wipe(slot)
+            self._free_slot(slot)
+        return chunks
+
+    def _new_batch(self) -> DecodeBatch:
+        """Move sequences that have filled their length group, then lay the running set out anew."""
+        running, stored = np.fromiter(self._slot_of.values(), np.int64), self._table.length - 1
+        for slot in self._cache.outgrown(running, stored[running]):
+            self._cache.promote(int(slot), stored)
+        slots = self._cache.order()
+        full_at = self._cache.capacities_of(slots) + 1
+        return DecodeBatch(
+            self._table, slots, self._cache.occupied(), full_at,
+            self.chunk_tokens, self.chunk_s, self.shape.vocabulary, self.device,
+        )  # fmt: skip
+
+    def _collect(self, batch: DecodeBatch) -> list[Chunk]:
+        """Chunks that are due after a decode step; sequences that ended leave their slots."""
+        now_s, table = time.monotonic(), self._table
+        stopped = batch.stopped()
+        if not (stopped.any() or (batch.lengths >= batch.due_at).any() or now_s >= batch.next_chunk_s):
+            return []
+        lengths, slots, self._batch = batch.lengths, batch.slots, None
+        full = lengths >= table.limit[slots]
+        due = (lengths - table.handed[slots] >= self.chunk_tokens) | (now_s - table.handed_at_s[slots] >= self.chunk_s)
+        chunks = []
+        for row in np.flatnonzero(stopped | full | due):
+            slot = int(slots[row])
+            ended: Finish | None = "stop" if stopped[row] else "length" if full[row] else None
+            chunks += self._hand_over(slot, now_s, ended)
+            if ended:
+                self._free_slot(slot)
+        return chunks
+
+    def _hand_over(self, slot: int, now_s: float, finish_reason: Finish | None = None) -> list[Chunk]:
+        """What the caller does not have of a slot; no chunk where that is nothing."""
+        table = self._table
+        new = slice(int(table.handed[slot]), int(table.length[slot]))
+        table.handed[slot], table.handed_at_s[slot] = new.stop, now_s
+        if new.start == new.stop or self.version is None:
+            return []
+        tokens, logprobs = table.tokens[slot, new].copy(), table.logprobs[slot, new].copy()
+        return [Chunk(table.request_id[slot], tokens, logprobs, self.version, finish_reason)]
+
+    def _free_slot(self, slot: int) -> None:
+        del self._slot_of[self._table.request_id[slot]]
+        if slot in self._unfilled:
+            self._unfilled.remove(slot)
+        else:
+            self._cache.release(slot, self._table.length - 1)
+        self._free.append(slot)
+        self._batch = None

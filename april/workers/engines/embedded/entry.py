@@ -1,0 +1,39 @@
+"""What April asks about the embedded engine; see `EngineEntry`. It runs without torch."""
+
+from typing import TYPE_CHECKING
+
+from april.config import Config, ConfigError
+from april.workers.engines import ENGINES
+from april.workers.engines.entry import EngineEntry
+
+if TYPE_CHECKING:
+    from april.workers.engines.embedded.engine import TorchEngine
+
+
+class TorchEntry(EngineEntry):
+    @classmethod
+    def from_config(cls, config: Config, device: str, name: str) -> "TorchEngine":
+        from april.workers.engines.base import EngineError
+        from april.workers.engines.embedded.engine import TorchEngine
+
+        try:
+            return TorchEngine(
+                config.model.path,
+                slots=config.worker.slots,
+                device=device,
+                chunk_tokens=config.worker.chunk_tokens,
+                chunk_s=config.worker.chunk_s,
+                keep_cache=config.engine.pause == "in_place",
+            )
+        except EngineError as error:
+            raise ConfigError(f"key 'model.path' = {str(config.model.path)!r} cannot be used: {error}") from None
+
+    @classmethod
+    def check(cls, config: Config) -> None:
+        """It would run in place of servers that are meant. The other keys of [engine] wait for another engine."""
+        if config.engine.url:
+            with_servers = ENGINES.those(lambda entry: not entry.in_process)
+            raise ConfigError(
+                f"key 'engine.url' = {','.join(config.engine.url)!r} names servers, and 'worker.engine' is "
+                f"{config.worker.engine!r}, which has none; set worker.engine = {with_servers}, or leave engine.url out"
+            )

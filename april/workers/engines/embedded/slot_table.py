@@ -1,0 +1,112 @@
+"""The engine's bookkeeping in arrays: what it knows of each slot, and of the running ones between two changes."""
+
+import time
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from april.workers.engines.base import Request
+from april.workers.engines.embedded.kv_cache import LengthGroup
+from april.workers.engines.embedded.sampling import SamplingPlan, stream_of
+
+
+class SlotTable:
+    """What the engine knows of each slot, one array a fact; contents of a free slot mean nothing."""
+
+    def __init__(self, slots: int, max_context: int):
+        self.max_context = max_context
+        self.request_id = [0] * slots
+        self.length = np.zeros(slots, np.int64)
+        """tokens of the context, the last of which is not in the cache yet"""
+        self.limit = np.zeros(slots, np.int64)
+        """length at which the budget is used up"""
+        self.handed = np.zeros(slots, np.int64)
+        """tokens that the caller has"""
+        self.handed_at_s = np.zeros(slots)
+        self.stream = np.zeros(slots, np.uint64)
+        self.temperature = np.zeros(slots)
+        self.top_k = np.zeros(slots, np.int64)
+        self.top_p = np.zeros(slots)
+        self.stop_ids = np.full((slots, 1), -1, np.int64)
+        """padded with -1"""
+        self.tokens = np.zeros((slots, min(256, max_context)), np.int32)
+        self.logprobs = np.zeros(self.tokens.shape, np.float32)
+        """both grow to the longest context so far"""
+
+    def fill(self, slot: int, request: Request) -> None:
+        length = len(request.tokens)
+        self.request_id[slot] = request.id
+        self.reserve(length + 1)
+        self.tokens[slot, :length] = request.tokens
+        self.length[slot] = self.handed[slot] = length
+        self.limit[slot] = length + request.max_new_tokens
+        self.handed_at_s[slot] = time.monotonic()
+        self.stream[slot] = stream_of(request.seed)
+        self.temperature[slot] = request.temperature
+        self.top_k[slot] = request.top_k
+        self.top_p[slot] = request.top_p
+        stops = sorted(request.stop_token_ids)
+        if len(stops) > self.stop_ids.shape[1]:
+            missing = len(stops) - self.stop_ids.shape[1]
+            self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, missing)), constant_values=-1)
+        self.stop_ids[slot] = -1
+        self.stop_ids[slot, : len(stops)] = stops
+
+    def reserve(self, length: int) -> None:
+        width = self.tokens.shape[1]
+        if length > width:
+            grown = min(self.max_context, max(length, 2 * width)) - width
+            self.tokens = np.pad(self.tokens, ((0, 0), (0, grown)))
+            self.logprobs = np.pad(self.logprobs, ((0, 0), (0, grown)))
+
+
+class DecodeBatch:
+    """The running slots in the order of the cache, and what a decode step needs of them.
+
+    It lives until the running set changes or a row is due, so that the steps between touch whole arrays only.
+    """
+
+    def __init__(
+        self,
+        table: SlotTable,
+        slots: np.ndarray,
+        spans: list[LengthGroup],
+        full_at: np.ndarray,
+        chunk_tokens: int,
+        chunk_s: float,
+        vocabulary: int,
+        device: torch.device,
+    ):
+        """`full_at` int64 [n]: the length at which a row has outgrown its group."""
+        self.slots, self.spans = slots, spans
+        self.lengths = table.length[slots]
+        self.longest = [int(self.lengths[span.start : span.stop].max()) - 1 for span in spans]
+        """the last position of each span"""
+        self.due_at = np.minimum(np.minimum(table.limit[slots], table.handed[slots] + chunk_tokens), full_at)
+        """length at which a row ends, has a chunk due, or moves"""
+        self.next_chunk_s = float(table.handed_at_s[slots].min()) + chunk_s
+        table.reserve(int(self.due_at.max()))
+        self.stream = table.stream[slots]
+        self.plan = SamplingPlan.of(
+            table.temperature[slots], table.top_k[slots], table.top_p[slots], vocabulary, device
+        )
+        self._stop_ids = table.stop_ids[slots]
+        self._sampled = table.tokens[slots, self.lengths - 1].astype(np.int64)
+        self.last = torch.from_numpy(self._sampled).to(device)
+        """int64 [n]: the token to decode next, which stands at `positions`"""
+        self.positions = torch.from_numpy(self.lengths - 1).to(device)
+
+    def append(self, table: SlotTable, tokens: Tensor, logprobs: np.ndarray) -> None:
+        """One sampled token a row: int64 [n], float32 [n]."""
+        self.last, self._sampled = tokens, tokens.cpu().numpy()
+        table.tokens[self.slots, self.lengths] = self._sampled
+        table.logprobs[self.slots, self.lengths] = logprobs
+        self.lengths += 1
+        table.length[self.slots] = self.lengths
+        self.positions += 1
+        self.longest = [longest + 1 for longest in self.longest]
+
+    def stopped(self) -> np.ndarray:
+        """bool [n]: whose last token is one of its stop tokens."""
+        return (self._stop_ids == self._sampled[:, None]).any(axis=1)

@@ -1,0 +1,520 @@
+"""SGLang as an engine: streamed requests to one server over its HTTP API, weights swapped in flight.
+
+The engine's event loop runs only while the worker is inside one of its methods, so there is no second thread and
+nothing to lock. What a request has generated when the server or its weights go away is handed over first:
+
+    submitted -> queued -> streaming -> finished
+                   ^           |
+                   +-----------+   weights change: aborted with all its tokens, submitted again behind them
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import Callable, Container, Coroutine, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from april.processes import clock
+from april.weights.server_checksums import can_be_foretold, checksums_in_server
+from april.wire.version import Version
+from april.workers.engines.base import Chunk, EngineError, Request
+from april.workers.engines.capacity import CapacityRule
+from april.workers.engines.checks import check_heads, check_request
+from april.workers.engines.sglang.broadcast import receive
+from april.workers.engines.sglang.checks import check_model, check_pause, check_server
+from april.workers.engines.sglang.client import ServerGone, ServerRefuses, SGLangClient
+from april.workers.engines.sglang.news import News
+from april.workers.engines.sglang.run import Run
+from april.workers.engines.sglang.server import AttachedServer, ServerFailed, SGLangServer
+from april.workers.engines.sglang.weights import DiskSnapshot, HalfLoaded, WeightPush
+
+if TYPE_CHECKING:
+    import torch
+
+    from april.weights.lane_messages import LaneManifest
+
+log = logging.getLogger(__name__)
+
+Pause = Literal["abort", "retract", "in_place"]
+
+TEND_S = 0.5
+"""between two looks at the server"""
+AWAY_S = 5.0
+"""a worker that has not looked for so long cannot say that the server was silent meanwhile"""
+PROBE_S = 5.0
+"""a server that is under suspicion has so long to answer"""
+CANCEL_S = 3.0
+"""aborted requests have so long to come back; then what has arrived of them is all there is"""
+ABORT_AGAIN_S = 0.3
+"""an abort does not reach a request that the scheduler has not seen yet; it is said again after this long"""
+VERIFY_EVERY = 20
+"""changes of weights that a server takes after its first, until what it holds is compared again with what was sent"""
+LONGEST_DELAY_S = 60.0
+"""between two starts of a server that keeps dying; the first restart is at once"""
+
+
+class SGLangEngine:
+    """Implements `Engine` on a server that it starts and restarts, or on one at `url` that somebody else keeps.
+
+    Either has no other client that generates: its weights are this engine's, and so is everything that runs.
+    """
+
+    server_name = "SGLang"
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        vocabulary: int,
+        max_context: int,
+        slots: int = 64,
+        chunk_tokens: int = 512,
+        chunk_s: float = 2.0,
+        stream_tokens: int = 32,
+        pause: Pause = "abort",
+        stall_s: float = 120.0,
+        update_s: float = 120.0,
+        start_s: float = 600.0,
+        max_restarts: int = 3,
+        server: SGLangServer | AttachedServer | None = None,
+        url: str = "",
+        api_key: str = "",
+        push: WeightPush | None = None,
+        loop: asyncio.AbstractEventLoop | None = None,
+        news: News | None = None,
+    ):
+        """Blocks until the server serves. Raises ServerFailed.
+
+        `stream_tokens`: the server sends a request's tokens in events of so many; `stall_s`: a server that streams
+        nothing for so long, though it has requests, is hung; `update_s`: longest change of weights; `start_s`: a server
+        that others keep may be away for so long; `loop` and `news`: what several engines share; the loop outlives them.
+        """
+        check_pause(pause, stream_tokens)
+        self.model_path, self.vocabulary, self.max_context = Path(model_path), vocabulary, max_context
+        self.slots, self.generated_tokens = slots, 0
+        self.version: Version | None = None
+        self.chunk_tokens, self.chunk_s = chunk_tokens, chunk_s
+        self.stream_tokens = min(stream_tokens, chunk_tokens)
+        self.pause, self.stall_s, self.update_s, self.max_restarts = pause, stall_s, update_s, max_restarts
+        self.ready = False
+        self.info: dict = {}
+        """what the server says of itself, its /server_info"""
+        self.restarts = 0
+        """of the server, since it last finished a request"""
+        self._push = push or DiskSnapshot(self.model_path)
+        self._server, self._api_key = server or AttachedServer(url, start_s), api_key
+        self._capacity = CapacityRule(slots)
+        self._queue: dict[int, Run] = {}
+        self._streaming: dict[int, Run] = {}
+        self._chunks: list[Chunk] = []
+        self._failures: list[tuple[int, str]] = []
+        self._names: dict[str, Version] = {}
+        """versions by what the server calls them"""
+        self._updating, self._updates, self._comparable = False, 0, False
+        self._fatal: EngineError | None = None
+        self._suspicion = ""
+        self._heard_at = clock.now()
+        self._look_for_due_at = 0.0
+        self._loop, self._owns_loop = loop or asyncio.new_event_loop(), loop is None
+        self._tasks: set[asyncio.Task] = set()
+        self._news, self._alarm = news or News(), asyncio.Event()
+        self._client: SGLangClient | None = None
+        try:
+            self._loop.run_until_complete(self._start())
+        except BaseException:
+            self.close()
+            raise
+        self.begin(self._tend())
+
+    # --- the interface ------------------------------------------------------------------------------------------
+
+    @property
+    def client(self) -> SGLangClient:
+        """Of the server that serves, or served last. Raises ServerGone before there was one."""
+        if self._client is None:
+            raise ServerGone(f"no {self.server_name} server has been reached yet")
+        return self._client
+
+    @property
+    def live(self) -> int:
+        return len(self._queue) + len(self._streaming)
+
+    @property
+    def capacity(self) -> int:
+        return self._capacity.requests if self.ready else 0
+
+    @property
+    def kv_tokens(self) -> int | None:
+        return self.info.get("max_total_num_tokens")
+
+    def __contains__(self, request_id: object) -> bool:
+        """Whether a request of that id is live."""
+        return request_id in self._queue or request_id in self._streaming
+
+    def check(self, request: Request, live: Container[int]) -> None:
+        """Raise EngineError for a request that can never run here, or one whose id is `live`."""
+        check_request(request, self.vocabulary, self.max_context, live)
+
+    def submit(self, request: Request) -> None:
+        self.check(request, self)
+        self._queue[request.id] = Run(request, due_at=clock.now() + self.chunk_s)
+        self._admit()
+
+    @property
+    def busy(self) -> bool:
+        """Whether there may be something to hand over soon, or something to see to."""
+        return bool(self._streaming) or self._updating or not self.ready
+
+    def step(self) -> list[Chunk]:
+        self._loop.run_until_complete(self._news.come(expected=self.busy))
+        return self.collect()
+
+    def collect(self) -> list[Chunk]:
+        """What a step returns, without waiting for it."""
+        self._hand_over_due()
+        chunks, self._chunks = self._chunks, []
+        self._news.clear()
+        if self._fatal and not chunks:
+            raise self._fatal
+        return chunks
+
+    def failures(self) -> list[tuple[int, str]]:
+        failures, self._failures = self._failures, []
+        return failures
+
+    def cancel(self, request_id: int) -> list[Chunk]:
+        return self.cancel_all([request_id])
+
+    def cancel_all(self, request_ids: Iterable[int]) -> list[Chunk]:
+        return self._loop.run_until_complete(self.end_all(request_ids))
+
+    async def end_all(self, request_ids: Iterable[int]) -> list[Chunk]:
+        """`cancel_all` for who drives the loop."""
+        ids = set(request_ids)
+        runs = [self._streaming[key] for key in ids if key in self._streaming]
+        if runs:
+            try:
+                await self._abort(runs)
+            except ServerGone as error:
+                self._lose(str(error))
+        for run in [*runs, *(self._queue[key] for key in ids if key in self._queue)]:
+            self._end(run)
+        chunks = [chunk for chunk in self._chunks if chunk.id in ids]
+        self._chunks = [chunk for chunk in self._chunks if chunk.id not in ids]
+        self._failures = [(key, why) for key, why in self._failures if key not in ids]
+        return chunks
+
+    def load_weights(self, version: Version, tensors: "Mapping[str, torch.Tensor]") -> None:
+        self._loop.run_until_complete(self.take_weights(version, tensors))
+
+    async def take_weights(self, version: Version, tensors: "Mapping[str, torch.Tensor]") -> None:
+        """`load_weights` beside everything else: what is submitted meanwhile waits, steps and cancels go on."""
+        self._check_ready()
+        checked = await asyncio.to_thread(self._push.check, tensors)
+        foretold = await asyncio.to_thread(self._foretell, tensors)
+        self._check_ready()
+        load = self._push.load(self.client, checked, self._change(version), self.info.get("tp_size", 1))
+        await self._update(version, load, foretold)
+
+    async def take_broadcast(self, version: Version, manifest: "LaneManifest", post: Callable[[], None]) -> None:
+        """The same with weights that the learner broadcasts to the server itself, once `post` has been called."""
+        self._check_ready()
+        check_heads(self._push.expected, self._push.tied, {head.name: tuple(head.shape) for head in manifest.tensors})
+        load = receive(self.client, manifest, post, self._change(version))
+        await self._update(version, load, manifest.server_checksums if self._comparable else {})
+
+    def begin(self, work: Coroutine) -> asyncio.Task:
+        """Have it done while the engine is stepped."""
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _check_ready(self) -> None:
+        if not self.ready:
+            raise EngineError("there is no server to load weights into; try again once the engine is ready")
+
+    def _change(self, version: Version) -> dict:
+        return {"weight_version": str(version), "flush_cache": self.pause != "in_place"}
+
+    def _foretell(self, tensors: "Mapping[str, torch.Tensor]") -> dict[str, str]:
+        """What the server must say of these weights, where that can be foretold: of its first and every k-th."""
+        return checksums_in_server(tensors) if self._comparable and self._updates % VERIFY_EVERY == 0 else {}
+
+    def make_client(self) -> SGLangClient:
+        """For another thread with a loop of its own."""
+        return SGLangClient(self.client.url, self._api_key, self.server_name)
+
+    def close(self) -> None:
+        self._loop.run_until_complete(self._stop())
+        if self._owns_loop:
+            self._loop.close()
+        self._server.kill()
+        self._push.close()
+
+    def suspect(self, why: str) -> None:
+        """From another thread: the server is stuck, it has to be brought back."""
+        self._suspicion = why
+
+    async def _stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._client:
+            await self._client.close()
+
+    # --- one request --------------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        """Everything queued goes to the server, which has a queue of its own."""
+        if self.version is None or self._updating:
+            return
+        if not self._streaming:
+            self._heard_at = clock.now()
+        for key in list(self._queue):
+            run = self._queue.pop(key)
+            self._streaming[key] = run
+            run.begin()
+            run.task = self.begin(self._stream(run, self.version))
+
+    async def _stream(self, run: Run, version: Version) -> None:
+        try:
+            finish: dict = {}
+            async with contextlib.aclosing(self.client.generate(run.body(version, self.stream_tokens))) as events:
+                async for event in events:
+                    finish = self._take(run, event) or finish
+            self._finish(run, finish)
+        except ServerGone as error:
+            log.warning("%s", error)
+            self._alarm.set()
+        except ServerRefuses as error:
+            self._fail(run, str(error))
+        except Exception as error:
+            log.exception("request %d", run.request.id)
+            self._fail(run, f"{type(error).__name__}: {error}")
+
+    def _take(self, run: Run, event: dict) -> dict | None:
+        """Keep what is new in an event; its finish reason, if it is the last."""
+        version = self._names.get(event["meta_info"]["weight_version"])
+        if run.pending and run.version != version:
+            self._hand_over(run)
+        self.generated_tokens += run.take(event, version)
+        finish = event["meta_info"]["finish_reason"]
+        if finish:
+            run.finish_reason = run.end_reached(finish["type"])
+        if len(run.pending) >= self.chunk_tokens and not finish:
+            self._hand_over(run)
+        self._heard_at = clock.now()
+        return finish
+
+    def _finish(self, run: Run, finish: dict) -> None:
+        kind = finish.get("type")
+        if run.finish_reason:
+            self.restarts = 0
+            self._end(run)
+        elif kind == "abort" and run.interrupted:
+            self._requeue(run)
+        elif not run.ended:
+            self._fail(run, f"the {self.server_name} server ended a request: {finish.get('message') or finish}")
+
+    def _requeue(self, run: Run) -> None:
+        if not run.ended:
+            self._streaming.pop(run.request.id, None)
+            self._queue[run.request.id] = run
+
+    def _end(self, run: Run) -> None:
+        """Hand over what is left; nothing of this request follows."""
+        if run.ended:
+            return
+        self._hand_over(run)
+        run.ended = True
+        self._streaming.pop(run.request.id, None)
+        self._queue.pop(run.request.id, None)
+
+    def _fail(self, run: Run, why: str) -> None:
+        if not run.ended:
+            self._end(run)
+            self._failures.append((run.request.id, why))
+
+    def _hand_over(self, run: Run) -> None:
+        run.due_at = clock.now() + self.chunk_s
+        self._chunks += run.hand_over(self.chunk_tokens)
+        self._news.set()
+
+    def _hand_over_due(self) -> None:
+        now = clock.now()
+        if now < self._look_for_due_at:
+            return
+        self._look_for_due_at = now + self.chunk_s / 8
+        for run in self._streaming.values():
+            if run.pending and now >= run.due_at:
+                self._hand_over(run)
+
+    # --- interruption -------------------------------------------------------------------------------------------
+
+    async def _abort(self, runs: list[Run]) -> None:
+        """Until the server has answered each with all its tokens, has failed, or CANCEL_S are over.
+
+        Raises ServerGone if it does not say that it has taken the abort, which could then hit later requests.
+        """
+        deadline = clock.now() + CANCEL_S
+        waiting = {run.task: run for run in runs if run.task}
+        while waiting and clock.now() < deadline and not self._alarm.is_set():
+            everything = len(waiting) == len(self._streaming)
+            bodies = [{"abort_all": True}] if everything else [{"rid": run.rid} for run in waiting.values()]
+            try:
+                await asyncio.gather(*(self.client.call("/abort_request", body) for body in bodies))
+            except ServerRefuses as error:
+                raise ServerGone(str(error)) from None
+            done, _ = await asyncio.wait(waiting, timeout=ABORT_AGAIN_S)
+            for task in done:
+                del waiting[task]
+        for task, run in waiting.items():
+            log.warning("request %d has not come back; it goes on from what had arrived of it", run.request.id)
+            task.cancel()
+            if run.interrupted:
+                self._requeue(run)
+
+    # --- weights ------------------------------------------------------------------------------------------------
+
+    async def _update(self, version: Version, load: Coroutine, expected: dict[str, str]) -> None:
+        """Close admission, pause, load with flush and name of the version, `continue` whatever happens.
+
+        Raises EngineError.
+        """
+        self._updating, self._names[str(version)] = True, version
+        try:
+            async with asyncio.timeout(self.update_s):
+                await self._change_weights(load, expected)
+            self.version, self._updates = version, self._updates + 1
+        except (ServerGone, HalfLoaded, TimeoutError) as error:
+            why = str(error) or f"an update of the weights took longer than {self.update_s:g} s"
+            if self.ready:
+                self._lose(why)
+            raise EngineError(why) from None
+        finally:
+            load.close()
+            self._updating = False
+            self._admit()
+            self._news.set()
+
+    async def _change_weights(self, load: Coroutine, expected: dict[str, str]) -> None:
+        if self.pause == "abort" and self._streaming:
+            runs = list(self._streaming.values())
+            for run in runs:
+                run.interrupted = True
+            await self._abort(runs)
+        call = self.client.call
+        await call("/pause_generation", {"mode": "in_place" if self.pause == "in_place" else "retract"}, self.update_s)
+        loaded = False
+        try:
+            try:
+                await load
+                loaded = True
+                if expected:
+                    await self._compare(expected)
+            finally:
+                await call("/continue_generation", {})
+        except ServerRefuses as error:
+            raise (HalfLoaded(str(error)) if loaded else error) from None
+
+    async def _compare(self, expected: dict[str, str]) -> None:
+        """That the server holds what was sent. Raises HalfLoaded."""
+        answer = await self.client.call("/weights_checker", {"action": "checksum"}, self.update_s)
+        held = answer["ranks"][0]["checksums"]
+        if wrong := [name for name in held if held[name] != expected.get(name)]:
+            raise HalfLoaded(
+                f"the server holds other weights than it was sent: {wrong[0]} and {len(wrong) - 1} more differ"
+            )
+        log.info("the server's %d tensors are those that were sent", len(held))
+
+    # --- the server ---------------------------------------------------------------------------------------------
+
+    async def _start(self, again: bool = False) -> None:
+        """Start the server if it is ours, and wait until it serves. Raises ServerFailed, ServerGone, ServerRefuses."""
+        if self._client:
+            await self._client.close()
+        self.restarts += again
+        if not self._server.alive:
+            self._server.spawn()
+        self._client = SGLangClient(self._server.url, self._api_key, self.server_name)
+        self._check(await self._server.wait(self._client))
+        self._heard_at, self._updates = clock.now(), 0
+        self._alarm.clear()
+        self._suspicion, self.ready = "", True
+
+    def _check(self, info: dict) -> None:
+        """Refuse a server that cannot do what this engine needs of it; keep what it says of its sizes."""
+        own = json.loads((self.model_path / "config.json").read_bytes())
+        check_server(info)
+        check_model(info, own)
+        self.info, self._comparable = info, can_be_foretold(info, own.get("model_type"))
+        if context := info.get("context_length"):
+            self.max_context = min(self.max_context, context)
+        self._capacity = CapacityRule(min(self.slots, info.get("max_running_requests") or self.slots))
+
+    async def _tend(self) -> None:
+        """Look after the server until it is given up: capacity while it is well, a restart when it is dead or hung."""
+        try:
+            await self._watch()
+        except Exception as error:
+            log.exception("nobody looks after the %s server any more", self.server_name)
+            self._fatal = EngineError(f"looking after the {self.server_name} server failed: {error!r}")
+
+    async def _watch(self) -> None:
+        while not self._fatal:
+            looked_at = clock.now()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(TEND_S):
+                    await self._alarm.wait()
+            if clock.now() - looked_at > AWAY_S:
+                self._heard_at = clock.now()
+            if not self.ready:
+                await self._bring_back()
+            elif why := await self._complaint():
+                self._lose(why)
+
+    async def _complaint(self) -> str | None:
+        """What is wrong with the server, if anything is."""
+        if not self._server.alive:
+            return f"the {self.server_name} server has died; {self._server.last_words()}"
+        if self._suspicion:
+            return self._suspicion
+        if self._streaming and not self._updating and clock.now() - self._heard_at > self.stall_s:
+            return f"the {self.server_name} server has streamed nothing for {self.stall_s:g} s"
+        asked_at = clock.now()
+        try:
+            loads = await self.client.call("/v1/loads", deadline_s=PROBE_S)
+        except (ServerGone, ServerRefuses) as error:
+            was_away = clock.now() - asked_at > PROBE_S + TEND_S
+            return None if was_away or (self._streaming and not self._alarm.is_set()) else str(error)
+        self._capacity.observe(**{key: loads["loads"][0][key] for key in CapacityRule.OBSERVED})
+        if self._alarm.is_set():
+            self._alarm.clear()
+            for run in [run for run in self._streaming.values() if run.task and run.task.done()]:
+                self._fail(run, f"the connection to the {self.server_name} server broke")
+        return None
+
+    def _lose(self, why: str) -> None:
+        """The server is gone: hand over what has arrived, let all requests fail, and have it brought back."""
+        log.error("%s", why)
+        self.ready, self.version = False, None
+        reason = why.partition("\n")[0]
+        for run in [*self._streaming.values(), *self._queue.values()]:
+            if run.task:
+                run.task.cancel()
+            self._fail(run, reason)
+        self._server.kill()
+
+    async def _bring_back(self) -> None:
+        if self.restarts >= self.max_restarts:
+            self._fatal = ServerFailed(f"the {self.server_name} server finished nothing in {self.restarts} restarts")
+            return
+        await asyncio.sleep(min(LONGEST_DELAY_S, 2.0**self.restarts - 1))
+        try:
+            await self._start(again=True)
+        except (ServerFailed, ServerGone, ServerRefuses) as error:
+            log.error("%s", error)
+        else:
+            log.info("the %s server serves again", self.server_name)

@@ -1,0 +1,128 @@
+"""A run's configuration becomes an engine on SGLang servers; what stands in the way becomes a sentence."""
+
+import asyncio
+import contextlib
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from april.config import Config, ConfigError
+from april.workers.engines import ENGINES
+from april.workers.engines.base import EngineError
+from april.workers.engines.sglang.checks import check_ranks, check_speculation
+from april.workers.engines.sglang.client import API_KEY, ServerGone
+from april.workers.engines.sglang.engine import SGLangEngine
+from april.workers.engines.sglang.fleet import SGLangFleet
+from april.workers.engines.sglang.news import News
+from april.workers.engines.sglang.server import AttachedServer, ServerSettings, SGLangServer
+from april.workers.engines.sglang.weights import DiskSnapshot, LocalTensors, WeightPush
+
+
+def make_sglang_engine(
+    config: Config,
+    device: str,
+    name: str,
+    engine_class: type[SGLangEngine] = SGLangEngine,
+    settings_class: type[ServerSettings] = ServerSettings,
+) -> SGLangFleet:
+    """`name` of the worker, for its servers' logs. Blocks until all of them serve. Raises ConfigError."""
+    engine, worker = config.engine, config.worker
+    if config.vocabulary is None or config.context_tokens is None:
+        raise ConfigError(
+            f"key 'model.path' = {str(config.model.path)!r} has a config.json without vocab_size or "
+            "max_position_embeddings; give a whole Hugging Face folder"
+        )
+    loop, news = asyncio.new_event_loop(), News()
+    servers: Sequence[SGLangServer | AttachedServer]
+    if engine.url:
+        servers = [AttachedServer(url, engine.start_s) for url in engine.url]
+    else:
+        servers = [SGLangServer(settings) for settings in server_settings(config, device, name, settings_class)]
+    with contextlib.ExitStack() as undo:
+        undo.callback(loop.close)
+        try:
+            check_speculation(engine.server, engine.server.get("device", device), on_rocm())
+            for server in servers:
+                undo.callback(server.kill)
+                server.spawn()
+            parts = []
+            for server in servers:
+                part = engine_class(
+                    config.model.path,
+                    vocabulary=config.vocabulary,
+                    max_context=config.context_tokens,
+                    slots=worker.slots,
+                    chunk_tokens=worker.chunk_tokens,
+                    chunk_s=worker.chunk_s,
+                    stream_tokens=engine.stream_tokens,
+                    pause=engine.pause,
+                    stall_s=engine.stall_s,
+                    update_s=engine.update_s,
+                    max_restarts=engine.max_restarts,
+                    server=server,
+                    api_key=api_key(engine.server),
+                    push=make_push(config),
+                    loop=loop,
+                    news=news,
+                )
+                parts.append(part)
+                undo.callback(part.close)
+                if not engine.url:
+                    check_ranks(part.info, engine.tensor_ranks)
+        except (EngineError, ServerGone) as error:
+            raise ConfigError(str(error)) from None
+        undo.pop_all()
+    return SGLangFleet(parts, loop, news)
+
+
+def api_key(options: Mapping[str, Any]) -> str:
+    """That a server is started with, or that of the environment."""
+    return str(options.get("api_key") or os.environ.get(API_KEY, ""))
+
+
+def on_rocm() -> bool:
+    import torch
+
+    return torch.version.hip is not None
+
+
+def server_settings(
+    config: Config, device: str, name: str, settings_class: type[ServerSettings] = ServerSettings
+) -> list[ServerSettings]:
+    """Of each server that a worker starts: ports, and with accelerators their devices, one behind the other's."""
+    engine, logs = config.engine, config.run_dir / "logs"
+    folder = logs if logs.is_dir() else Path(tempfile.gettempdir())
+    longest = config.longest_prompt_tokens + config.sampling.max_response_tokens
+    context = min(config.context_tokens or longest, longest)
+    settings = []
+    for index, lane in enumerate(ENGINES.find(config.worker.engine).lanes(config, name)):
+        first_device = engine.server.get("base_gpu_id", 0) + index * engine.tensor_ranks
+        placed = {"base_gpu_id": first_device} if device == "cuda" and index else {}
+        settings.append(
+            settings_class(
+                python=server_python(config, settings_class).absolute(),
+                model=config.model.path,
+                log=(folder / f"{lane}-{settings_class.name.lower()}.log").absolute(),
+                device=device,
+                slots=config.worker.slots,
+                context_tokens=context,
+                port=engine.port and engine.port + index,
+                threads=config.worker.threads,
+                start_s=engine.start_s,
+                options=engine.server | placed,
+            )
+        )
+    return settings
+
+
+def server_python(config: Config, settings_class: type[ServerSettings]) -> Path:
+    """The interpreter that has the server's package."""
+    return config.engine.python or Path(f".venv-{settings_class.name.lower()}/bin/python")
+
+
+def make_push(config: Config) -> WeightPush:
+    if config.engine.weights == "tensor":
+        return LocalTensors(config.model.path)
+    return DiskSnapshot(config.model.path, config.engine.snapshot_dir)

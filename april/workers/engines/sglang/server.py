@@ -1,0 +1,227 @@
+"""An SGLang server as a child process: its command line, its start within a deadline, its end; or one that others keep.
+
+The child never outlives its worker: it is killed with its whole process group, and by the kernel should the worker
+be killed first.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from april.processes import clock
+from april.processes.lifetime import PR_SET_PDEATHSIG, pass_on_niceness
+from april.workers.engines.base import EngineError
+from april.workers.engines.sglang.client import KeyRefused, ServerGone, ServerRefuses, SGLangClient
+
+POLL_S = 0.1
+RETURN_POLL_S = 0.5
+"""between two looks for a server that others keep"""
+TAIL_LINES = 15
+HOST = "127.0.0.1"
+
+
+class ServerFailed(EngineError):
+    """The server cannot be started; the text says why and holds its last lines."""
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """What a server is started with. `options` are SGLang's own, by their names with underscores, and win."""
+
+    name: ClassVar[str] = "SGLang"
+
+    python: Path
+    model: Path
+    log: Path
+    device: str = "cpu"
+    slots: int = 64
+    context_tokens: int | None = None
+    port: int = 0
+    """0: a free one"""
+    threads: int = 1
+    start_s: float = 600.0
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def arguments(self, port: int) -> list[str]:
+        options = self.own_options(port) | dict(self.options)
+        return [word for name, value in options.items() for word in option(name, value)]
+
+    def program(self) -> list[str]:
+        """What the interpreter is to run."""
+        return ["-m", "sglang.launch_server"]
+
+    def own_options(self, port: int) -> dict[str, Any]:
+        """Tokens in, tokens out, in increments, and every default stated by each request instead of by the model."""
+        given: dict[str, Any] = {
+            "model_path": str(self.model.absolute()), "host": HOST, "port": port, "skip_tokenizer_init": True,
+            "incremental_streaming_output": True, "max_running_requests": self.slots, "sampling_defaults": "openai",
+            "skip_server_warmup": True, "sleep_on_idle": True, "log_level_http": "warning",
+        }  # fmt: skip
+        if self.device == "cpu":
+            given |= {"device": "cpu", "attention_backend": "torch_native", "dtype": "float32"}
+            if self.context_tokens:
+                given["max_total_tokens"] = self.slots * self.context_tokens
+        return given
+
+    def environment(self) -> dict[str, str]:
+        return {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")} | self.own_environment()
+
+    def own_environment(self) -> dict[str, str]:
+        own = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(self.threads)}
+        if self.device == "cpu":
+            own["SGLANG_USE_CPU_ENGINE"] = "1"
+        return own
+
+
+def option(name: str, value: Any) -> list[str]:
+    """`--name value` as the server's command line takes it; true is the bare flag, false leaves it out."""
+    flag = "--" + name.replace("_", "-")
+    if isinstance(value, bool):
+        return [flag] if value else []
+    if isinstance(value, (list, tuple)):
+        return [flag, *map(str, value)]
+    return [flag, str(value)]
+
+
+class SGLangServer:
+    def __init__(self, settings: ServerSettings):
+        self.settings = settings
+        self.port = 0
+        self._process: subprocess.Popen | None = None
+        self._log_start = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self.port}"
+
+    @property
+    def alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def spawn(self) -> None:
+        """Start the process; `wait` tells when it serves. Raises ServerFailed."""
+        settings = self.settings
+        if not settings.python.exists():
+            raise ServerFailed(
+                f"key 'engine.python' = {str(settings.python)!r} does not exist; make it with "
+                f"launch/install-{settings.name.lower()}.sh, or give the interpreter that has {settings.name}"
+            )
+        self.port = int(settings.options.get("port", settings.port)) or free_port()
+        if not is_free(self.port):
+            raise ServerFailed(f"key 'engine.port' = {self.port} is taken; give another one, or 0 for any that is free")
+        settings.log.parent.mkdir(parents=True, exist_ok=True)
+        with settings.log.open("ab") as log:
+            self._log_start = log.tell()
+            self._process = subprocess.Popen(
+                [str(settings.python), *settings.program(), *settings.arguments(self.port)],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=settings.environment(),
+                cwd=settings.log.parent, start_new_session=True, preexec_fn=begin_session,
+            )  # fmt: skip
+
+    async def wait(self, client: SGLangClient) -> dict:
+        """Until it answers; its /server_info.
+
+        Raises ServerFailed after `start_s` or when the process has ended, KeyRefused.
+        """
+        deadline = clock.now() + self.settings.start_s
+        while True:
+            if not self.alive:
+                status = self._process.wait() if self._process else None
+                raise ServerFailed(
+                    f"the {self.settings.name} server ended at its start with status {status}; {self.last_words()}"
+                )
+            try:
+                return await client.call("/server_info", deadline_s=2.0)
+            except KeyRefused:
+                raise
+            except (ServerGone, ServerRefuses):
+                pass
+            if clock.now() > deadline:
+                self.kill()
+                raise ServerFailed(
+                    f"the {self.settings.name} server does not serve after {self.settings.start_s:g} s; "
+                    f"raise engine.start_s if it only needs longer; {self.last_words()}"
+                )
+            await asyncio.sleep(POLL_S)
+
+    def kill(self) -> None:
+        """End the whole process group and wait for it."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+    def last_words(self) -> str:
+        """The end of what it has written since it was started last."""
+        log = self.settings.log
+        with log.open("rb") as file:
+            file.seek(self._log_start)
+            lines = file.read()[-16_384:].decode(errors="replace").splitlines()[-TAIL_LINES:]
+        return f"the end of {log}:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+class AttachedServer:
+    """A server that others keep: in the place of one that is started here, and waited for where it is away."""
+
+    alive = True
+
+    def __init__(self, url: str, start_s: float):
+        self.url = url
+        self._start_s, self._patience_s = start_s, 0.0
+
+    def spawn(self) -> None: ...
+
+    async def wait(self, client: SGLangClient) -> dict:
+        """Its /server_info, and the architecture that /model_info names. It has to be there the first time; later it
+        may take `start_s` to come back.
+
+        Raises ServerGone, ServerRefuses.
+        """
+        deadline = clock.now() + self._patience_s
+        self._patience_s = self._start_s
+        while True:
+            try:
+                return await client.call("/model_info") | await client.call("/server_info")
+            except (ServerGone, ServerRefuses):
+                if clock.now() >= deadline:
+                    raise
+            await asyncio.sleep(RETURN_POLL_S)
+
+    def kill(self) -> None: ...
+
+    def last_words(self) -> str:
+        return "it is kept by others"
+
+
+def begin_session() -> None:
+    """In the child that a worker starts: as nice as the worker, and ended with it."""
+    die_with_parent()
+    pass_on_niceness()
+
+
+def die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return probe.getsockname()[1]
+
+
+def is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except OSError:
+            return False
+    return True

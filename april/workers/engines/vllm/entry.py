@@ -1,0 +1,55 @@
+"""What April asks about a vLLM server; see `EngineEntry`."""
+
+from typing import TYPE_CHECKING
+
+from april.config import Config, ConfigError
+from april.workers.engines.sglang.entry import ServerEntry
+
+if TYPE_CHECKING:
+    from april.workers.engines.sglang.fleet import SGLangFleet
+
+HIGHEST_TEMPERATURE = 2.0
+"""that vLLM takes"""
+
+
+class VLLMEntry(ServerEntry):
+    cuts = False
+    tensor_parallel = "tensor_parallel_size"
+
+    @classmethod
+    def from_config(cls, config: Config, device: str, name: str) -> "SGLangFleet":
+        from april.workers.engines.vllm.engine import make_vllm_engine
+
+        return make_vllm_engine(config, device, name)
+
+    @classmethod
+    def check(cls, config: Config) -> None:
+        """Refuse what SGLang's servers do and vLLM's does not."""
+        engine = config.engine
+        if engine.url:
+            raise ConfigError(
+                f"key 'engine.url' = {','.join(engine.url)!r} cannot be: a vLLM server runs April's own program, so "
+                "that a worker starts it itself; leave it out"
+            )
+        if engine.servers > 1:
+            raise ConfigError(
+                f"key 'engine.servers' = {engine.servers} is for SGLang's servers: a worker has one vLLM server; raise "
+                "worker.count instead"
+            )
+        for key, value, only in (("pause", engine.pause, "abort"), ("weights", engine.weights, "disk")):
+            if value != only:
+                raise ConfigError(
+                    f"key 'engine.{key}' = {value!r} is for SGLang's servers, not for worker.engine = "
+                    f"{config.worker.engine!r}; use {only!r}"
+                )
+        check_sampling(config)
+        super().check(config)
+
+
+def check_sampling(config: Config) -> None:
+    for key, temperature in (("sampling", config.sampling.temperature), ("evaluation", config.evaluation.temperature)):
+        if temperature > HIGHEST_TEMPERATURE:
+            raise ConfigError(
+                f"key '{key}.temperature' = {temperature} is above {HIGHEST_TEMPERATURE:g}, the most that vLLM takes; "
+                "lower it"
+            )

@@ -1,0 +1,267 @@
+"""vLLM behind the part of SGLang's HTTP API that `SGLangEngine` uses, so that one engine drives both servers.
+
+Run by the interpreter that has vLLM, which lacks April: `python program.py --host H --port P` and vLLM's options.
+Tokens in, tokens out. No request lives through a change of weights: a pause ends each with the tokens it has, so that
+all tokens of a request are of the version that it names.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import json
+import os
+import random
+import signal
+import sys
+from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+from vllm import SamplingParams
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.exceptions import VLLMClientError
+from vllm.inputs.engine import tokens_input
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.outputs import CompletionOutput
+from vllm.sampling_params import RequestOutputKind
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.metrics.loggers import StatLoggerBase
+
+LONGEST_BODY_BYTES = 64 << 20
+WATCH_S = 0.2
+ABORT_AGAIN_S = 0.2
+"""an abort does not reach a request that the engine has not taken in yet"""
+EXTENSION = "__mp_main__.WeightsInPlace"
+"""by the name that this program has in processes that it spawns"""
+
+
+class WeightsInPlace:
+    """Mixed into the class of vLLM's own workers."""
+
+    reload_weights: Callable[..., None]
+    model_runner: Any
+
+    def reload_from(self, folder: str) -> None:
+        """A reload passes over an output projection that is the embedding, of which a CPU keeps a packed copy."""
+        self.reload_weights(weights_path=folder)
+        for layer in self.model_runner.get_model().modules():
+            if isinstance(layer, ParallelLMHead):
+                layer.quant_method.process_weights_after_loading(layer)
+
+
+class Loads(StatLoggerBase):
+    """What the scheduler said last of its requests and memory."""
+
+    def __init__(self, config: Any = None, engine_index: int = 0):
+        self.said = {"num_running_reqs": 0, "num_waiting_reqs": 0, "token_usage": 0.0}
+
+    def record(self, scheduler_stats, iteration_stats, mm_cache_stats=None, engine_idx: int = 0) -> None:
+        if scheduler_stats:
+            self.said = {
+                "num_running_reqs": scheduler_stats.num_running_reqs,
+                "num_waiting_reqs": scheduler_stats.num_waiting_reqs,
+                "token_usage": scheduler_stats.kv_cache_usage,
+            }
+
+    def log_engine_initialized(self) -> None: ...
+
+
+class Program:
+    def __init__(self, arguments: AsyncEngineArgs):
+        self._loads = Loads()
+        self._engine = AsyncLLM.from_engine_args(arguments, stat_loggers=[lambda config, index: self._loads])
+        self._version = "default"
+        self._admitting = asyncio.Event()
+        self._admitting.set()
+        self._answers: dict[str, asyncio.Task] = {}
+        """under way, by request"""
+
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.get("/model_info", self.model_info),
+            web.get("/server_info", self.server_info),
+            web.get("/v1/loads", self.loads),
+            web.post("/generate", self.generate),
+            web.post("/abort_request", self.abort_request),
+            web.post("/pause_generation", self.pause_generation),
+            web.post("/update_weights_from_disk", self.update_weights_from_disk),
+            web.post("/continue_generation", self.continue_generation),
+        ]
+
+    async def watch(self) -> None:
+        """A server without its engine is of no use: it ends, and is found dead."""
+        while not self._engine.errored:
+            await asyncio.sleep(WATCH_S)
+        os._exit(1)
+
+    async def model_info(self, request: web.Request) -> web.Response:
+        model = self._engine.vllm_config.model_config
+        return web.json_response(
+            {
+                "model_path": model.model,
+                "model_type": model.hf_config.model_type,
+                "architectures": model.hf_config.architectures,
+            }
+        )
+
+    async def server_info(self, request: web.Request) -> web.Response:
+        config = self._engine.vllm_config
+        return web.json_response(
+            {
+                "context_length": config.model_config.max_model_len,
+                "max_running_requests": config.scheduler_config.max_num_seqs,
+                "tp_size": config.parallel_config.tensor_parallel_size,
+                "pp_size": config.parallel_config.pipeline_parallel_size,
+                "dp_size": config.parallel_config.data_parallel_size,
+            }
+        )
+
+    async def loads(self, request: web.Request) -> web.Response:
+        most = self._engine.vllm_config.scheduler_config.max_num_seqs
+        return web.json_response({"loads": [self._loads.said | {"max_running_requests": most}]})
+
+    # --- requests -----------------------------------------------------------------------------------------------
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await self._admitting.wait()
+        if task := asyncio.current_task():
+            self._answers[body["rid"]] = task
+        try:
+            async with contextlib.aclosing(self._events(body)) as events:
+                async for event in events:
+                    await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+        except EngineDeadError:
+            os._exit(1)
+        except (ValueError, VLLMClientError) as error:
+            await response.write(b"data: " + json.dumps({"error": {"message": str(error)}}).encode() + b"\n\n")
+        finally:
+            del self._answers[body["rid"]]
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    async def _events(self, body: dict) -> AsyncGenerator[dict, None]:
+        version, length = self._version, 0
+        stops = set(body["sampling_params"]["stop_token_ids"])
+        prompt = tokens_input(body["input_ids"], cache_salt=body["extra_key"])
+        async for output in self._engine.generate(prompt, sampling_params(body), body["rid"]):
+            (answer,) = output.outputs
+            length += len(answer.token_ids)
+            yield {
+                "output_ids": list(answer.token_ids),
+                "meta_info": {
+                    "id": body["rid"],
+                    "completion_tokens": length,
+                    "output_token_logprobs": logprobs(answer),
+                    "weight_version": version,
+                    "finish_reason": finish_reason(answer, stops),
+                },
+            }
+
+    async def abort_request(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        await self._engine.abort(list(self._answers) if body.get("abort_all") else [body["rid"]])
+        return web.json_response({})
+
+    # --- weights ------------------------------------------------------------------------------------------------
+
+    async def pause_generation(self, request: web.Request) -> web.Response:
+        """Once nothing runs, nothing is queued, and the prefix cache is empty."""
+        self._admitting.clear()
+        while self._answers:
+            await self._engine.abort(list(self._answers))
+            await asyncio.wait(self._answers.values(), timeout=ABORT_AGAIN_S)
+        await self._engine.pause_generation(mode="abort", clear_cache=True)
+        return web.json_response({"success": True})
+
+    async def update_weights_from_disk(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        folder = Path(body["model_path"])
+        if self._admitting.is_set():
+            return refusal("weights change only between /pause_generation and /continue_generation")
+        if not any(folder.glob("*.safetensors")):
+            return refusal(f"{folder} holds no .safetensors file")
+        try:
+            await self._engine.collective_rpc("reload_from", args=(str(folder),))
+        except Exception as error:
+            return refusal(f"Weights were updated in part: {error}")
+        self._version = body["weight_version"]
+        return web.json_response({"success": True})
+
+    async def continue_generation(self, request: web.Request) -> web.Response:
+        await self._engine.resume_generation()
+        self._admitting.set()
+        return web.json_response({"success": True})
+
+
+def sampling_params(body: dict) -> SamplingParams:
+    """Noise is that of the seed and of where the answer begins: a sample that is resumed does not draw it again."""
+    asked = body["sampling_params"]
+    return SamplingParams(
+        max_tokens=asked["max_new_tokens"],
+        temperature=asked["temperature"],
+        top_p=asked["top_p"],
+        top_k=asked["top_k"],
+        min_p=asked["min_p"],
+        repetition_penalty=asked["repetition_penalty"],
+        seed=random.Random(f"{asked['sampling_seed']} {len(body['input_ids'])}").getrandbits(62),
+        stop_token_ids=asked["stop_token_ids"],
+        ignore_eos=True,
+        detokenize=False,
+        logprobs=0,
+        output_kind=RequestOutputKind.DELTA,
+        stream_interval=asked["stream_interval"],
+    )
+
+
+def logprobs(answer: CompletionOutput) -> list[list]:
+    """[log-probability, token] of each new token."""
+    return [[of[token].logprob, token] for token, of in zip(answer.token_ids, answer.logprobs or [], strict=True)]
+
+
+def finish_reason(answer: CompletionOutput, stops: set[int]) -> dict | None:
+    """A stop token that is also the last of the budget is a stop."""
+    if answer.finish_reason == "length" and answer.token_ids and answer.token_ids[-1] in stops:
+        return {"type": "stop"}
+    return {"type": answer.finish_reason} if answer.finish_reason else None
+
+
+def refusal(why: str) -> web.Response:
+    return web.json_response({"success": False, "message": why}, status=400)
+
+
+async def serve(arguments: AsyncEngineArgs, host: str, port: int) -> None:
+    program = Program(arguments)
+    app = web.Application(client_max_size=LONGEST_BODY_BYTES)
+    app.add_routes(program.routes())
+    runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
+    await runner.setup()
+    await web.TCPSite(runner, host, port).start()
+    await program.watch()
+
+
+def main(words: list[str]) -> None:
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    parser.add_argument("--host", required=True)
+    parser.add_argument("--port", type=int, required=True)
+    options = parser.parse_args(words)
+    arguments = AsyncEngineArgs.from_cli_args(options)
+    arguments.worker_extension_cls = EXTENSION
+    asyncio.run(serve(arguments, options.host, options.port))
+
+
+def die_with_parent() -> None:
+    """vLLM's own processes would outlive a program that is killed."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
+elif __name__ == "__mp_main__":
+    die_with_parent()

@@ -1,0 +1,249 @@
+"""The tests and the house they stand in: how long tests take, what they catch, how large the core is.
+
+`--static` measures only what needs no run of the suite. Otherwise a fresh clone of HEAD is installed and tested, with
+what is changed and not committed left out; `--quick` leaves out the long form.
+"""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import orjson
+from common import Row, parser, report
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "april"
+CORE = ("broker/ledger", "broker/schedules", "broker/journal", "wire")
+"""what everything rests on"""
+ENGINES = PACKAGE / "workers" / "engines"
+CONFIGURATION = PACKAGE / "config"
+"""its defaults and presets are names"""
+OWN_ENGINE = """
+from april.workers.engines.embedded.engine import TorchEngine
+from april.workers.engines.entry import EngineEntry
+
+
+class Engine(EngineEntry):
+    @classmethod
+    def from_config(cls, config, device, name):
+        worker = config.worker
+        return TorchEngine(
+            config.model.path, worker.slots, device=device, chunk_tokens=worker.chunk_tokens, chunk_s=worker.chunk_s
+        )
+"""
+"""an engine of somebody's own, in one file"""
+RUN_WITH_IT = """
+[run]
+name = "own"
+dir = "{folder}/runs"
+[model]
+path = "{folder}/policy"
+[data]
+path = "{folder}/prompts.jsonl"
+[reward]
+name = "exact"
+[schedule]
+max_steps = 1
+"""
+MAKE_POLICY = """
+import sys
+from pathlib import Path
+from april.policy.model import build_model, save_policy
+save_policy(build_model(hidden_size=64, layers=1, seed=0), Path(sys.argv[1]))
+"""
+
+
+def main() -> None:
+    arguments = parser(__doc__)
+    arguments.add_argument("--static", action="store_true", help="only what needs no run of the suite")
+    arguments.add_argument(
+        "--blind", action="store_true", help="only the planted faults, the whole short form against each: hours"
+    )
+    given = arguments.parse_args()
+    if given.blind:
+        rows = [mutants_caught(blind=True)]
+    else:
+        rows = [core_lines(), import_cycles(), files_touched_by_a_new_engine()]
+        if not given.static:
+            rows += [suite("suite_s"), mutants_caught()]
+            rows += [] if given.quick else [suite("suite_all_s", "--all")]
+    report(rows, given.json)
+
+
+# --- what the source says ---------------------------------------------------------------------------------------------
+
+
+def core_lines() -> Row:
+    files = [path for room in CORE for path in (PACKAGE / room).rglob("*.py")]
+    return Row("core_lines", [sum(len(path.read_text().splitlines()) for path in files)], "lines")
+
+
+def import_cycles() -> Row:
+    """Groups of modules that import each other at their top, also those that only a type checker follows."""
+    modules = {module_name(path): path for path in PACKAGE.rglob("*.py")}
+    graph = {name: set(imports(name, path, modules)) for name, path in modules.items()}
+    cycles = [group for group in circles(graph) if len(group) > 1 or group[0] in graph[group[0]]]
+    for group in cycles:
+        print("circle of imports:", ", ".join(sorted(group)))
+    return Row("import_cycles", [len(cycles)], "circles")
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imports(name: str, path: Path, modules: dict[str, Path]) -> Iterator[str]:
+    """The modules of April that one imports at its top, itself left out where a package names its own module."""
+    for node in at_the_top(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found = [alias.name for alias in node.names]
+        elif node.level:
+            raise SystemExit(f"{path} has a relative import, which is not followed; name the module whole")
+        else:
+            whole = [f"{node.module}.{alias.name}" for alias in node.names]
+            found = [one if one in modules else node.module for one in whole]
+        yield from (one for one in found if one in modules and one != name)
+
+
+def at_the_top(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
+    """Imports of a module's own level, in its `if` and `try` as well."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield node
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            yield from at_the_top(node)
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Strongly connected components (Tarjan 1972)."""
+    order: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    stack: list[str] = []
+    found = []
+
+    def visit(node: str) -> None:
+        order[node] = lowest[node] = len(order)
+        stack.append(node)
+        for other in graph[node]:
+            if other not in order:
+                visit(other)
+            if other in stack:
+                lowest[node] = min(lowest[node], lowest[other])
+        if lowest[node] == order[node]:
+            start = stack.index(node)
+            found.append(stack[start:])
+            del stack[start:]
+
+    for node in graph:
+        if node not in order:
+            visit(node)
+    return found
+
+
+# --- what a new engine costs ------------------------------------------------------------------------------------------
+
+
+def files_touched_by_a_new_engine() -> Row:
+    """Its own file, and each file of April that asks for a shipped engine by its name: that has to learn the new one's.
+
+    An engine in a file of its own, outside the package, has to pass a dry run and `april check engine`.
+    """
+    asking = sorted(set(files_that_name(*shipped_engines())))
+    for path in asking:
+        print("names a shipped engine:", path.relative_to(ROOT))
+    try_an_engine_of_ones_own()
+    return Row("files_touched_by_a_new_engine", [1 + len(asking)], "files")
+
+
+def shipped_engines() -> tuple[set[str], set[str]]:
+    """Their names, and the packages that are theirs alone."""
+    listing = "from april.workers.engines import ENGINES; print(*(' '.join(one) for one in ENGINES.shipped.items()))"
+    words = said_by([sys.executable, "-c", listing], ROOT).split()
+    return set(words[::2]), {place.partition(":")[0].rpartition(".")[0] for place in words[1::2]}
+
+
+def files_that_name(engines: set[str], packages: set[str]) -> Iterator[Path]:
+    """Where a name stands alone in a string, or quoted in one, or where an engine is imported; docstrings do not count,
+    nor does what asks whether the package of that name is installed."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if path.is_relative_to(ENGINES) or path.is_relative_to(CONFIGURATION):
+            continue
+        tree = ast.parse(path.read_text())
+        passed_over = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        passed_over |= {
+            id(node.args[0])
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("find_spec") and node.args
+        }
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in passed_over:
+                if engines & {node.value, *re.findall(r"['\"`]([\w.-]+)['\"`]", node.value)}:
+                    yield path
+            elif isinstance(node, ast.ImportFrom) and any(f"{node.module}.".startswith(f"{one}.") for one in packages):
+                yield path
+
+
+def try_an_engine_of_ones_own() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        here = Path(folder)
+        (here / "own_engine.py").write_text(OWN_ENGINE)
+        (here / "prompts.jsonl").write_text('{"prompt": "1+1=", "label": "2"}\n' * 64)
+        (here / "run.toml").write_text(RUN_WITH_IT.format(folder=folder))
+        said_by([sys.executable, "-c", MAKE_POLICY, str(here / "policy")], here)
+        april, engine = [sys.executable, "-m", "april.cli"], "own_engine:Engine"
+        said_by([*april, "run", "run.toml", "--worker.engine", engine, "--dry-run"], here)
+        said_by([*april, "check", "engine", engine], here)
+
+
+def said_by(command: list[str], folder: Path, **environment: str) -> str:
+    """What a command prints. Ends the benchmark if it fails."""
+    everywhere = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"} | environment
+    done = subprocess.run(command, cwd=folder, env=everywhere, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout[-5000:]}\n{done.stderr[-5000:]}")
+    return done.stdout
+
+
+# --- runs -------------------------------------------------------------------------------------------------------------
+
+
+def suite(name: str, *options: str) -> Row:
+    """Seconds of `launch/test.sh` in a fresh clone, installation included."""
+    environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    with tempfile.TemporaryDirectory() as folder:
+        clone = Path(folder) / "april"
+        subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
+        log = Path(folder) / "log"
+        began = time.monotonic()
+        with log.open("w") as output:
+            done = subprocess.run(
+                ["bash", "launch/test.sh", *options], cwd=clone, env=environment, stdout=output,
+                stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+            )  # fmt: skip
+        seconds = time.monotonic() - began
+        if done.returncode:
+            raise SystemExit(f"launch/test.sh {' '.join(options)} failed:\n{log.read_text()[-10_000:]}")
+    return Row(name, [seconds], "s")
+
+
+def mutants_caught(blind: bool = False) -> Row:
+    """Planted faults that their tests, or any test, have caught."""
+    with tempfile.TemporaryDirectory() as folder:
+        told = Path(folder) / "verdicts.json"
+        command = [sys.executable, "-m", "tests.mutants", "--json", str(told), *(["--blind"] if blind else [])]
+        subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)})
+        if not told.exists():
+            raise SystemExit("the planted faults were not run to their end")
+        verdicts = list(orjson.loads(told.read_bytes())["verdicts"].values())
+    name = "mutants_caught_blind" if blind else "mutants_caught"
+    return Row(name, [verdicts.count("caught")], f"of {len(verdicts)}")
+
+
+if __name__ == "__main__":
+    main()

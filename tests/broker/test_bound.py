@@ -1,0 +1,57 @@
+"""The age of groups, aborts and batches, rule by rule, on a ledger alone."""
+
+import pytest
+
+from april.broker.ledger.ledger import Ledger, LedgerError, Rules
+from april.wire.version import Version
+from tests.broker.test_continuous import Run
+
+
+@pytest.fixture
+def ledger():
+    ledger = Ledger(Rules(batch_groups=1, group_size=2, max_staleness=3))
+    ledger.start_learner(0)
+    ledger.start_round()
+    return ledger
+
+
+def lease_all(ledger, group, step=0):
+    for sample in group.samples:
+        ledger.lease(sample, "worker", step, 0.0)
+
+
+def test_the_age_of_a_group_counts_from_the_version_of_its_first_worker(ledger):
+    group = ledger.open_group(epoch=0, row=0, floor=0)
+    ledger.lease(group.samples[0], "worker", 2, 0.0)
+    assert group.opened_at == 2
+    with pytest.raises(LedgerError, match="needs step 2, not 1"):
+        ledger.lease(group.samples[1], "worker", 1, 0.0)
+
+
+def test_an_abort_reaches_every_grant_up_to_the_last(ledger):
+    lease_all(ledger, ledger.open_group(epoch=0, row=0, floor=0))
+    ledger.end_round()
+    aborted = list(ledger.leases)
+    assert len(aborted) == 2 and all(map(ledger.is_aborted, aborted))
+    lease_all(ledger, ledger.open_group(epoch=0, row=1, floor=0))
+    assert not any(ledger.is_aborted(later) for later in ledger.leases if later not in aborted)
+
+
+def test_an_abort_leaves_alone_what_is_scored_or_evaluated(ledger):
+    lease_all(ledger, ledger.open_group(epoch=0, row=0, floor=0))
+    ended, generating = ledger.leases
+    ledger.add_chunk(ended, 0, 3, Version(0, 0), "stop")
+    lease_all(ledger, ledger.open_group(epoch=0, row=0, floor=0, evaluation=True))
+    ledger.end_round()
+    assert [one for one in ledger.leases if ledger.is_aborted(one)] == [generating]
+
+
+def test_no_group_is_in_two_batches():
+    run = Run()
+    leases = run.fill()
+    for first in range(0, len(leases), 4):
+        run.finish(*leases[first : first + 4])
+        run.consume()
+    delivered = [group.id for groups in run.ledger.deliveries.values() for group in groups]
+    assert len(delivered) == 4 and sorted(delivered) == sorted(set(delivered))
+    assert run.ledger.closed

@@ -1,0 +1,65 @@
+"""What a key may do, whatever the messages of its connection say: the broker told apart from its sockets."""
+
+import pytest
+
+from april import wire
+from april.security.allow_list import Peer
+from tests.broker.conversation import FakeWorker
+
+A, B = "a" * 40, "b" * 40
+
+
+class KeyedWorker(FakeWorker):
+    """What it says comes over a connection with a key."""
+
+    def __init__(self, conversation, name, key, role="worker"):
+        super().__init__(conversation, name)
+        self.key = Peer(key, role, f"holder of {key[0]}")
+
+    def say(self, message, arrays=(), connection=b"data"):
+        frames = [bytes(frame) for frame in wire.encode(message, list(arrays), self.session, 1)]
+        route = self.name.encode() + b"/" + connection
+        self.conversation.service.handle(route, frames, self.conversation.now, self.key)
+        self.conversation.tick()
+
+    @property
+    def refusal(self):
+        return self.take(wire.Refused)[-1].message.reason
+
+
+@pytest.fixture
+def owner(talk):
+    owner = KeyedWorker(talk, "w0", A)
+    owner.join()
+    assert owner.grants()
+    return owner
+
+
+def test_nobody_takes_the_place_of_another_key(talk, owner):
+    thief = KeyedWorker(talk, "thief", B)
+    thief.say(wire.Hello("worker", "w0", "a process of its own"))
+    assert "another key works under the name w0" in thief.refusal
+    thief.say(wire.Hello("worker", "another name", owner.uid))
+    assert "another key works under the name" in thief.refusal
+    assert [session.key for session in talk.service.sessions.workers()] == [A]
+
+
+def test_a_session_belongs_to_the_key_that_opened_it(owner):
+    owner.key = Peer(B, "worker", "thief")
+    owner.say(wire.Heartbeat())
+    assert "the session belongs to another key" in owner.refusal
+
+
+def test_the_role_is_the_key_s_whatever_a_hello_says(talk):
+    worker = KeyedWorker(talk, "w0", A)
+    for role in ("learner", "monitor", "scorer"):
+        worker.say(wire.Hello(role, "w0", "u"))
+        assert f"a worker's, not a {role}'s" in worker.refusal
+    assert not talk.service.sessions.by_id
+
+
+def test_a_key_that_is_off_the_list_is_heard_no_more(talk):
+    stranger = KeyedWorker(talk, "w0", A, role="")
+    stranger.say(wire.Hello("worker", "w0", "u"))
+    assert "not on the allow-list" in stranger.refusal
+    assert not talk.service.sessions.by_id

@@ -1,0 +1,23 @@
+"""Jobs for ranks of the learner, run under torchrun."""
+
+import os
+import sys
+from pathlib import Path
+
+import orjson
+import torch
+
+from tests.warm import Popen
+
+
+def run_ranks(ranks: int, jobs: list[dict], folder: Path) -> list[dict]:
+    """Run the jobs one after the other under torchrun; what rank 0 saw of each."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "jobs.json").write_bytes(orjson.dumps(jobs))
+    command = [sys.executable, "-m", "april.learner.launch", f"--nproc-per-node={ranks}"]
+    script = Path(__file__).with_name("run_jobs.py")
+    output = folder / "output"
+    with output.open("wb") as file:
+        process = Popen([*command, str(script), str(folder)], stderr=file, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert process.wait(280) == 0, output.read_text()[-4000:]
+    return torch.load(folder / "results.pt")

@@ -1,0 +1,94 @@
+"""What a worker hands back when a round ends: an engine and a broker that do as they are told."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from april import config as configuration
+from april import wire
+from april.wire.version import Version
+from april.workers.worker import Worker
+
+WATERMARK = 5
+
+
+class Engine:
+    """Generates nothing."""
+
+    version, live, capacity, generated_tokens = Version(0, 0), 0, 8, 0
+
+    def step(self):
+        return []
+
+    def failures(self):
+        return []
+
+    def submit(self, request):
+        self.live += 1
+
+    def cancel(self, request_id):
+        return []
+
+    def cancel_all(self, request_ids):
+        return []
+
+
+class Connection:
+    """Hands over the messages of a script, then stops the worker; keeps what the worker sends."""
+
+    def __init__(self, script):
+        self.script = [*script, wire.Stop("the script is over")]
+        self.sent = []
+
+    def hello(self, leases, acknowledged_tokens=0):
+        return SimpleNamespace(renew_s=1.0, watermark=0, lost=[], weights_address="", weights_key="")
+
+    def receive(self, timeout_ms):
+        message = self.script.pop(0)
+        prompt = [np.arange(3, dtype="i4")] if isinstance(message, wire.Grant) else []
+        return [SimpleNamespace(message=message, arrays=prompt, session=0)]
+
+    def send(self, message, arrays=()):
+        self.sent.append(message)
+
+    def beat(self, leases=(), emitted_tokens=0):
+        pass
+
+    def check_alive(self):
+        pass
+
+
+def grant(lease, evaluation=False):
+    return wire.Grant(
+        lease, group=0, index=lease, scoring=False, evaluation=evaluation, max_new_tokens=9, seed=lease,
+        temperature=1.0, top_p=1.0, top_k=0, label="", reward="exact", finish_reason="",
+    )  # fmt: skip
+
+
+@pytest.fixture
+def given_back(config_file):
+    """given_back(script): what the worker hands back for an abort, by lease, in order."""
+    config = configuration.load(config_file, ["--reward.where", "scorer"])
+
+    def run(*script):
+        connection = Connection(script)
+        Worker(config, Engine(), connection, []).run()
+        ended = [message for message in connection.sent if isinstance(message, wire.GiveBack)]
+        return [lease for lease in range(10) if wire.GiveBack(lease, 0, "abort") in ended]
+
+    return run
+
+
+def test_an_abort_takes_everything_up_to_its_watermark(given_back):
+    leases = [grant(lease) for lease in (4, WATERMARK, 6)]
+    assert given_back(*leases, wire.Abort(0, WATERMARK)) == [4, WATERMARK]
+
+
+def test_a_grant_that_comes_behind_its_abort_goes_back_at_once(given_back):
+    late = [grant(lease) for lease in (4, WATERMARK, 6)]
+    assert given_back(wire.Abort(0, WATERMARK), *late) == [4, WATERMARK]
+
+
+def test_evaluation_goes_on(given_back):
+    assert given_back(grant(4, evaluation=True), wire.Abort(0, WATERMARK), grant(3, evaluation=True)) == []
