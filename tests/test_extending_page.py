@@ -126,7 +126,7 @@ def test_loss_correction_and_advantage_make_an_objective():
 
 def test_the_reward_scores_a_response():
     [score] = verify([Item(0, "my_reward:reward", "it is 12", "12", "stop", "", 3)], RewardRules())
-    assert (score.reward, score.details, score.error) == (1.0, {"words": 3.0}, None)
+    assert (score.reward, score.details, score.error) == (1.0, {"over_limit": 0.0, "words": 3.0}, None)
 
 
 def test_the_environment_answers_until_it_is_done():

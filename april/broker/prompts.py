@@ -21,8 +21,9 @@ class PromptBook:
 
     def __init__(self, config: Config):
         data = config.data
-        self.rows = load_dataset(data.train_sources, data)
-        self.evaluation_rows = load_dataset(data.eval_sources, data, limit=config.evaluation.prompts)
+        allowed = config.reward.allowed
+        self.rows = load_dataset(data.train_sources, data, allowed=allowed)
+        self.evaluation_rows = load_dataset(data.eval_sources, data, config.evaluation.prompts, allowed)
         self.tokenizer = Tokenizer(config.model.path)
         self.fingerprint = self.rows.fingerprint
         self.max_prompt_tokens = config.longest_prompt_tokens

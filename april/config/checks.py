@@ -236,6 +236,8 @@ def check_reward(config: Config) -> None:
             f"key 'reward.code_memory_mb' = {reward.code_memory_mb} is more than reward.memory_mb = "
             f"{reward.memory_mb}, within which programs run; raise that"
         )
+    for name in reward.allowed:
+        registry_of("reward.name").check_name(name, "reward.allowed")
     if reward.url and not re.match(r"https?://[^/\s]", reward.url):
         raise ConfigError(f"key 'reward.url' = {reward.url!r} is no address; give it as http://HOST:PORT/PATH")
     try:

@@ -273,8 +273,9 @@ class RewardSection(Section):
     code_test_s: float = Field(4.0, gt=0, description="longest run of a program in one test of `code` (seconds)")
     code_memory_mb: int = Field(1024, ge=64, description="address space of such a program (MiB)")
     over_limit: Literal["failed", "wrong"] = Field(
-        "failed", description="a program beyond a limit has no reward and is tried again, or has failed its test"
+        "wrong", description="a response that no verifier can decide within its limits is wrong, or is tried again"
     )
+    allowed: list[str] = Field([], description="verifiers that rows of the data may name; none given: those that ship")
 
 
 class ScorerSection(Section):

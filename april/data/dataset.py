@@ -9,7 +9,7 @@ import hashlib
 import logging
 import tempfile
 from array import array
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -49,6 +49,8 @@ class Dataset:
         """verifiers that rows name"""
         self.bad_rows = 0
         """records that were skipped"""
+        self.blank_labels = 0
+        """rows whose label says nothing"""
         self._file = tempfile.SpooledTemporaryFile(max_size=HELD_BYTES)  # noqa: SIM115
         self._ends = array("Q")
         self._digest = hashlib.sha256(b"shuffled" if shuffle else b"in order")
@@ -61,6 +63,7 @@ class Dataset:
             self._file.write(record)
             self._ends.append(self._end + len(record))
             self._digest.update(record)
+            self.blank_labels += not row.label.strip()
             if row.reward:
                 self.rewards.add(row.reward)
         self.counts.append(len(self) - before)
@@ -88,12 +91,15 @@ class Dataset:
         return mixed_order(self.counts, self.weights, seed, epoch, self.shuffle)
 
 
-def load_dataset(sources: list[SourceSection], data: DataSection, limit: int | None = None) -> Dataset:
-    """Read all sources, or the first `limit` rows of each. Raises ConfigError."""
+def load_dataset(
+    sources: list[SourceSection], data: DataSection, limit: int | None = None, allowed: Collection[str] = ()
+) -> Dataset:
+    """Read all sources, or the first `limit` rows of each. `allowed`: verifiers that rows may name, none given: those
+    that ship. Raises ConfigError."""
     dataset = Dataset(data.shuffle)
     for source in sources:
         before = len(dataset)
-        dataset.add_source(source_rows(source, data, dataset, limit), source.weight)
+        dataset.add_source(source_rows(source, data, dataset, limit, allowed), source.weight)
         if len(dataset) == before:
             mend = "write one JSON object with prompt and label on each line"
             if dataset.bad_rows:
@@ -101,16 +107,24 @@ def load_dataset(sources: list[SourceSection], data: DataSection, limit: int | N
             raise ConfigError(f"dataset {source.path} has no rows; {mend}")
     if dataset.bad_rows:
         log.warning("%d bad rows skipped, %d rows left", dataset.bad_rows, len(dataset))
+    if dataset.blank_labels:
+        log.warning(
+            "%d of %d rows have a blank label; most verifiers refuse it when they score",
+            dataset.blank_labels,
+            len(dataset),
+        )
     return dataset
 
 
-def source_rows(source: SourceSection, data: DataSection, dataset: Dataset, limit: int | None) -> Iterable[Row]:
+def source_rows(
+    source: SourceSection, data: DataSection, dataset: Dataset, limit: int | None, allowed: Collection[str]
+) -> Iterable[Row]:
     mapping, made = mapping_of(source), 0
     for where, record in read_records(source.path, mapping.columns):
         if made == limit:
             return
         try:
-            row = row_of(record, mapping, source, data)
+            row = row_of(record, mapping, source, data, allowed)
         except BadRow as error:
             if data.bad_rows == "stop":
                 raise ConfigError(f"{where}: {error}") from None
@@ -122,10 +136,10 @@ def source_rows(source: SourceSection, data: DataSection, dataset: Dataset, limi
         yield row
 
 
-def row_of(record: Any, mapping: Mapping, source: SourceSection, data: DataSection) -> Row:
+def row_of(record: Any, mapping: Mapping, source: SourceSection, data: DataSection, allowed: Collection[str]) -> Row:
     if isinstance(record, BadRow):
         raise record
-    return make_row(record, mapping, source.reward, data.prompt_as)
+    return make_row(record, mapping, source.reward, data.prompt_as, allowed)
 
 
 def verifier_of(source: SourceSection) -> str | None:

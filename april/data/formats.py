@@ -2,17 +2,20 @@
 
 A folder is that of `datasets.Dataset.save_to_disk` (its `state.json` lists Arrow files), or holds data files of one
 kind, which are read in the order of their names. Reading never holds more than one batch of records.
+A file that is something else than its name says is refused as what it is.
 """
 
+import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import orjson
 
 from april.config import ConfigError
-from april.data.rows import BadRow, excerpt
+from april.data.rows import BadRow
+from april.data.spelling import BYTE_ORDER_MARK, parse
 
 BATCH_ROWS = 256
 """records of a columnar file that are Python objects at a time"""
@@ -20,9 +23,23 @@ JSON_LINES, JSON, PARQUET, ARROW = (".jsonl", ".ndjson"), (".json",), (".parquet
 KINDS = (JSON_LINES, JSON, PARQUET, ARROW)
 SPLITS = ("train", "test", "validation", "val", "valid", "dev", "eval", "heldout")
 """names of files that are a split of their own, without a shard's number"""
+SHARD = re.compile(r"(?P<split>.+?)-(?P<number>\d+)-of-(?P<total>\d+)(-\w+)?")
 HUB_FILES = {"dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json"}
 """what lies beside the data in folders of the `datasets` library"""
-ARROW_FILE_MAGIC = b"ARROW1"
+ARROW_FILE_MAGIC, PARQUET_MAGIC = b"ARROW1", b"PAR1"
+NOT_TEXT = {
+    b"\x1f\x8b": ("compressed by gzip", "unpack it"),
+    b"\x28\xb5\x2f\xfd": ("compressed by zstd", "unpack it"),
+    b"BZh": ("compressed by bzip2", "unpack it"),
+    b"\xfd7zXZ": ("compressed by xz", "unpack it"),
+    b"PK\x03\x04": ("a zip archive", "unpack it"),
+    PARQUET_MAGIC: ("Parquet", "give it the ending .parquet"),
+    ARROW_FILE_MAGIC: ("Arrow", "give it the ending .arrow"),
+    b"\xff\xfe": ("UTF-16", "save it as UTF-8"),
+    b"\xfe\xff": ("UTF-16", "save it as UTF-8"),
+    b"version https://git-lfs": ("a pointer of Git LFS", "fetch what it points at with `git lfs pull`"),
+}
+"""what a file is that begins so, and the mend where JSON was wanted"""
 
 Record = tuple[str, Any]
 """where it is, and the record, or the BadRow that stands in its place"""
@@ -37,7 +54,7 @@ def read_records(path: Path, columns: set[str]) -> Iterator[Record]:
         try:
             yield from read_file(file, columns)
         except OSError as error:
-            raise unreadable(path, error) from None
+            raise unreadable(file, error) from None
 
 
 def data_files(path: Path) -> list[Path]:
@@ -64,7 +81,22 @@ def data_files(path: Path) -> list[Path]:
         raise ConfigError(
             f"dataset {path} is a folder with files of {', '.join(splits)}; put those to read in their own"
         )
+    check_shards(path, files)
     return files
+
+
+def check_shards(path: Path, files: list[Path]) -> None:
+    """Raises ConfigError where shards say that there are more of them, or are of two numberings."""
+    shards = [found for file in files if (found := SHARD.fullmatch(file.stem))]
+    totals = {int(shard["total"]) for shard in shards}
+    if len(totals) > 1:
+        raise ConfigError(f"dataset {path} has shards of {' and of '.join(map(str, sorted(totals)))}; keep one set")
+    missing = sorted(set(range(*totals)) - {int(shard["number"]) for shard in shards})
+    if missing:
+        raise ConfigError(
+            f"dataset {path} lacks {len(missing)} of {max(totals)} shards, the first number {missing[0]:05d}; "
+            "fetch the rest, or name the files to read one by one in data.sources"
+        )
 
 
 def kind_of(file: Path) -> tuple[str, ...] | None:
@@ -73,8 +105,8 @@ def kind_of(file: Path) -> tuple[str, ...] | None:
 
 def split_of(file: Path) -> str:
     """`train` of `train-00000-of-00002.parquet` and of `train.jsonl`; other files without such a number are of one."""
-    shard = re.fullmatch(r"(.+?)-\d+-of-\d+(-\w+)?", file.stem)
-    return shard[1] if shard else file.stem if file.stem in SPLITS else "other files"
+    shard = SHARD.fullmatch(file.stem)
+    return shard["split"] if shard else file.stem if file.stem in SPLITS else "other files"
 
 
 def read_file(file: Path, columns: set[str]) -> Iterator[Record]:
@@ -83,69 +115,68 @@ def read_file(file: Path, columns: set[str]) -> Iterator[Record]:
         return read_parquet(file, columns)
     if kind is ARROW:
         return read_arrow(file, columns)
-    if kind is JSON and is_array(file):
+    beginning = text_beginning(file)
+    if kind is JSON and beginning.lstrip()[:1] == b"[":
         return read_array(file)
     return read_lines(file)
+
+
+def text_beginning(file: Path) -> bytes:
+    """The first bytes of a file behind its byte-order mark. Raises ConfigError for one that is no text."""
+    with file.open("rb") as content:
+        beginning = content.read(64)
+    for magic, (what, mend) in NOT_TEXT.items():
+        if beginning.startswith(magic):
+            raise ConfigError(f"dataset {file} is {what}, and JSON was expected by its name; {mend}")
+    return beginning.removeprefix(BYTE_ORDER_MARK)
 
 
 def read_lines(file: Path) -> Iterator[Record]:
     """One JSON object on each line; blank lines are no records."""
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
-            if line.strip():
-                yield f"{file}, line {number}", parse_line(line)
+            text = line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
+            if text.strip():
+                yield f"{file}, line {number}", parsed(text)
 
 
-def parse_line(line: bytes) -> Any:
+def parsed(line: bytes) -> Any:
     try:
-        return orjson.loads(line)
-    except orjson.JSONDecodeError as error:
-        return BadRow(f"{excerpt(line)} is not JSON ({error}); write one JSON object on each line")
-
-
-def is_array(file: Path) -> bool:
-    with file.open("rb") as content:
-        return content.read(64).lstrip()[:1] == b"["
+        return parse(line)
+    except BadRow as error:
+        return error
 
 
 def read_array(file: Path) -> Iterator[Record]:
     """A JSON file that is one array of objects; such a file is read whole."""
     try:
-        records = orjson.loads(file.read_bytes())
-    except orjson.JSONDecodeError as error:
-        raise ConfigError(
-            f"dataset {file} is not JSON ({error}); mend it, or give one JSON object on each line"
-        ) from None
+        records = parse(file.read_bytes().removeprefix(BYTE_ORDER_MARK))
+    except BadRow as error:
+        raise ConfigError(f"dataset {file}: {error}") from None
     for number, record in enumerate(records, start=1):
         yield f"{file}, row {number}", record
 
 
 def read_parquet(file: Path, columns: set[str]) -> Iterator[Record]:
     parquet = import_arrow(file, "pyarrow.parquet")
-    try:
-        with parquet.ParquetFile(file) as content:
-            wanted = present(content.schema_arrow.names, columns)
-            yield from numbered(file, content.iter_batches(BATCH_ROWS, columns=wanted))
-    except import_arrow(file, "pyarrow").ArrowInvalid as error:
-        raise unreadable(file, error) from None
+    with refusing_damage(file, "Parquet"), parquet.ParquetFile(file) as content:
+        wanted = present(content.schema_arrow.names, columns)
+        yield from numbered(file, "Parquet", content.iter_batches(BATCH_ROWS, columns=wanted))
 
 
 def read_arrow(file: Path, columns: set[str]) -> Iterator[Record]:
     """Both of Arrow's forms: the stream, which `save_to_disk` writes, and the file."""
     arrow = import_arrow(file, "pyarrow")
-    try:
-        with arrow.memory_map(str(file)) as content:
-            magic = content.read(len(ARROW_FILE_MAGIC))
-            content.seek(0)
-            if magic == ARROW_FILE_MAGIC:
-                reader = arrow.ipc.open_file(content)
-                batches = map(reader.get_batch, range(reader.num_record_batches))
-            else:
-                reader = batches = arrow.ipc.open_stream(content)
-            wanted = present(reader.schema.names, columns)
-            yield from numbered(file, (part for batch in batches for part in slices(batch.select(wanted))))
-    except arrow.ArrowInvalid as error:
-        raise unreadable(file, error) from None
+    with refusing_damage(file, "Arrow"), arrow.memory_map(str(file)) as content:
+        magic = content.read(len(ARROW_FILE_MAGIC))
+        content.seek(0)
+        if magic == ARROW_FILE_MAGIC:
+            reader = arrow.ipc.open_file(content)
+            batches = map(reader.get_batch, range(reader.num_record_batches))
+        else:
+            reader = batches = arrow.ipc.open_stream(content)
+        wanted = present(reader.schema.names, columns)
+        yield from numbered(file, "Arrow", (part for batch in batches for part in slices(batch.select(wanted))))
 
 
 def present(names: list[str], columns: set[str]) -> list[str]:
@@ -160,12 +191,51 @@ def slices(batch) -> Iterator[Any]:
         yield batch.slice(start, BATCH_ROWS)
 
 
-def numbered(file: Path, batches) -> Iterator[Record]:
-    number = 0
-    for batch in batches:
-        for record in batch.to_pylist():
+def numbered(file: Path, format_name: str, batches: Iterable[Any]) -> Iterator[Record]:
+    number, remaining = 0, iter(batches)
+    while True:
+        with refusing_damage(file, format_name, number + 1):
+            batch = next(remaining, None)
+            records = [] if batch is None else records_of(batch)
+        if batch is None:
+            return
+        for record in records:
             number += 1
             yield f"{file}, row {number}", record
+
+
+def records_of(batch) -> list[Any]:
+    """Those of a batch; one by one where some text in it is not UTF-8, so that only its own row is bad."""
+    try:
+        return batch.to_pylist()
+    except UnicodeDecodeError:
+        return [record_of(batch.slice(place, 1)) for place in range(batch.num_rows)]
+
+
+def record_of(row) -> Any:
+    record = {}
+    for name, column in zip(row.schema.names, row.columns, strict=True):
+        try:
+            record[name] = column[0].as_py()
+        except UnicodeDecodeError as error:
+            return BadRow(f"key {name!r} is not UTF-8 ({error.reason} at byte {error.start}); write its text as UTF-8")
+    return record
+
+
+@contextlib.contextmanager
+def refusing_damage(file: Path, format_name: str, row: int = 0) -> Iterator[None]:
+    """Raises ConfigError for what pyarrow cannot read. `row`: the first that is not known to be whole, 0: none is."""
+    damage = import_arrow(file, "pyarrow").ArrowException
+    try:
+        yield
+    except (damage, OSError, UnicodeDecodeError, EOFError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        where = f" from row {row} on" if row else ""
+        text = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise ConfigError(
+            f"dataset {file} cannot be read as {format_name}{where} ({text}); copy or save the file again"
+        ) from None
 
 
 def import_arrow(file: Path, module: str):

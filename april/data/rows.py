@@ -1,17 +1,21 @@
 """A row of a dataset, the field mappings that say where its parts are, and what is refused of it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
 import msgspec
 
 from april.data.gsm8k import final_number
+from april.registry import registry_of
 
 LABEL_CHARACTERS = 200_000
 """of a reference answer, which travels with every sample of its prompt"""
 GROUP_REWARD = "group:"
 """begins the name of a reward that sees all responses of a prompt"""
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
+"""those that chat templates know; of others most of them say nothing"""
 
 
 class BadRow(ValueError):
@@ -80,8 +84,15 @@ MAPPINGS = {
 """
 
 
-def make_row(record: Any, mapping: Mapping, reward: str | None = None, prompt_as: str = "given") -> Row:
-    """The row of a record. `reward`: the verifier, whatever the record says; `prompt_as`: given | chat | text.
+def make_row(
+    record: Any,
+    mapping: Mapping,
+    reward: str | None = None,
+    prompt_as: str = "given",
+    allowed: Collection[str] = (),
+) -> Row:
+    """The row of a record. `reward`: the verifier, whatever the record says; `prompt_as`: given | chat | text;
+    `allowed`: verifiers that a record may name, none given: those that ship.
 
     Raises BadRow.
     """
@@ -89,7 +100,7 @@ def make_row(record: Any, mapping: Mapping, reward: str | None = None, prompt_as
         raise BadRow(f"{excerpt(record)} is not a JSON object; write an object with prompt and label")
     prompt_key, prompt = find(record, mapping.prompt, "data.prompt_key")
     label_key, label = find(record, mapping.label, "data.label_key")
-    own = checked_reward(record.get("reward"))
+    own = None if reward else checked_reward(record.get("reward"), allowed)
     return Row(
         prompt=shaped_prompt(checked_prompt(prompt, prompt_key), mapping, prompt_as),
         label=answer_in(checked_label(label, label_key), label_key, mapping),
@@ -111,27 +122,55 @@ def find(record: dict, keys: tuple[str, ...], setting: str) -> tuple[str, Any]:
 
 
 MISSING = object()
+NO_NUMBERS = ("nan", "inf", "-inf")
 
 
 def checked_prompt(prompt: Any, key: str) -> str | list[dict]:
-    if isinstance(prompt, str) and prompt:
+    if isinstance(prompt, str) and prompt.strip():
         return prompt
-    if isinstance(prompt, list) and prompt and all(is_message(message) for message in prompt):
-        return prompt
+    if isinstance(prompt, list) and prompt:
+        for message in prompt:
+            check_message(message, key)
+        if any(text_of(message).strip() for message in prompt) or any(map(has_other_parts, prompt)):
+            return prompt
     raise BadRow(
         f"key {key!r} = {excerpt(prompt)} is no prompt; give text or "
         'chat messages like [{"role": "user", "content": "..."}]'
     )
 
 
-def is_message(message: Any) -> bool:
-    return isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message
+def check_message(message: Any, key: str) -> None:
+    """Raises BadRow unless it has a role that templates know, and content that they can show."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
+        raise BadRow(
+            f'key {key!r} has {excerpt(message)}, which is no message like {{"role": "user", "content": "..."}}'
+        )
+    if message["role"] not in ROLES:
+        raise BadRow(f"key {key!r} has a message of role {excerpt(message['role'])}; use one of {', '.join(ROLES)}")
+    content = message["content"]
+    parts = isinstance(content, list) and all(isinstance(part, dict) and "type" in part for part in content)
+    if not (isinstance(content, str) or parts or (content is None and message.get("tool_calls"))):
+        raise BadRow(
+            f"key {key!r} has a message whose content is {excerpt(content)}; give text, or a list of typed parts"
+        )
+
+
+def text_of(message: dict) -> str:
+    """What a message says, without its parts that are no text."""
+    content = message["content"] or ""
+    return content if isinstance(content, str) else "".join(str(part.get("text") or "") for part in content)
+
+
+def has_other_parts(message: dict) -> bool:
+    """Images and the like."""
+    content = message["content"]
+    return isinstance(content, list) and any(part["type"] != "text" for part in content)
 
 
 def shaped_prompt(prompt: str | list[dict], mapping: Mapping, prompt_as: str) -> str | list[dict]:
     """A text in its template, as text or as what the user says; of messages the contents, where text is wanted."""
     if isinstance(prompt, list):
-        return "\n\n".join(str(message["content"]) for message in prompt) if prompt_as == "text" else prompt
+        return "\n\n".join(map(text_of, prompt)) if prompt_as == "text" else prompt
     prompt = mapping.template.replace("{prompt}", prompt)
     chat = mapping.chat if prompt_as == "given" else prompt_as == "chat"
     return [{"role": "user", "content": prompt}] if chat else prompt
@@ -142,7 +181,9 @@ def checked_label(label: Any, key: str) -> str:
         if len(label) > LABEL_CHARACTERS:
             raise BadRow(f"key {key!r} has {len(label)} characters, more than {LABEL_CHARACTERS}; shorten the label")
         return label
-    if isinstance(label, int | float) and not isinstance(label, bool):
+    if isinstance(label, Decimal):
+        return format(label, "f")
+    if isinstance(label, int | float) and not isinstance(label, bool) and str(label) not in NO_NUMBERS:
         return str(label)
     raise BadRow(f"key {key!r} = {excerpt(label)} is no reference answer; give text or a number")
 
@@ -158,10 +199,19 @@ def answer_in(label: str, key: str, mapping: Mapping) -> str:
     return answer
 
 
-def checked_reward(reward: Any) -> str | None:
-    if reward is None or (isinstance(reward, str) and reward):
-        return reward
-    raise BadRow(f"key 'reward' = {excerpt(reward)} names no verifier; give its name or leave the key out")
+def checked_reward(reward: Any, allowed: Collection[str]) -> str | None:
+    """A verifier is code, and who writes the data does not choose what code runs: only among what the run allows."""
+    if reward is None:
+        return None
+    if not isinstance(reward, str) or not reward:
+        raise BadRow(f"key 'reward' = {excerpt(reward)} names no verifier; give its name or leave the key out")
+    shipped = registry_of("reward.name").shipped
+    if reward not in allowed if allowed else reward.removeprefix(GROUP_REWARD) not in shipped:
+        raise BadRow(
+            f"key 'reward' = {excerpt(reward)} is not among the verifiers that rows may name "
+            f"({', '.join(allowed or shipped)}); add it to reward.allowed, or leave the key out"
+        )
+    return reward
 
 
 def excerpt(value: Any) -> str:

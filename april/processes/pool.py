@@ -1,7 +1,8 @@
 """Foreign code at work in processes of its own, so that none of it can hang, crash or block the one that asks.
 
 Every submitted item comes back exactly once, with an answer or with an error. A process that exceeds the time limit is
-killed, one that has died is replaced; only the item it was at is charged with it.
+killed, one that has died is replaced; only the item it was at is charged with it. One that exits with RETIRED has
+answered, and is replaced without blame.
 """
 
 import os
@@ -11,6 +12,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -22,10 +24,21 @@ IN_FLIGHT_ITEMS = 4
 START_LIMIT_S = 60.0
 ORPHAN_MARGIN_S = 5.0
 """A process ends itself this long after the time limit, in case its pool is no longer there to do it."""
+RETIRED = 75
+"""exit status of a process that asks for another in its place, such as one that had no memory left"""
 
 ItemT = TypeVar("ItemT", bound=msgspec.Struct)
 AnswerT = TypeVar("AnswerT", bound=msgspec.Struct)
 """what processes are given and what they answer; both have a `key`"""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a process cannot go on."""
+
+    text: str
+    of_time: bool = False
+    """its item took longer than the time limit"""
 
 
 class ProcessPool(Generic[ItemT, AnswerT]):
@@ -39,6 +52,10 @@ class ProcessPool(Generic[ItemT, AnswerT]):
     def charge(self, item: ItemT, failure: str) -> AnswerT:
         """The answer to an item that its process has failed at."""
         raise NotImplementedError
+
+    def again(self, item: ItemT, failure: Failure) -> ItemT | None:
+        """What is tried in the place of such an item; none: it is charged."""
+        return None
 
     def room(self, item: ItemT) -> int:
         """Items that a process which gets this one may have in flight."""
@@ -56,7 +73,8 @@ class ProcessPool(Generic[ItemT, AnswerT]):
         answers: list[AnswerT] = []
         for index, process in enumerate(self.processes):
             answers += process.receive()
-            if failure := process.failure():
+            failure = process.failure()
+            if failure or process.has_retired():
                 answers += self.replace(index, failure)
             else:
                 process.flush()
@@ -70,15 +88,20 @@ class ProcessPool(Generic[ItemT, AnswerT]):
             if len(self.processes[index].in_flight) >= self.room(self.queue[0]):
                 return
             if not self.processes[index].in_flight and self.processes[index].has_exited():
-                self.replace(index, "")
+                self.replace(index, None)
             self.processes[index].send(self.queue.popleft())
 
-    def replace(self, index: int, failure: str) -> list[AnswerT]:
-        """A new process in the place of a failed one: its first item is charged, the others wait again."""
-        failed = self.processes[index]
-        failed.kill()
-        charged = [self.charge(item, failure) for item in failed.head()]
-        self.queue.extendleft(reversed(list(failed.in_flight)[1:]))
+    def replace(self, index: int, failure: Failure | None) -> list[AnswerT]:
+        """A new process in the place of one that has ended: a failure is its first item's, the others wait again."""
+        ended = self.processes[index]
+        ended.kill()
+        waiting: list[ItemT] = list(ended.in_flight)
+        charged: list[AnswerT] = []
+        if failure and waiting:
+            again = self.again(waiting[0], failure)
+            charged = [] if again else [self.charge(waiting[0], failure.text)]
+            waiting[:1] = [again] if again else []
+        self.queue.extendleft(reversed(waiting))
         self.processes[index] = self.start_process()
         return charged
 
@@ -157,17 +180,17 @@ class PoolProcess:
             else:
                 self.ready = True
 
-    def failure(self) -> str | None:
+    def failure(self) -> Failure | None:
         """Why this process cannot go on, if so."""
         if self.ended and self.has_exited():
-            return f"its process ended ({ending(self.inner.returncode)})"
+            return None if self.has_retired() else Failure(f"its process ended ({ending(self.inner.returncode)})")
         limit_s = self.timeout_s if self.ready else START_LIMIT_S
         if self.in_flight and time.monotonic() - self.busy_since_s > limit_s:
-            return f"{'no answer' if self.ready else 'no start'} within {limit_s:g} s"
+            return Failure(f"{'no answer' if self.ready else 'no start'} within {limit_s:g} s", of_time=self.ready)
         return None
 
-    def head(self) -> list[Any]:
-        return list(self.in_flight)[:1]
+    def has_retired(self) -> bool:
+        return self.ended and self.inner.poll() == RETIRED
 
     def has_exited(self) -> bool:
         return self.inner.poll() is not None

@@ -36,6 +36,7 @@ SETTINGS = [*ENDLESS, "--security.max_sessions", str(MAX_SESSIONS)]
 EVERYTHING = [
     "--reward.where", "scorer", "--worker.engine", "sglang", "--sampling.top_k", "8",
     "--environment.name", "calculator", "--environment.max_turn_tokens", "8",
+    "--reward.allowed", '["exact", "group:rewards:rank"]',
 ]  # fmt: skip
 """scorers, supports, an environment"""
 

@@ -180,6 +180,96 @@ def test_what_cannot_be_read_is_refused(tmp_path):
         load(tmp_path / "missing.jsonl")
 
 
+BEGINNINGS = {
+    b"\x1f\x8b\x08": "compressed by gzip.*unpack it",
+    b"PAR1": r"is Parquet.*ending \.parquet",
+    b"\xff\xfe{\x00": "UTF-16.*UTF-8",
+    b"version https://git-lfs.github.com/spec/v1\n": "pointer of Git LFS.*git lfs pull",
+}
+
+
+@pytest.mark.parametrize("beginning", BEGINNINGS)
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
+def test_a_file_that_is_something_else_is_refused_as_what_it_is(tmp_path, beginning, name):
+    (tmp_path / name).write_bytes(beginning + b"something")
+    with pytest.raises(ConfigError, match=rf"{name} .*{BEGINNINGS[beginning]}"):
+        load(tmp_path / name)
+
+
+@pytest.mark.parametrize("text", ['{"prompt": "p", "label": 1}', '[{"prompt": "p", "label": 1}]'])
+def test_a_byte_order_mark_is_no_part_of_the_data(tmp_path, text):
+    (tmp_path / "rows.json").write_bytes(b"\xef\xbb\xbf" + text.encode())
+    assert load(tmp_path / "rows.json")[0] == Row("p", "1")
+
+
+def test_numbers_are_labels_as_the_file_spells_them(tmp_path):
+    spelled = ["18446744073709551616", "-9223372036854775809", "1.10", "1e5", "0.30000000000000000001", "7" * 300]
+    lines = "".join(f'{{"prompt": "p", "label": {text}}}\n' for text in spelled)
+    (tmp_path / "rows.jsonl").write_text(lines)
+    (tmp_path / "rows.json").write_text("[" + lines.strip().replace("\n", ",") + "]")
+    for name in ("rows.jsonl", "rows.json"):
+        dataset = load(tmp_path / name)
+        assert [dataset[number].label for number in range(len(dataset))] == spelled
+
+
+BAD_LINES = {
+    b'{"prompt": "p", "label": "a", "label": "b"}': "key 'label' stands there twice",
+    b'{"prompt": [{"role": "user", "role": "tool", "content": "c"}], "label": "a"}': "key 'role' stands there twice",
+    b'{"prompt": "p", "label": "\xff"}': "is not JSON.*write it as UTF-8",
+    b'{"prompt": "p", "label": NaN}': "is not JSON",
+    b'{"prompt": "p", "label": "\\ud800"}': "is not JSON",
+    b'{"prompt": "p", "label": "a", "reward": "timeit:timeit"}': r"'timeit:timeit'.*reward\.allowed",
+}
+
+
+@pytest.mark.parametrize("line", BAD_LINES)
+def test_what_json_says_twice_or_not_at_all_is_a_bad_row_with_its_line(tmp_path, line):
+    (tmp_path / "rows.jsonl").write_bytes(b'{"prompt": "p", "label": "a"}\n' + line)
+    with pytest.raises(ConfigError, match=rf"rows\.jsonl, line 2: .*{BAD_LINES[line]}"):
+        load(tmp_path / "rows.jsonl")
+    assert load(tmp_path / "rows.jsonl", bad_rows="skip").bad_rows == 1
+
+
+def test_text_of_a_column_that_is_not_utf_8_is_a_bad_row_and_costs_no_other(tmp_path):
+    labels = pa.array([b"1", b"\xff\xfe", b"3"]).cast(pa.string(), safe=False)
+    table = pa.table({"prompt": ["a", "b", "c"], "label": labels})
+    parquet.write_table(table, tmp_path / "rows.parquet")
+    with pytest.raises(ConfigError, match=r"rows\.parquet, row 2: key 'label' is not UTF-8 .* at byte 0"):
+        load(tmp_path / "rows.parquet")
+    dataset = load(tmp_path / "rows.parquet", bad_rows="skip")
+    assert [dataset[number].label for number in range(len(dataset))] == ["1", "3"]
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "empty"])
+@pytest.mark.parametrize("name", ["rows.parquet", "rows.arrow"])
+def test_a_damaged_columnar_file_is_a_sentence_with_the_file_and_a_mend_that_fits(tmp_path, damage, name):
+    write = {"rows.parquet": write_parquet, "rows.arrow": write_arrow_file}[name]
+    data = bytearray(write(tmp_path / name, RECORDS).read_bytes())
+    if damage == "flipped":
+        data[100 : len(data) - 100 : 7] = bytes(len(data[100 : len(data) - 100 : 7]))
+    (tmp_path / name).write_bytes({"cut": data[: len(data) // 2], "flipped": data, "empty": b""}[damage])
+    with pytest.raises(ConfigError, match=rf"{name}( cannot be read as|, row )") as refusal:
+        load(tmp_path / name)
+    assert "JSON object on each line" not in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def test_shards_that_are_not_there_are_missed(tmp_path):
+    for number in (0, 2):
+        write_lines(tmp_path / f"train-{number:05d}-of-00003.jsonl", RECORDS[:4])
+    with pytest.raises(ConfigError, match="lacks 1 of 3 shards, the first number 00001"):
+        load(tmp_path)
+    write_lines(tmp_path / "train-00001-of-00003.jsonl", RECORDS[:4])
+    assert len(load(tmp_path)) == 12
+    write_lines(tmp_path / "train-00000-of-00002.jsonl", RECORDS[:4])
+    with pytest.raises(ConfigError, match="shards of 2 and of 3"):
+        load(tmp_path)
+
+
+def test_blank_labels_are_counted_and_said_once(tmp_path, caplog):
+    dataset = load(write_lines(tmp_path / "rows.jsonl", [{"prompt": "p", "label": text} for text in ("1", "", " ")]))
+    assert dataset.blank_labels == 2 and caplog.text.count("2 of 3 rows have a blank label") == 1
+
+
 def test_folders_of_several_things_are_refused(tmp_path):
     save_to_disk(tmp_path / "dict" / "train", RECORDS[:4])
     save_to_disk(tmp_path / "dict" / "test", RECORDS[:4])
@@ -305,9 +395,9 @@ def test_too_long_prompts_are_left_out_and_counted_once(config_file, data_folder
 def test_a_row_that_the_chat_template_refuses_is_left_out_and_counted(config_file, policy_folder, tmp_path):
     folder = tmp_path / "policy"
     shutil.copytree(policy_folder, folder)
-    template = "{{ messages[0].content if messages[0].content else raise_exception('no') }}"
+    template = "{{ messages[0].content if messages[0].content != 'no' else raise_exception('no') }}"
     (folder / "chat_template.jinja").write_text(template)
-    records = [{"prompt": [{"role": "user", "content": text}], "label": text} for text in ("1", "", "2")]
+    records = [{"prompt": [{"role": "user", "content": text}], "label": text} for text in ("1", "no", "2")]
     path = write_lines(tmp_path / "chats.jsonl", records)
     config = configuration.load(config_file, ["--data.path", str(path), "--model.path", str(folder)])
     book = PromptBook(config)

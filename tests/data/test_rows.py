@@ -1,5 +1,6 @@
 """What a record has to have to be a row, and the fields of published datasets."""
 
+from decimal import Decimal
 from typing import get_args
 
 import pytest
@@ -18,7 +19,10 @@ def test_a_row_has_text_or_messages_a_label_and_perhaps_a_verifier():
     assert make_row(with_more, PLAIN) == Row(MESSAGES, "2", "exact")
 
 
-@pytest.mark.parametrize(("written", "label"), [(7, "7"), (-2.5, "-2.5"), (" 7", " 7"), ("", "")])
+WRITTEN = [(7, "7"), (-2.5, "-2.5"), (" 7", " 7"), ("", ""), (2**64, "18446744073709551616"), (Decimal("1.50"), "1.50")]
+
+
+@pytest.mark.parametrize(("written", "label"), WRITTEN)
 def test_labels_are_text_and_numbers_become_text(written, label):
     assert make_row({"prompt": "p", "label": written}, PLAIN).label == label
 
@@ -37,7 +41,16 @@ def test_keys_can_be_named_and_go_into_objects():
         ({"prompt": 5, "label": "l"}, ["'prompt' = 5"]),
         ({"prompt": "", "label": "l"}, ["'prompt' = ''"]),
         ({"prompt": [], "label": "l"}, ["'prompt' = []"]),
-        ({"prompt": ["text"], "label": "l"}, ["'prompt' = ['text']"]),
+        ({"prompt": " \n", "label": "l"}, ["'prompt' = ' \\n'", "is no prompt"]),
+        ({"prompt": ["text"], "label": "l"}, ["'prompt' has 'text'", "no message"]),
+        ({"prompt": [{"role": "user", "content": " "}], "label": "l"}, ["'prompt'", "is no prompt"]),
+        ({"prompt": [{"role": "human", "content": "x"}], "label": "l"}, ["role 'human'", "use one of system"]),
+        ({"prompt": [{"role": "user", "content": None}], "label": "l"}, ["content is None", "give text"]),
+        ({"prompt": [{"role": "user", "content": {"text": "x"}}], "label": "l"}, ["content is {'text': 'x'}"]),
+        ({"prompt": [{"role": "user", "content": ["x"]}], "label": "l"}, ["content is ['x']", "typed parts"]),
+        ({"prompt": "p", "label": float("nan")}, ["'label' = nan"]),
+        ({"prompt": "p", "label": "l", "reward": "timeit:timeit"}, ["'timeit:timeit'", "reward.allowed", "exact"]),
+        ({"prompt": "p", "label": "l", "reward": "group:os:system"}, ["'group:os:system'", "reward.allowed"]),
         ({"prompt": [{"content": "no role"}], "label": "l"}, ["'prompt'", "no role"]),
         ({"prompt": "p", "label": None}, ["'label' = None"]),
         ({"prompt": "p", "label": True}, ["'label' = True"]),
@@ -118,6 +131,27 @@ def test_the_source_decides_on_the_verifier_then_the_row_then_the_mapping():
     assert make_row(record, MAPPINGS["deepmath"], reward="deepscaler").reward == "deepscaler"
     assert make_row(record | {"reward": "exact"}, MAPPINGS["deepmath"]).reward == "exact"
     assert make_row(record | {"reward": "exact"}, MAPPINGS["deepmath"], reward="dapo").reward == "dapo"
+
+
+def test_a_row_names_a_verifier_that_ships_or_one_that_is_allowed_and_no_other():
+    def named(name, **rules):
+        return make_row({"prompt": "p", "label": "l", "reward": name}, PLAIN, **rules).reward
+
+    assert named("math") == "math" and named("group:remote") == "group:remote"
+    assert named("mine:f", allowed=["mine:f"]) == "mine:f"
+    assert named("mine:f", reward="exact") == "exact"
+    for name, allowed in (("mine:g", ["mine:f"]), ("math", ["exact"]), ("timeit:timeit", [])):
+        with pytest.raises(BadRow, match=r"reward\.allowed"):
+            named(name, allowed=allowed)
+
+
+def test_content_in_parts_is_content_and_an_assistant_may_call_a_tool_without_any():
+    calling = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
+    parts = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
+    image = {"role": "user", "content": [{"type": "image", "url": "u"}]}
+    assert make_row({"prompt": [parts, calling], "label": "l"}, PLAIN).prompt == [parts, calling]
+    assert make_row({"prompt": [parts, calling], "label": "l"}, PLAIN, prompt_as="text").prompt == "ab\n\n"
+    assert make_row({"prompt": [image], "label": "l"}, PLAIN).prompt == [image]
 
 
 def test_a_text_can_become_a_message_and_messages_a_text():

@@ -34,5 +34,5 @@ def test_what_the_environment_says_is_the_reward_and_a_response_without_it_is_wo
         return verify([Item(0, "environment", "", "", "stop", "", 0, state)], RewardRules())[0]
 
     assert (worth(b"").reward, worth(b"").error) == (0.0, None)
-    assert worth(b"\x82\xa6reward\x01\xa4hits\x03").details == {"hits": 3.0}
+    assert worth(b"\x82\xa6reward\x01\xa4hits\x03").details == {"over_limit": 0.0, "hits": 3.0}
     assert "has no 'reward'" in worth(b"\x80").error

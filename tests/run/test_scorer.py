@@ -32,7 +32,7 @@ def test_a_scorer_killed_in_the_middle_of_scoring_costs_no_token(start_run, run_
     (tmp_path / "rows.jsonl").write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
     scored = ["--data.path", str(tmp_path / "rows.jsonl"), "--reward.where", "scorer", "--reward.timeout_s", "600"]
     scored += ["--learner.ranks", "1"]
-    job = start_run(*scored, "--reward.name", "patient:verdict")
+    job = start_run(*scored, "--reward.name", "patient:verdict", "--reward.allowed", '["group:patient:ranks"]')
     wait_until((tmp_path / "scoring").exists, job)
     job.kill("--name scorer-0")
     (tmp_path / "go").touch()
@@ -47,7 +47,7 @@ def test_a_scorer_killed_in_the_middle_of_scoring_costs_no_token(start_run, run_
     assert history.lost.keys() & history.together, "it was killed while it scored a group"
     assert history.scored["alone"] and history.scored["together"]
     last = orjson.loads((run_dir / "metrics.jsonl").read_bytes().splitlines()[-1])
-    assert last["reward_details"].items() <= {"alone": 1.0, "among": 2.0}.items()
+    assert last["reward_details"].items() <= {"alone": 1.0, "among": 2.0, "over_limit": 0.0}.items()
 
 
 class ScoringHistory:

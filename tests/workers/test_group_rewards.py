@@ -44,7 +44,7 @@ def submit(pool, key, function, **keys):
 
 
 def test_every_response_gets_its_place_among_all_with_details(make_pool):
-    pool = make_pool()
+    pool = make_pool(over_limit="failed")
     submit(pool, 7, "rank")
     found = collect(pool, 1)[7]
     assert isinstance(found, GroupScore)
@@ -63,7 +63,7 @@ def test_every_response_gets_its_place_among_all_with_details(make_pool):
     ],
 )
 def test_a_group_has_all_of_its_rewards_or_an_error(make_pool, function, reason):
-    pool = make_pool(timeout_s=1.0 if function == "loop" else 30.0)
+    pool = make_pool(timeout_s=1.0 if function == "loop" else 30.0, over_limit="failed")
     submit(pool, 0, function)
     submit(pool, 1, "ended")
     pool.submit(2, "exact", "a", "a", "stop")
@@ -73,8 +73,15 @@ def test_a_group_has_all_of_its_rewards_or_an_error(make_pool, function, reason)
     assert found[2].reward == 1.0
 
 
+def test_a_group_that_nobody_can_compare_in_time_is_wrong_as_a_whole(make_pool):
+    pool = make_pool(timeout_s=1.0)
+    submit(pool, 0, "loop")
+    [score] = collect(pool, 1).values()
+    assert [(one.reward, one.details) for one in score.scores] == [(0.0, {"over_limit": 1.0})] * 3
+
+
 def test_penalties_come_on_top_of_each_response():
-    rules = RewardRules(max_response_tokens=4, overlong_buffer_tokens=2, overlong_penalty=0.5)
+    rules = RewardRules(over_limit="failed", max_response_tokens=4, overlong_buffer_tokens=2, overlong_penalty=0.5)
     scores = verify(items("group:group_rewards:ended"), rules)
     assert [score.reward for score in scores] == [1.0, 0.5, 1.0]
     assert scores[1].details == {"base": 1.0, "overlong": -0.5}

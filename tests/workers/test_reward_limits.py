@@ -74,7 +74,7 @@ ENDLESS = {
 @pytest.mark.parametrize("name", ENDLESS)
 def test_a_program_beyond_its_limits_has_no_reward_but_a_reason(make_pool, name):
     text, limit = ENDLESS[name]
-    pool = make_pool(code_test_s=1.5 if limit == "wall clock" else 25.0)
+    pool = make_pool(code_test_s=1.5 if limit == "wall clock" else 25.0, over_limit="failed")
     endless, after = verified(pool, ("code", program(text), SUMS), ("exact", "a", "a"))
     assert endless.reward is None and "exceeded its limit of" in endless.error
     assert limit in endless.error or name == "fork", endless.error
@@ -83,8 +83,8 @@ def test_a_program_beyond_its_limits_has_no_reward_but_a_reason(make_pool, name)
 
 
 def test_a_program_beyond_its_limits_has_failed_where_configured(make_pool):
-    [score] = verified(make_pool(code_test_s=0.5, over_limit="wrong"), ("code", program("while True: pass"), SUMS))
-    assert (score.reward, score.error) == (0.0, None)
+    [score] = verified(make_pool(code_test_s=0.5), ("code", program("while True: pass"), SUMS))
+    assert (score.reward, score.error) == (0.0, None) and score.details["over_limit"] == 1.0
 
 
 def left_over():
@@ -171,7 +171,7 @@ def test_without_namespaces_sockets_are_refused_and_what_a_program_started_is_ki
 
 
 def test_programs_of_a_killed_verifier_process_end_with_it(make_pool):
-    pool = make_pool(timeout_s=1.5, code_test_s=1000.0)
+    pool = make_pool(timeout_s=1.5, code_test_s=1000.0, over_limit="failed")
     endless, after = verified(pool, ("code", program("while True: pass"), SUMS), ("exact", "a", "a"))
     assert "no answer within 1.5 s" in endless.error and after.reward == 1.0
     deadline_s = time.monotonic() + 30
@@ -246,7 +246,8 @@ def test_a_reward_model_scores_in_batches_with_details(make_pool, reward_model):
     for key in range(64):
         pool.submit(key, "remote", "x" * key, "", "stop", prompt="pp")
     scores = collect(pool, 64)
-    assert all(scores[key].reward == key + 2 and scores[key].details == {"helpful": 0.5} for key in range(64))
+    wanted = {"helpful": 0.5, "over_limit": 0.0}
+    assert all(scores[key].reward == key + 2 and scores[key].details == wanted for key in range(64))
     assert max(reward_model.batches) > 8 and len(reward_model.batches) < 40
 
 

@@ -32,6 +32,16 @@ def bad_verifiers(tmp_path, monkeypatch):
         "def chatty(response, label, finish_reason):\n"
         "    print('x' * 100_000); return 0.5\n"
         "def size(response, label, finish_reason): return len(response)\n"
+        "def memory(response, label, finish_reason):\n"
+        "    if response == 'much': kept.append(bytearray(300 << 20)); bytearray(1 << 40)\n"
+        "    return 1.0\n"
+        "kept = []\n"
+        "def strict_loop(response, label, finish_reason):\n"
+        "    while True: pass\n"
+        "strict_loop.wrong = -1.0\n"
+        "def patient_loop(response, label, finish_reason):\n"
+        "    while True: pass\n"
+        "patient_loop.wrong = None\n"
         "def pid(response, label, finish_reason): return os.getpid()\n"
         "def modules(response, label, finish_reason): return float(response in sys.modules)\n"
     )
@@ -58,7 +68,7 @@ def test_every_item_comes_back_once_with_its_own_reward(make_pool):
 
 
 def test_an_endless_verifier_is_killed_and_only_its_item_has_an_error(make_pool):
-    pool = make_pool(timeout_s=1.0)
+    pool = make_pool(timeout_s=1.0, over_limit="failed")
     pool.submit(0, "exact", "a", "a", "stop")
     pool.submit(1, "bad_verifiers:loop", "a", "a", "stop")
     pool.submit(2, "exact", "a", "a", "stop")
@@ -69,6 +79,59 @@ def test_an_endless_verifier_is_killed_and_only_its_item_has_an_error(make_pool)
     assert "bad_verifiers:loop" in scores[1].error and "1 s" in scores[1].error
     assert (scores[0].reward, scores[2].reward, scores[3].reward) == (1.0, 1.0, 0.0)
     assert looping.returncode == -9
+
+
+# --- what no verifier can decide ----------------------------------------------------------------------------
+
+
+def test_a_response_that_takes_longer_than_the_limit_is_wrong_and_counted_and_costs_no_other(make_pool, caplog):
+    pool = make_pool(timeout_s=1.0, overlong_buffer_tokens=2, max_response_tokens=4, overlong_penalty=0.5)
+    names = ["bad_verifiers:loop", "exact", "bad_verifiers:strict_loop", "bad_verifiers:patient_loop", "exact"]
+    for key, name in enumerate(names):
+        pool.submit(key, name, "a", "a", "stop", tokens=4)
+    scores = collect(pool, len(names))
+    assert [scores[key].reward for key in range(len(names))] == [-0.5, 0.5, -1.5, None, 0.5]
+    assert scores[0].details == {"over_limit": 1.0, "base": 0.0, "overlong": -0.5}
+    assert scores[1].details["over_limit"] == 0.0
+    assert "no answer within 1 s" in scores[3].error
+    assert pool.undecided == 2 and "beyond their verifier's limits" in caplog.text
+
+
+def test_a_response_that_the_search_for_the_format_never_ends_with_lacks_the_format(make_pool):
+    pool = make_pool(timeout_s=1.0, format_pattern="^(a|aa)+$", format_penalty=0.25)
+    pool.submit(0, "exact", "a" * 60 + "b", "?", "stop")
+    pool.submit(1, "exact", "aa", "aa", "stop")
+    scores = collect(pool, 2)
+    assert scores[0].details == {"over_limit": 1.0, "base": 0.0, "format": -0.25} and scores[1].reward == 1.0
+
+
+@pytest.mark.parametrize(("over_limit", "reward"), [("wrong", 0.0), ("failed", None)])
+def test_a_verifier_without_memory_is_replaced_and_what_waits_for_it_is_not_charged(make_pool, over_limit, reward):
+    pool = make_pool(memory_mb=512, over_limit=over_limit)
+    for key, text in enumerate(["much", "little", "little", "much", "little"]):
+        pool.submit(key, "bad_verifiers:memory", text, "", "stop")
+    process = pool.processes[0].inner
+    scores = collect(pool, 5)
+    assert [scores[key].reward for key in range(5)] == [reward, 1.0, 1.0, reward, 1.0]
+    assert process.returncode is not None
+    if reward is None:
+        assert "needs more than 512 MiB" in scores[0].error
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "2^{1000000007}", "10^{10^{10}}", "20000000!", "(" * 60 + "1" + ")" * 60, "[" * 60 + "1" + "]" * 60,
+        pytest.param("9^{9^{9^{9^9}}}", marks=pytest.mark.full),
+        pytest.param("\\binom{1000000}{500000}", marks=pytest.mark.full),
+    ],
+)  # fmt: skip
+def test_an_answer_that_is_expensive_to_compare_is_a_wrong_one(make_pool, answer):
+    pool = make_pool(timeout_s=1.0, verifiers=("math",))
+    pool.submit(0, "math", f"\\boxed{{{answer}}}", "12", "stop")
+    pool.submit(1, "math", "\\boxed{12}", "12", "stop")
+    scores = collect(pool, 2)
+    assert scores[0].reward == 0.0 and scores[0].details["over_limit"] == 1.0 and scores[1].reward == 1.0
 
 
 @pytest.mark.parametrize(
@@ -128,7 +191,7 @@ def test_responses_larger_than_a_pipe_arrive_whole(make_pool):
 
 
 def test_items_still_being_written_to_a_hanging_process_are_sent_to_the_next(make_pool):
-    pool = make_pool(timeout_s=1.0)
+    pool = make_pool(timeout_s=1.0, over_limit="failed")
     pool.submit(0, "bad_verifiers:loop", "", "", "stop")
     for key in range(1, 6):
         pool.submit(key, "bad_verifiers:size", "x" * 1_000_000, "", "stop")

@@ -53,10 +53,21 @@ def test_regex_searches_what_follows_the_reasoning():
         (r"\boxed {5}", "5"),
         ("no box", None),
         (r"\boxed{", None),
+        (r"\\boxed{6}", "6"),
+        (r"{\boxed{7}", "7"),
+        (r"} \boxed{8\}}", r"8\}"),
+        (r"\boxed{9 \boxed{10}}", "10"),
+        (r"\boxed{11 \boxed{12}", "12"),
     ],
 )
 def test_the_last_box_that_is_closed_counts(response, boxed):
     assert last_boxed(response) == boxed
+
+
+def test_a_repetition_of_boxes_that_are_never_closed_is_read_in_one_pass():
+    """Within the limit of the suite: in quadratic time it would take hours."""
+    assert last_boxed(r"\boxed{3} " + r"\boxed{" * 300_000) == "3"
+    assert last_boxed(r"\boxed{" * 300_000 + "}" * 300_000) == ""
 
 
 def test_the_answer_is_behind_the_reasoning():
@@ -85,6 +96,16 @@ def test_the_answer_is_behind_the_reasoning():
         ("(3, 4)", "(3,4)"),
         (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"),
         ("x = 5", "5"),
+        ("36", r"\$36"),
+        (r"\$36", "36"),
+        ("18.9", r"\$18.90"),
+        ("32348", r"\$32,\!348"),
+        ("1234", r"\$1{,}234"),
+        ("-5", r"-\$5"),
+        ("36", r"36\$"),
+        ("36", r"$\$36$"),
+        ("36", "$36"),
+        (r"\frac{1}{2}", r"\$\frac{1}{2}"),
     ],
 )
 def test_math_compares_meanings(answer, label):
@@ -111,6 +132,10 @@ def test_math_takes_what_the_reasoning_ends_in_and_not_what_is_in_it():
     assert math(r"\boxed{12}</think>\boxed{13}", "12", "stop")[0] == 0.0
     assert math("The answer is $12$.", "12", "stop") == (1.0, {"boxed": 0.0})
     assert math("I do not know.", "12", "stop")[0] == 0.0
+
+
+def test_a_boxed_answer_that_is_too_long_is_not_read_from_its_end():
+    assert math(f"\\boxed{{{'1+' * 2000} = 12}}", "12", "stop")[0] == 0.0
 
 
 def test_a_label_that_is_no_mathematics_is_an_error_and_no_reward():
@@ -148,11 +173,37 @@ def test_deepscaler_wants_closed_reasoning_and_a_box_behind_it(response, reward)
         ("It is 34", "34", -1.0),
         ("Answer: 34" + " and so on" * 40, "34", -1.0),
         ("", "34", -1.0),
+        (r"Answer: \$42", "42", 1.0),
+        (r"Answer: $\$42$", "42", 1.0),
+        ("Answer: 42", r"\$42", 1.0),
+        ("Answer: 1{,}234", "1234", 1.0),
+        ("Answer: 1{,}234{,}567", "1,234,567", 1.0),
+        ("Answer: 42\\ ", "42", 1.0),
+        (r"Answer: 1\,234", "1234", 1.0),
+        ("Answer: 34", "034", 1.0),
+        ("Answer: 034", "34", 1.0),
+        ("Answer: 340", "34", -1.0),
+        ("Answer: -034.50", "-34.5", 1.0),
+        ("Answer: \N{MINUS SIGN}5", "-5", 1.0),
+        ("Answer: .5", "0.5", 1.0),
+        ("Answer: .5", "5", -1.0),
+        ("Answer: +7", "7", 1.0),
+        ("Answer: 100", "1", -1.0),
+        ("Answer: square", "square", 1.0),
+        ("Answer: square", "points", -1.0),
+        ("Answer: ", "34", -1.0),
+        ("Answer: units", "34", -1.0),
     ],
 )
 def test_dapo_gives_plus_or_minus_one_for_the_last_answer_line(response, label, reward):
     score, details = dapo(response, label, "stop")
     assert score == reward and details["correct"] == float(reward > 0)
+
+
+@pytest.mark.parametrize("label", ["", " ", "$$", r"\$", "\\boxed{}"])
+def test_a_label_of_dapo_that_says_nothing_is_an_error_and_no_reward(label):
+    [score] = verify([Item(0, "dapo", "Answer: ", label, "stop")], RewardRules())
+    assert score.reward is None and "is empty" in score.error
 
 
 @pytest.mark.parametrize(
@@ -262,6 +313,24 @@ def test_gsm8k_reads_a_hostile_response_in_linear_time(text):
         ("The answer is A</think>The answer is D", "D"),
         ("Let me see.\n(C)", "C"),
         ("the answer is a matter of taste", None),
+        (r"\boxed{\mathrm{B}}", "B"),
+        (r"\boxed{\mathbf{(C)}}", "C"),
+        (r"\boxed{\left(D\right)}", "D"),
+        (r"\boxed{\frac{A}{2}}", None),
+        (r"Answer: \text{B}", "B"),
+        (r"The answer is $\mathrm{C}$.", "C"),
+        ("My choice is D", "D"),
+        ("My final choice: D", "D"),
+        ("The correct option is (B).", "B"),
+        ("I choose C.", "C"),
+        ("I would go with option A, as B is too small.", "A"),
+        ("So B is the correct answer.", "B"),
+        ("(D) is correct", "D"),
+        ("Option A is wrong. I pick C", "C"),
+        ("The answer is A. No, the answer is B.", "B"),
+        ("Answer: I think it is late", None),
+        ("Answer: I'm not sure", None),
+        ("USA is the best", None),
         ("I cannot say", None),
         ("", None),
     ],
@@ -269,6 +338,17 @@ def test_gsm8k_reads_a_hostile_response_in_linear_time(text):
 def test_choice_finds_the_letter_that_was_chosen(response, letter):
     for label in "ABCD":
         assert choice(response, label, "stop") == (float(label == letter), {"answered": float(letter is not None)})
+
+
+@pytest.mark.parametrize("label", ["B", " b ", "(B)", "B.", r"\text{B}", "$B$"])
+def test_a_label_of_choice_is_a_letter_however_it_is_dressed(label):
+    assert choice("The answer is B", label, "stop")[0] == 1.0
+
+
+@pytest.mark.parametrize(("verifier", "label"), [("choice", ""), ("choice", "12"), ("choice", "AB"), ("regex", "")])
+def test_a_label_that_fits_every_response_or_none_is_an_error(verifier, label):
+    [score] = verify([Item(0, verifier, "The answer is B", label, "stop")], RewardRules())
+    assert score.reward is None and f"label {label!r}" in score.error
 
 
 def test_f1_is_that_of_the_words_in_common():
@@ -282,7 +362,8 @@ def test_f1_is_that_of_the_words_in_common():
 
 
 def scored(tokens, response="#1", **rules):
-    [score] = verify([Item(0, "final_answer", response, "1", "stop", tokens=tokens)], RewardRules(**rules))
+    plain = RewardRules(over_limit="failed", **rules)
+    [score] = verify([Item(0, "final_answer", response, "1", "stop", tokens=tokens)], plain)
     return score
 
 
@@ -328,4 +409,5 @@ def test_a_verifier_of_ones_own_may_ask_for_prompt_and_tokens_and_give_details(t
     )
     monkeypatch.syspath_prepend(tmp_path)
     [score] = verify([Item(0, "my_rewards:brief", "1+1 is 2", "2", "stop", "1+1", 5)], RewardRules())
-    assert score.reward == pytest.approx(0.95) and score.details == {"right": 1.0, "echo": 1.0}
+    assert score.reward == pytest.approx(0.95)
+    assert score.details == {"right": 1.0, "echo": 1.0, "over_limit": 0.0}

@@ -4,6 +4,8 @@ import re
 
 END_OF_THINKING = "</think>"
 BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+"""an escaped character, or a brace"""
 
 
 def after_thinking(response: str) -> str:
@@ -12,26 +14,19 @@ def after_thinking(response: str) -> str:
 
 
 def last_boxed(text: str) -> str | None:
-    """The content of the last complete `\\boxed{}`, whose braces may be nested and escaped; None if there is none."""
-    for opening in reversed(list(BOX.finditer(text))):
-        content = closed(text, opening.end())
-        if content is not None:
-            return content.strip()
-    return None
+    """The content of the last complete `\\boxed{}`, whose braces may be nested and escaped; None if there is none.
 
-
-def closed(text: str, start: int) -> str | None:
-    """From `start` to the brace that closes the one before it."""
-    depth, place = 1, start
-    while place < len(text):
-        if text[place] == "\\":
-            place += 2
-            continue
-        depth += {"{": 1, "}": -1}.get(text[place], 0)
-        if not depth:
-            return text[start:place]
-        place += 1
-    return None
+    One pass over the braces, however many boxes are never closed.
+    """
+    boxes = {opening.end() - 1 for opening in BOX.finditer(text)}
+    opened: list[int] = []
+    start, end = -1, -1
+    for brace in BRACE.finditer(text) if boxes else ():
+        if brace[0] == "{":
+            opened.append(brace.start())
+        elif brace[0] == "}" and opened and (place := opened.pop()) in boxes and place > start:
+            start, end = place, brace.start()
+    return None if start < 0 else text[start + 1 : end].strip()
 
 
 def after_phrase(text: str, phrase: str) -> str | None:

@@ -6,7 +6,7 @@ The label is a JSON object, or the text of Python assertions that are put behind
     {"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}                     arguments and result of a function
     assert add(1, 2) == 3
 
-A failed test ends the program's trial. Running into a limit is no result, unless `reward.over_limit` says so.
+A failed test ends the program's trial. What running into a limit is worth, `reward.over_limit` says.
 """
 
 import json
@@ -14,7 +14,7 @@ import re
 import secrets
 
 from april.workers.rewards.answers import after_thinking
-from april.workers.rewards.messages import Item, RewardRules, Score, takes_items
+from april.workers.rewards.messages import Item, RewardRules, Score, Undecided, takes_items
 from april.workers.rewards.sandbox import Limits, Outcome, run
 
 BLOCK = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
@@ -28,10 +28,6 @@ _result = _function(*_arguments)
 _sys.stdout.flush()
 print(); print({mark!r} + _json.dumps(_result))
 """
-
-
-class LimitExceeded(RuntimeError):
-    """The program ran into a limit, so that nothing is known of its result."""
 
 
 @takes_items
@@ -95,10 +91,8 @@ def tried(program: str, given: str, rules: RewardRules) -> Outcome:
     seconds = rules.code_test_s
     limits = Limits(wall_s=seconds, cpu_s=int(seconds) + 1, memory_mb=rules.code_memory_mb)
     outcome = run(program, given.encode(), limits)
-    if outcome.exceeded and rules.over_limit == "failed":
-        raise LimitExceeded(f"the program exceeded its limit of {outcome.exceeded}")
     if outcome.exceeded:
-        return Outcome(1, b"", outcome.errors, outcome.exceeded)
+        raise Undecided(f"the program exceeded its limit of {outcome.exceeded}")
     return outcome
 
 

@@ -10,6 +10,7 @@ import re
 from functools import lru_cache
 
 from april.workers.rewards.answers import END_OF_THINKING, after_phrase, after_thinking, last_boxed
+from april.workers.rewards.messages import Undecided
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
@@ -18,6 +19,8 @@ ANSWER_CHARACTERS = 2000
 TAIL_CHARACTERS = 300
 """DAPO looks for the answer in the end of a response only"""
 RESPONSE_MARK = "###Response"
+DOLLAR = re.compile(r"(?<!\\)\$")
+"""one that begins or ends mathematics; `\\$` is a currency"""
 
 Detailed = tuple[float, dict[str, float]]
 
@@ -42,9 +45,12 @@ def deepscaler(response: str, label: str, finish_reason: str) -> Detailed:
 
 def dapo(response: str, label: str, finish_reason: str) -> Detailed:
     """+1.0 iff the text behind the last "Answer:" in the end of the response is the label once both are normalised,
-    otherwise -1.0 (arXiv 2503.14476, section 2.4)."""
+    otherwise -1.0 (arXiv 2503.14476, section 2.4). Raises ValueError for an empty label."""
+    wanted = normalise(last_boxed(label) or label)
+    if not wanted:
+        raise ValueError(f"label {label[:80]!r} is empty")
     answer = after_phrase(response[-TAIL_CHARACTERS:], "answer")
-    correct = answer is not None and normalise(answer) == normalise(last_boxed(label) or label)
+    correct = answer is not None and normalise(answer) == wanted
     return (1.0 if correct else -1.0), {"correct": float(correct), "answered": float(answer is not None)}
 
 
@@ -53,22 +59,30 @@ def dapo(response: str, label: str, finish_reason: str) -> Detailed:
 
 for verifier in (math, deepscaler):
     vars(verifier)["needs"] = "math_verify"  # of the `rewards` extra, imported when it is first used
+vars(dapo)["wrong"] = -1.0
 
 
 def same_meaning(label: str, text: str) -> bool:
-    """Whether the answer in `text` means the label. Raises ValueError for a label that says nothing."""
+    """Whether the answer in `text` means the label. Raises ValueError for a label that says nothing, Undecided for an
+    answer at which the library fails."""
     from math_verify import parse, verify
 
     gold = parsed_label(label)
-    answers = parse(text[-ANSWER_CHARACTERS:], parsing_timeout=None, raise_on_error=True)
-    return bool(answers) and verify(list(gold), answers, timeout_seconds=None, raise_on_error=True)
+    try:
+        answers = parse(text[-ANSWER_CHARACTERS:], parsing_timeout=None, raise_on_error=True)
+        return bool(answers) and verify(list(gold), answers, timeout_seconds=None, raise_on_error=True)
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise Undecided(f"{type(error).__name__} at the answer {text[-60:]!r}") from error
 
 
 @lru_cache(maxsize=10_000)
 def parsed_label(label: str) -> tuple:
     from math_verify import parse
 
-    text = label if last_boxed(label) is not None or "$" in label else boxed(label)
+    delimited = last_boxed(label) is not None or len(DOLLAR.findall(label)) > 1
+    text = label if delimited else boxed(label)
     gold = parse(text, parsing_timeout=None, raise_on_error=True)
     if not gold:
         raise ValueError(f"label {label[:80]!r} cannot be read as mathematics")
@@ -76,7 +90,8 @@ def parsed_label(label: str) -> tuple:
 
 
 def boxed(answer: str) -> str:
-    return f"$\\boxed{{{answer}}}$"
+    """For the library to read; nothing of an answer that is too long to be one."""
+    return f"$\\boxed{{{answer}}}$" if len(answer) < ANSWER_CHARACTERS - len(r"$\boxed{}$") else ""
 
 
 # --- DAPO's text --------------------------------------------------------------------------------------------
@@ -87,28 +102,45 @@ UNITS = (
     "multiples",
 )  # fmt: skip
 UNIT_WORDS = re.compile(rf"\b(?:{'|'.join(UNITS)})\b")
-COMMANDS = re.compile(r"\\(?:left|right|displaystyle|quad|[,;!:]|mathrm|\s)")
-SIGNS = re.compile(r"\\\$|\\?%|\^\{?\\circ\}?")
-WRAPPERS = re.compile(r"\\(?:text\w*|mathrm|mathbf|mbox|boxed|overline)\s*\{([^{}]*)\}")
+CURRENCY = re.compile(r"\\\$|\\textdollar\b")
+SPACES = re.compile(r"\\(?:[,;:!>]|\s|$)|~|\{,\}(?=\d)|\\(?:q?quad|thinspace)\b")
+"""those of TeX, and the comma that it sets without one"""
+COMMANDS = re.compile(r"\\(?:left|right|displaystyle|mathrm)(?![a-z])")
+SIGNS = re.compile(r"\\?%|\^\{?\\circ\}?")
+WRAPPERS = re.compile(r"\\(?:text\w*|math(?:rm|bf|sf|it|tt)|[mhf]box|boxed|overline)\s*\{([^{}]*)\}")
 SHORT_FRACTION = re.compile(r"\\[dt]?frac\s*([0-9a-zA-Z])\s*([0-9a-zA-Z])")
 SHORT_ROOT = re.compile(r"\\sqrt\s*([0-9a-zA-Z])")
 THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?:\D|$))")
+NUMBER = re.compile(r"([-+]?)0*(\d*)(?:(\.\d*?)0*)?")
 
 
 def normalise(answer: str) -> str:
-    """A final answer without what does not change it: dollars, units, spacing, thousands' commas, text commands
-    (in the spirit of arXiv 2206.14858, appendix D.1)."""
-    answer = answer.strip().rstrip(".").strip()
+    """A final answer without what does not change it: dollars, units, spacing, thousands' commas, text commands, zeros
+    around a number (in the spirit of arXiv 2206.14858, appendix D.1). A word that is only a unit stays what it is."""
+    answer = CURRENCY.sub("", answer.replace("\N{MINUS SIGN}", "-")).strip().rstrip(".").strip()
     if "$" in answer:
         inside = re.search(r"\$([^$]+)\$", answer)
         answer = inside[1] if inside else answer.replace("$", "")
     answer = SIGNS.sub("", answer)
     while (bare := WRAPPERS.sub(r"\1", answer)) != answer:
         answer = bare
-    answer = answer.rpartition("=")[2]
-    answer = UNIT_WORDS.sub("", COMMANDS.sub("", answer))
+    answer = COMMANDS.sub("", SPACES.sub(comma_or_space, answer.rpartition("=")[2]))
+    answer = UNIT_WORDS.sub("", answer) if UNIT_WORDS.sub("", answer).strip() else answer
     answer = SHORT_FRACTION.sub(r"\\frac{\1}{\2}", answer.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac"))
     answer = SHORT_ROOT.sub(r"\\sqrt{\1}", answer)
     answer = THOUSANDS.sub("", answer)
-    answer = re.sub(r"\s+", "", answer).strip(".*")
-    return re.sub(r"^(-?\d+)\.0+$", r"\1", answer)
+    return plain_number(re.sub(r"\s+", "", answer).strip("*").rstrip("."))
+
+
+def comma_or_space(found: re.Match) -> str:
+    return "," if found[0] == "{,}" else ""
+
+
+def plain_number(text: str) -> str:
+    """A decimal number without zeros that say nothing, and without a plus; another text as it is."""
+    number = NUMBER.fullmatch(text)
+    if not number or not any(map(str.isdigit, text)):
+        return text
+    sign, whole, decimals = number[1], number[2] or "0", number[3] or ""
+    value = whole + (decimals if len(decimals) > 1 else "")
+    return f"-{value}" if sign == "-" and value != "0" else value

@@ -4,6 +4,9 @@ from collections.abc import Callable
 
 import msgspec
 
+OVER_LIMIT = "over_limit"
+"""the detail that counts responses which their verifier could not decide"""
+
 
 class RewardRules(msgspec.Struct, frozen=True):
     """What is the same for all items of a run; the keys of [reward]."""
@@ -22,8 +25,12 @@ class RewardRules(msgspec.Struct, frozen=True):
     """of the remote reward model"""
     code_test_s: float = 4.0
     code_memory_mb: int = 1024
-    over_limit: str = "failed"
-    """what a program beyond its limits is: failed (no reward) | wrong"""
+    over_limit: str = "wrong"
+    """what a response is that its verifier cannot decide within its limits: failed (no reward) | wrong"""
+
+
+class Undecided(RuntimeError):
+    """A verifier cannot decide a response within its limits. The response's doing, and no fault of what runs it."""
 
 
 class Item(msgspec.Struct, array_like=True, frozen=True, tag=True):
@@ -39,6 +46,8 @@ class Item(msgspec.Struct, array_like=True, frozen=True, tag=True):
     """of the response"""
     state: bytes = b""
     """of its environment at the end, MessagePack; empty without one"""
+    over_time: int = 0
+    """processes that it has kept longer than the time limit"""
 
 
 class GroupItem(msgspec.Struct, array_like=True, frozen=True, tag=True):
@@ -47,6 +56,7 @@ class GroupItem(msgspec.Struct, array_like=True, frozen=True, tag=True):
     key: int
     verifier: str
     items: list[Item]
+    over_time: int = 0
 
 
 class Score(msgspec.Struct, array_like=True, frozen=True, tag=True):

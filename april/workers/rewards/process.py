@@ -15,9 +15,10 @@ import msgspec
 
 from april.processes.frames import LENGTH_BYTES, READY, frame, private_pipes, send
 from april.processes.memory import limit_memory
+from april.processes.pool import RETIRED
 from april.wire.limits import DETAILS, REWARD, is_reward
 from april.workers.rewards import VERIFIERS
-from april.workers.rewards.messages import GroupItem, GroupScore, Item, RewardRules, Score
+from april.workers.rewards.messages import OVER_LIMIT, GroupItem, GroupScore, Item, RewardRules, Score, Undecided
 from april.workers.rewards.shaping import shape
 from april.workers.rewards.verifiers import find_verifier, in_batches
 
@@ -36,15 +37,22 @@ def main(limit_s: float, rules: RewardRules) -> None:
     send(scores, READY)
     while batch := inbox.take():
         signal.setitimer(signal.ITIMER_REAL, limit_s)
-        answers = answers_to(batch, rules)
+        answers, spent = answers_to(batch, rules)
         signal.setitimer(signal.ITIMER_REAL, 0)
         send(scores, b"".join(map(frame, answers)))
+        if spent:
+            sys.exit(RETIRED)
 
 
-def answers_to(batch: list[Item | GroupItem], rules: RewardRules) -> Sequence[Score | GroupScore]:
-    if isinstance(batch[0], GroupItem):
-        return [verify_group(batch[0], rules)]
-    return verify([item for item in batch if isinstance(item, Item)], rules)
+def answers_to(batch: list[Item | GroupItem], rules: RewardRules) -> tuple[Sequence[Score | GroupScore], bool]:
+    """The answers, and whether memory ran out: what holds it may never give it back, so the process has to end."""
+    first = batch[0]
+    items = first.items if isinstance(first, GroupItem) else [item for item in batch if isinstance(item, Item)]
+    try:
+        scores, spent = verify(items, rules, first.over_time), False
+    except MemoryError:
+        scores, spent = [undecided(item, rules, f"needs more than {rules.memory_mb} MiB") for item in items], True
+    return [of_group(first, scores)] if isinstance(first, GroupItem) else scores, spent
 
 
 def load(name: str) -> None:
@@ -70,16 +78,17 @@ class Inbox:
             if not self._read():
                 return []
         batch = [self._items.popleft()]
-        while in_batches(batch[0].verifier) and len(batch) < BATCH_ITEMS and self._has(batch[0].verifier):
+        together = in_batches(batch[0].verifier) and not batch[0].over_time
+        while together and len(batch) < BATCH_ITEMS and self._has(batch[0].verifier):
             batch.append(self._items.popleft())
         return batch
 
     def _has(self, verifier: str) -> bool:
-        """Whether an item for it is next, without waiting."""
+        """Whether an item to score with others is next, without waiting."""
         while not self._items and select.select([self._descriptor], [], [], 0)[0]:
             if not self._read():
                 return False
-        return bool(self._items) and self._items[0].verifier == verifier
+        return bool(self._items) and self._items[0].verifier == verifier and not self._items[0].over_time
 
     def _read(self) -> bool:
         data = os.read(self._descriptor, 1 << 20)
@@ -93,19 +102,41 @@ class Inbox:
         return bool(data)
 
 
-def verify(items: list[Item], rules: RewardRules) -> list[Score]:
+def verify(items: list[Item], rules: RewardRules, over_time: int = 0) -> list[Score]:
+    """Scores of items for one verifier; of those that were `over_time`, what such a response is worth.
+
+    Raises MemoryError.
+    """
     name = items[0].verifier
     try:
+        if over_time:
+            return [undecided(item, rules, f"no answer within {rules.timeout_s:g} s", over_time) for item in items]
         scores = find_verifier(name)(items, rules)
         return [checked(score, item, rules) for score, item in zip(scores, items, strict=True)]
+    except MemoryError:
+        raise
+    except Undecided as error:
+        return [undecided(item, rules, str(error)) for item in items]
     except Exception as error:
         text = f"verifier {name!r}: {type(error).__name__}: {error}"
         return [Score(item.key, None, text[:ERROR_CHARACTERS]) for item in items]
 
 
-def verify_group(group: GroupItem, rules: RewardRules) -> Score | GroupScore:
+def undecided(item: Item, rules: RewardRules, why: str, over_time: int = 0) -> Score:
+    """What a response is worth that its verifier cannot decide within its limits: its verifier's `wrong`, or 0.
+
+    An error where the run has it so (`reward.over_limit`), or where `wrong` is None: there the limit says nothing of
+    the response. One that was over time twice may have been so in the search for the format, and is taken to lack it.
+    """
+    wrong = getattr(VERIFIERS.find(item.verifier), "wrong", 0.0)
+    if rules.over_limit == "failed" or wrong is None:
+        return Score(item.key, None, f"verifier {item.verifier!r}: {why}"[:ERROR_CHARACTERS])
+    searched = item if over_time < 2 else msgspec.structs.replace(item, response="")
+    return checked(Score(item.key, wrong, None, {OVER_LIMIT: 1.0}), searched, rules)
+
+
+def of_group(group: GroupItem, scores: list[Score]) -> Score | GroupScore:
     """A group has all of its rewards or none."""
-    scores = verify(group.items, rules)
     error = next((score.error for score in scores if score.error), None)
     return Score(group.key, None, error) if error else GroupScore(group.key, scores)
 
@@ -115,7 +146,8 @@ def checked(score: Score, item: Item, rules: RewardRules) -> Score:
     error = score.error or next(filter(None, map(objection, (score.reward, *score.details.values()))), "")
     if error or score.reward is None:
         return Score(item.key, None, f"verifier {item.verifier!r}: {error}"[:ERROR_CHARACTERS])
-    reward, details = shape(float(score.reward), score.details, item, rules)
+    counted = {OVER_LIMIT: 0.0} if rules.over_limit == "wrong" else {}
+    reward, details = shape(float(score.reward), {**counted, **score.details}, item, rules)
     return Score(item.key, reward, None, {str(key)[:40]: float(details[key]) for key in list(details)[:DETAILS]})
 
 

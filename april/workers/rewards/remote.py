@@ -41,7 +41,7 @@ def remote(items: list[Item], rules: RewardRules) -> list[Score]:
     return [score_of(item, one) for item, one in zip(items, answer, strict=True)]
 
 
-vars(remote).update(in_batches=True, asks_a_server=True)
+vars(remote).update(in_batches=True, asks_a_server=True, wrong=None)
 
 
 class RemoteError(RuntimeError):

@@ -8,7 +8,17 @@ from april.workers.rewards.answers import after_thinking, last_boxed
 
 ARTICLES = re.compile(r"\b(a|an|the)\b")
 NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
-CHOICE_PHRASE = re.compile(r"\b(?i:answer(?:\s+is)?)\W*?\(?([A-Z])\b(?!')")
+FONT = re.compile(r"\\(?:text\w*|math[a-z]+|operatorname|boldsymbol|bold|[mhf]box|left|right|rm|bf|it)(?![a-zA-Z])")
+LETTER = r"\W*?([A-Z])\b(?!')(?!(?<=I)\s+[a-z])"
+"""one that stands by itself and is neither in "I'm" nor in "I think" """
+CHOICE_PHRASES = (
+    re.compile(rf"\b(?i:answer)(?i:\s+is)?{LETTER}"),
+    re.compile(rf"\b(?i:choice|option|selection|pick)(?:(?i:\s+is)|\W*?:){LETTER}"),
+    re.compile(rf"\b(?i:(?:choose|pick|select|go\s+with)(?:\s+(?:answer|choice|option))?){LETTER}"),
+    re.compile(
+        r"(?<![\w'])([A-Z])\b\W{0,4}\s(?i:is\s+(?:the\s+)?(?:correct|right|best)(?:\s+(?:answer|choice|option))?)\b"
+    ),
+)
 LONE_CHOICE = re.compile(r"^\W*([A-Z])\W*$")
 
 
@@ -24,7 +34,10 @@ def exact(response: str, label: str, finish_reason: str) -> float:
 
 
 def regex(response: str, label: str, finish_reason: str) -> float:
-    """1.0 iff the label, a regular expression, is found in what follows the reasoning."""
+    """1.0 iff the label, a regular expression, is found in what follows the reasoning. Raises ValueError for an empty
+    label, which would be found in everything."""
+    if not label:
+        raise ValueError("label '' is found in every response")
     return float(re.search(label, after_thinking(response)) is not None)
 
 
@@ -44,17 +57,23 @@ def words(text: str) -> list[str]:
 
 
 def choice(response: str, label: str, finish_reason: str) -> tuple[float, dict[str, float]]:
-    """1.0 iff the letter chosen is the label's: in a box, after "answer is" or "answer:", or alone on the last line."""
+    """1.0 iff the letter chosen is the label's: in a box, in the last words that say what is chosen ("the answer is",
+    "my choice is", "I choose", "is correct"), or alone on the last line. Raises ValueError for a label without one."""
+    wanted = LONE_CHOICE.match(FONT.sub("", label).upper())
+    if not wanted:
+        raise ValueError(f"label {label[:80]!r} is no letter")
     chosen = chosen_letter(after_thinking(response))
-    return float(chosen == label.strip(" ().").upper()), {"answered": float(chosen is not None)}
+    return float(chosen == wanted[1]), {"answered": float(chosen is not None)}
 
 
 def chosen_letter(text: str) -> str | None:
     if boxed := last_boxed(text):
-        letter = re.match(r"(?:\\text\w*\s*\{)?\W*([A-Za-z])\b", boxed)
+        letter = re.match(r"\W*([A-Za-z])\b", FONT.sub("", boxed))
         return letter[1].upper() if letter else None
-    if found := CHOICE_PHRASE.findall(text):
-        return found[-1].upper()
+    text = FONT.sub("", text)
+    said = [(found.start(1), found[1]) for phrase in CHOICE_PHRASES for found in phrase.finditer(text)]
+    if said:
+        return max(said)[1]
     lines = text.strip().splitlines()
     letter = LONE_CHOICE.match(lines[-1]) if lines else None
     return letter[1] if letter else None
