@@ -1,6 +1,7 @@
 """Tiny models, verifier processes, and the servers that engines attach to."""
 
 import asyncio
+import os
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,19 @@ from april.workers.rewards.pool import RewardPool
 
 SGLANG_PYTHON = Path(__file__).parents[2] / ".venv-sglang/bin/python"
 VLLM_PYTHON = Path(__file__).parents[2] / ".venv-vllm/bin/python"
+CORES = os.sched_getaffinity(0)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """A server shares the core of the test that reads from it: on one of its own it ends long responses while the
+    reader waits to be scheduled, so that there is nothing left to interrupt. Whole runs have all cores."""
+    if any(map(item.get_closest_marker, ("sglang", "vllm"))) and "config_file" not in item.fixturenames:
+        os.sched_setaffinity(0, {max(CORES)})
+    try:
+        return (yield)
+    finally:
+        os.sched_setaffinity(0, CORES)
 
 
 @pytest.fixture(scope="session")
