@@ -140,7 +140,7 @@ def add_operation(commands, name: str, command, help: str) -> argparse.ArgumentP
 
 def add_scenario(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("scenario", type=Path, help="TOML file, such as configs/published.toml")
-    parser.add_argument("--cost", help="cost model of the file's [costs] [default the first]")
+    parser.add_argument("--cost", help="cost model: of the file's [costs] or April's own [default the first]")
 
 
 def add(

@@ -79,8 +79,10 @@ class Service:
         self.snapshots = SnapshotStore(journal.folder)
         self._recover()
         self.sessions.number_from(self.ledger.starts)
-        max_steps, sinks = config.schedule.max_steps, config.operations.sinks
-        self.recorder = Recorder(config.run_dir, config.run.name, max_steps, now, self.ledger, self.sessions, sinks)
+        self.recorder = Recorder(
+            config.run_dir, config.run.name, config.schedule.max_steps, now, self.ledger, self.sessions,
+            config.operations.sinks, config.engine.paced,
+        )  # fmt: skip
         self.census = Census(self.ledger, config.broker.max_run_s)
         self.books = Books(
             config, prompts, journal, self.snapshots, self.ledger, self.schedule, self.sessions, self.payloads,

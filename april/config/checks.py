@@ -308,6 +308,12 @@ def check_engine(config: Config) -> None:
                 f"key 'evaluation.{key}' = {value} cuts the distribution, which worker.engine = "
                 f"{config.worker.engine!r} does not do; use {whole}"
             )
+    if config.engine.pace and "pace" not in engine.reads:
+        engines = registry_of("worker.engine").those(lambda entry: "pace" in entry.reads)
+        raise ConfigError(
+            f"key 'engine.pace' = {config.engine.pace!r} means nothing to worker.engine = {config.worker.engine!r}, "
+            f"which runs as fast as it can; use {engines}, or leave it out"
+        )
     engine.check(config)
     transports = registry_of("weights.transport")
     if engine.broadcasts_to_servers(config) and not transports.find(config.weights.transport).takes_servers:

@@ -245,11 +245,18 @@ class EngineSection(Section):
         "disk", description="way into the server: a snapshot file, shared memory, or the learner's broadcast"
     )
     snapshot_dir: Path | None = Field(None, description="folder of snapshots; none: shared memory, else the system's")
+    pace: str = Field("", description="hardware whose time a paced engine keeps: h100, mi300x, or a cost model's file")
+    pace_factor: float = Field(1.0, gt=0, description="seconds that pass for each of that hardware's")
 
     @field_validator("url", mode="before")
     @classmethod
     def split_addresses(cls, value: Any) -> Any:
         return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+    @property
+    def paced(self) -> str:
+        """The hardware whose time the engines keep, and how slowly; empty where they run as fast as they can."""
+        return f"{self.pace} x {self.pace_factor:g}" if self.pace else ""
 
     @property
     def tensor_ranks(self) -> int:
@@ -328,6 +335,9 @@ class LearnerSection(Section):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: an accelerator where there is one")
     collective_timeout_s: float = Field(600.0, gt=0, description="longest wait in a collective (seconds)")
     max_restarts: int = Field(5, ge=0, description="restarts without a new step in between before giving up")
+    pace_token_s: float = Field(
+        0.0, ge=0, description="a step takes at least so long for each response token, as in a paced run (seconds)"
+    )
     hung_s: float = Field(3600.0, gt=0, description="longest training step; then `april run` restarts it (seconds)")
 
 

@@ -96,6 +96,7 @@ def run(config: Config, trainer: Trainer, source: Source | None, publisher: Publ
         handover.ask(batch.step + 1)
         began = time.perf_counter()
         metrics = trainer.step(batch, ready)
+        keep_pace(config, began, metrics["tokens"])
         metrics |= costs | {"wait_s": wait_s, "train_s": time.perf_counter() - began} | release.finish()
         nonfinite_in_a_row = nonfinite_in_a_row + 1 if metrics["nonfinite"] else 0
         if source:
@@ -123,6 +124,11 @@ def run(config: Config, trainer: Trainer, source: Source | None, publisher: Publ
         settle(trainer, source, meeting)
     trainer.export()
     dist.barrier(meeting)
+
+
+def keep_pace(config: Config, began: float, tokens: float) -> None:
+    """Let a step that began then last as long as `learner.pace_token_s` says."""
+    time.sleep(max(0.0, began + tokens * config.learner.pace_token_s - time.perf_counter()))
 
 
 def report(config: Config, source: Source, batch: Batch, metrics: dict[str, float]) -> None:

@@ -77,6 +77,7 @@ def facts(run: Run) -> list[tuple[str, str]]:
         ("steps", steps(run)),
         ("reward, first → last 3", reward(run)),
         ("held-out accuracy, first → last", accuracy(run)),
+        ("paced, not measured", paced(run)),
         ("rollout speed", rate(rollout_tokens_per_s(run))),
         ("token staleness", staleness(run)),
         ("response length, created", lengths(run, "created")),
@@ -121,6 +122,16 @@ def accuracy(run: Run) -> str:
         return f"{number(first['accuracy'])} (step {first.get('step')}{prompts})"
     steps_named = f"steps {first.get('step')} → {last.get('step')}"
     return f"{first_to_last(first['accuracy'], last['accuracy'])} ({steps_named}{prompts})"
+
+
+def paced(run: Run) -> str:
+    """The hardware whose time the engines kept, and how many of their steps were too slow for that."""
+    said, kept = run.summary.get("pace"), run.pace
+    if not said:
+        return ""
+    steps, late = sum(one["steps"] for one in kept), sum(one["late_steps"] for one in kept)
+    share = f", {late / steps:.1%} of {count(steps)} steps late" if steps else ""
+    return f"as {said}{share}"
 
 
 def rollout_tokens_per_s(run: Run) -> float | None:

@@ -43,6 +43,11 @@ class Run:
         return [lane for lane in entries if lane.get("worker") and lane.get("start") is not None]
 
     @property
+    def pace(self) -> list[dict]:
+        """How well each paced engine kept its pace, where there are some."""
+        return [orjson.loads(path.read_bytes()) for path in sorted(self.path.glob("paced/*.json"))]
+
+    @property
     def evaluation(self) -> list[dict]:
         """Held-out evaluations that have an accuracy, oldest first."""
         points = [point for point in self.summary.get("evaluation") or [] if point.get("accuracy") is not None]

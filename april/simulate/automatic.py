@@ -11,7 +11,7 @@ from pathlib import Path
 from april.broker.schedules import SCHEDULES
 from april.config import Config, ConfigError
 from april.config.checks import check_schedule
-from april.simulate.costs import EngineCost
+from april.config.costs import EngineCost
 from april.simulate.lengths import LengthsSection
 from april.simulate.recording import record_trace
 from april.simulate.scenario import Scenario, check_scenario, load_scenario

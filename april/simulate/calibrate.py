@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 import tomli_w
 
-from april.simulate.costs import EngineCost
+from april.config.costs import EngineCost
 
 LONGEST = (64, 256, 1024)
 """tokens of the longest response of a crowd, in which all lengths up to it are as likely"""

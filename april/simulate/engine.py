@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from april.simulate.costs import EngineCost
+from april.config.costs import EngineCost
 from april.wire.version import Version
 
 KV_HEADROOM = 0.05

@@ -1,6 +1,5 @@
 """What is simulated: the schedule of a run, the lengths, the engines, the learner and the weights; a TOML file."""
 
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,10 +11,10 @@ from april.broker.schedules import SCHEDULES
 from april.broker.schedules.schedule import Schedule
 from april.config import ConfigError, ScheduleSection
 from april.config.checks import check_schedule
+from april.config.costs import EngineCost, read_tables, take_cost
 from april.config.loading import sentence
 from april.config.overrides import set_key
 from april.config.sections import Section
-from april.simulate.costs import EngineCost
 from april.simulate.lengths import Lengths, LengthsSection
 
 LENGTHS_LOOKED_AT = 20_000
@@ -108,31 +107,11 @@ def check_scenario(scenario: Scenario) -> Scenario:
 
 
 def load_scenario(path: Path, overrides: Sequence[tuple[str, object]] = (), cost: str | None = None) -> Scenario:
-    """Read a scenario. A file with several cost models has them as [costs.NAME]; `cost` or its first line chooses."""
-    try:
-        tree = tomllib.loads(Path(path).read_text())
-    except FileNotFoundError:
-        raise ConfigError(f"scenario {path} does not exist; give a TOML file such as configs/published.toml") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"scenario {path} cannot be read ({error}); mend it") from None
-    costs = tree.pop("costs", {})
-    if not isinstance(costs, dict) or not all(isinstance(one, dict) for one in costs.values()):
-        raise ConfigError(f"key 'costs' of {path} is no table of cost models; write each as [costs.NAME]")
-    if costs and "cost" in tree:
-        raise ConfigError(
-            f"key 'cost' of {path} stands beside costs.{', costs.'.join(costs)}; leave one out, or move it to "
-            "[costs.measured]"
-        )
-    if costs:
-        name = cost or next(iter(costs))
-        if name not in costs:
-            raise ConfigError(f"option '--cost' = {name!r} is not in {path}; it has {', '.join(costs)}")
-        tree["cost"] = costs[name]
-    elif cost:
-        raise ConfigError(f"option '--cost' = {cost!r}: {path} has no [costs.{cost}]; add it or leave the option out")
+    """Read a scenario. `cost` names a cost model of its own [costs.NAME] or of April's; see `take_cost`."""
+    tree = read_tables(Path(path), "scenario")
+    tree["cost"] = take_cost(tree, Path(path), cost)
     for key, value in overrides:
         set_key(tree, key, value)
-    tree.setdefault("cost", {})
     try:
         return check_scenario(Scenario.model_validate(tree))
     except ValidationError as error:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from april.simulate.costs import EngineCost
+from april.config.costs import EngineCost
 from april.simulate.engine import Run, SimulatedEngine
 from april.wire.version import Version
 

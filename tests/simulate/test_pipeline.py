@@ -10,7 +10,7 @@ import pytest
 
 from april.broker.ledger.events import BatchDelivered, ChunkAccepted
 from april.config import ConfigError
-from april.simulate.costs import EngineCost
+from april.config.costs import EngineCost
 from april.simulate.engine import SimulatedEngine
 from april.simulate.limit import no_barrier_limit
 from april.simulate.measures import LENGTHS_KEPT, representatives

@@ -11,9 +11,9 @@ import torch
 
 from april.cli import main
 from april.config import ConfigError
+from april.config.costs import EngineCost
 from april.simulate.calibrate import Timing, fit, measure
 from april.simulate.command import read
-from april.simulate.costs import EngineCost
 from april.simulate.experiments import buffers
 from april.simulate.lengths import Lengths, LengthsSection
 from april.simulate.pipeline import Pipeline
@@ -160,7 +160,7 @@ def test_a_scenario_that_cannot_work_is_refused(small, overrides, said):
 
 def test_a_key_that_is_missing_or_misspelt_is_named(small, tmp_path):
     bare = tmp_path / "bare.toml"
-    bare.write_text("steps = 4")
+    bare.write_text("[cost]")
     with pytest.raises(ConfigError, match=r"bare.toml: key 'cost.decode_base_s' is missing; set it"):
         load_scenario(bare)
     with pytest.raises(ConfigError, match=r"unknown key 'engines.cuont' = 3; did you mean 'engines.count'"):

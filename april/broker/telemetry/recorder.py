@@ -45,8 +45,11 @@ class Recorder:
         ledger: Ledger,
         sessions: Sessions,
         sinks: Sequence[str] = (),
+        pace: str = "",
     ):
+        """`pace`: the hardware whose time the engines keep, and its factor."""
         self.run_dir = run_dir
+        self.pace = pace
         self.sinks = Sinks(sinks, run_dir)
         self.run = run
         self.max_steps = max_steps
@@ -273,6 +276,7 @@ class Recorder:
             "data": data,
             "discarded_groups": discarded_groups(ledger),
             "replays": dict(self.replays),
+            "pace": self.pace,
             "starts": {"broker": ledger.starts, "learner": ledger.branch + 1},
         }
         replace_file(self.run_dir / "summary.json", orjson.dumps(summary, option=orjson.OPT_INDENT_2))

@@ -22,7 +22,7 @@ class ServerEntry(EngineEntry):
 
     in_process = False
     keeps_prefixes = True
-    reads = tuple(EngineSection.model_fields)
+    reads = tuple(EngineSection.model_fields.keys() - {"pace", "pace_factor"})
     tensor_parallel: ClassVar[str] = "tp_size"
     """the server's option for its tensor-parallel ranks"""
 
