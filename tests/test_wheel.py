@@ -13,7 +13,8 @@ import pytest
 from april import __version__
 
 ROOT = Path(__file__).parent.parent
-SOURCES = ("april", "configs", "pyproject.toml", "README.md", "LICENSE")
+QUICKSTART = "april/launch/quickstart.toml"
+SOURCES = ("april", "configs", "pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE")
 """all that is built from"""
 FEW = {"schedule.max_steps": 2, "evaluation.prompts": 16, "learner.ranks": 1, "worker.count": 1, "run.name": "few"}
 
@@ -47,8 +48,8 @@ def test_the_wheel_has_every_module_and_whatever_they_read(wheel):
     shipped = [path for path in (ROOT / "april").rglob("*") if path.is_file() and path.suffix != ".pyc"]
     with zipfile.ZipFile(wheel) as archive:
         held = {name for name in archive.namelist() if ".dist-info/" not in name}
-        assert held == {str(path.relative_to(ROOT)) for path in shipped}
-        assert archive.read("april/launch/quickstart.toml") == (ROOT / "configs/quickstart.toml").read_bytes()
+        assert held == {str(path.relative_to(ROOT)) for path in shipped} | {QUICKSTART}
+        assert archive.read(QUICKSTART) == (ROOT / "configs/quickstart.toml").read_bytes()
         (metadata,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
         assert f"\nVersion: {__version__}\n" in archive.read(metadata).decode()
 

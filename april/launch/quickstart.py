@@ -5,8 +5,9 @@ from pathlib import Path
 
 from april.config import ConfigError
 
-CONFIG = Path(__file__).with_name("quickstart.toml")
-"""`configs/quickstart.toml` of the checkout"""
+BUILT_IN = Path(__file__).with_name("quickstart.toml")
+CONFIG = BUILT_IN if BUILT_IN.exists() else Path(__file__).parents[2] / "configs/quickstart.toml"
+"""of the wheel, or of the checkout"""
 POLICY, DATA = Path("cache/policy"), Path("cache/data")
 """in the current folder, where the configuration looks for them"""
 
