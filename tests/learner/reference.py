@@ -143,14 +143,14 @@ class ReferenceLearner:
         losses = weight * losses + s.behaviour_coef * (logprobs - mu) ** 2 / 2 * (advantage != 0)
         if s.kl_coef:
             gap = logprobs - reference
-            estimate = {"k1": gap, "k2": gap**2 / 2, "k3": torch.exp(-gap) - 1 + gap}
+            estimate = {"k1": gap, "k2": gap**2 / 2, "k3": (torch.exp(-gap) - 1 + gap).clamp(max=10.0)}
             losses = losses + s.kl_coef * estimate[s.kl_estimator]
         losses = losses - s.entropy_coef * now.entropies
         ratio = (fixed - mu).exp()
         figures = {
             "entropy": now.entropies.detach(),
             "k1": mu - fixed,
-            "k3": ratio - 1 - (fixed - mu),
+            "k3": (ratio - 1 - (fixed - mu)).clamp(max=10.0),
             "clip_fraction": clipped.float(),
             "mask_fraction": (weight == 0).float(),
             "truncated_fraction": capped.float(),

@@ -206,6 +206,23 @@ def test_the_ratio_and_the_divergences_by_hand():
     assert k3(now, other).tolist() == pytest.approx([0.5 - 1 + math.log(2), 0.0], abs=1e-6)
 
 
+@pytest.mark.parametrize("gap", [-30.0, -15.0, -3.0, 12.0])
+def test_k3_of_one_token_never_outweighs_a_batch(gap):
+    logprobs = torch.tensor([gap, -0.5], requires_grad=True)
+    found = k3(logprobs, torch.zeros(2))
+    found.sum().backward()
+    assert found[0] == 10.0 and logprobs.grad[0] == 0.0
+    assert found[1].item() == pytest.approx(math.exp(0.5) - 1 - 0.5) and logprobs.grad[1] != 0.0
+
+
+@pytest.mark.parametrize("loss", [gspo, gspo_token])
+def test_gspo_bounds_the_ratio_of_the_sequence_and_not_of_each_token(loss):
+    ratio = math.exp(-30 / 100)
+    logprobs, advantages = torch.tensor([-30.0, *[0.0] * 99]), torch.ones(100)
+    losses, _ = loss(logprobs, torch.zeros(100), advantages, spans(100), Clip(0.9, 0.9))
+    assert losses.tolist() == pytest.approx([-ratio] * 100)
+
+
 def test_k1_and_k3_estimate_the_divergence_of_two_distributions():
     p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.3, 0.5])
     exact = (p * (p / q).log()).sum()

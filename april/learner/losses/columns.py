@@ -14,7 +14,12 @@ MAX_LOG_RATIO = 20.0
 
 def log_ratio(logprobs: Tensor, others: Tensor) -> Tensor:
     """log of p(token) / other(token), within ±MAX_LOG_RATIO; [K], [K] -> [K]."""
-    return (logprobs - others).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return bounded(logprobs - others)
+
+
+def bounded(log_ratios: Tensor) -> Tensor:
+    """Within ±MAX_LOG_RATIO; [K] -> [K]."""
+    return log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def probability_ratio(logprobs: Tensor, others: Tensor) -> Tensor:

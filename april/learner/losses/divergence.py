@@ -9,6 +9,9 @@ from torch import Tensor
 
 from april.learner.losses.columns import log_ratio
 
+K3_CAP = 10.0
+"""of one token's k3, which grows as exp() where p is far below other: one such token would outweigh a batch"""
+
 
 def k1(logprobs: Tensor, others: Tensor) -> Tensor:
     """log p - log other: unbiased, of either sign. As a loss its expected gradient is zero."""
@@ -21,9 +24,10 @@ def k2(logprobs: Tensor, others: Tensor) -> Tensor:
 
 
 def k3(logprobs: Tensor, others: Tensor) -> Tensor:
-    """r - 1 - log r >= 0 with r = other / p: unbiased, of little variance. GRPO's, arXiv 2402.03300, equation 4."""
+    """r - 1 - log r >= 0 with r = other / p, at most K3_CAP, where it has no gradient. GRPO's, arXiv 2402.03300,
+    equation 4: unbiased up to the cap, which log r > 2.6 or log r < -11 reach, and of little variance."""
     inverse = log_ratio(others, logprobs)
-    return inverse.exp() - 1 - inverse
+    return (inverse.exp() - 1 - inverse).clamp(max=K3_CAP)
 
 
 KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from april.learner.losses.columns import Spans, log_ratio, probability_ratio
+from april.learner.losses.columns import Spans, bounded, probability_ratio
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,7 +47,7 @@ def gspo(
 
     GSPO, arXiv 2507.18071, equations 5 to 7. Its sum over a sequence's tokens is |y| times the sequence's loss.
     """
-    ratio = spans.mean(log_ratio(logprobs, proximal_logprobs)).exp()
+    ratio = bounded(spans.mean(logprobs - proximal_logprobs)).exp()
     return clipped_surrogate(ratio, advantages, clip)
 
 
@@ -59,7 +59,7 @@ def gspo_token(
     GSPO-token, arXiv 2507.18071, equations 13 and 14; equal to `gspo` where a sequence has one advantage.
     """
     current = logprobs.detach()
-    ratio = (spans.mean(log_ratio(current, proximal_logprobs)) + logprobs - current).exp()
+    ratio = (bounded(spans.mean(current - proximal_logprobs)) + logprobs - current).exp()
     return clipped_surrogate(ratio, advantages, clip)
 
 
