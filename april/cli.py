@@ -18,6 +18,8 @@ from april.security.keys import ROLES
 
 INTERRUPTED = 130
 """exit status of a run that was stopped by the user"""
+PIPED_COLUMNS = 10_000
+"""of what does not go to a terminal, so that no line of it is cut"""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -67,6 +69,13 @@ def build_parser() -> argparse.ArgumentParser:
 
     report = add(commands, "report", report_command, "write the report of a run, one HTML file")
     report.add_argument("run", type=Path, help="a run folder, such as runs/quickstart")
+
+    samples = add(commands, "samples", samples_command, "what the policy said: samples of a run, with their rewards")
+    samples.add_argument("run", type=Path, help="a run folder, such as runs/quickstart")
+    samples.add_argument("--step", type=int, help="of this step, as in metrics.jsonl [default the newest that is kept]")
+    samples.add_argument("--worst", type=int, metavar="N", help="those with the lowest rewards [default all]")
+    samples.add_argument("--best", type=int, metavar="N", help="those with the highest rewards [default all]")
+    samples.add_argument("--group", type=int, metavar="G", help="of this group alone [default of all]")
 
     add_operation(commands, "status", status_command, "the state of a run, of its broker if one answers")
     drain = add_operation(commands, "drain", drain_command, "for maintenance: have all work handed back, give out none")
@@ -308,8 +317,6 @@ def drain_command(options, overrides: list[str]) -> int:
 
 
 def dead_letters_command(options, overrides: list[str]) -> int:
-    from rich.console import Console
-
     from april import wire
     from april.connections.broker import BrokerRefused, BrokerUnreachable
     from april.report.operations import render_dead_letters
@@ -327,7 +334,7 @@ def dead_letters_command(options, overrides: list[str]) -> int:
     except (BrokerRefused, BrokerUnreachable) as error:
         print(f"april dead-letters: {error}", file=sys.stderr)
         return 1
-    Console().print(render_dead_letters(listed))
+    uncut().print(render_dead_letters(listed))
     if not live:
         print("no broker answers; this is what the last one left in the run folder")
     return 0
@@ -337,6 +344,18 @@ def report_command(options, overrides: list[str]) -> int:
     from april.report.html import write_report
 
     print(write_report(options.run))
+    return 0
+
+
+def samples_command(options, overrides: list[str]) -> int:
+    from april.report.run_folder import read_run
+    from april.report.samples import pick, read_step, render_samples
+
+    for flag in ("worst", "best"):
+        if (number := getattr(options, flag)) is not None and number < 1:
+            raise ConfigError(f"option '--{flag}' = {number} shows nothing; give how many samples to show, from 1 on")
+    kept = read_step(read_run(options.run).path, options.step)
+    uncut().print(render_samples(pick(kept, options.worst, options.best, options.group)))
     return 0
 
 
@@ -429,6 +448,13 @@ def make_data_command(options, overrides: list[str]) -> int:
 
 
 # --- helpers ------------------------------------------------------------------------------------------------
+
+
+def uncut():
+    """A console whose lines are cut by nothing but a terminal."""
+    from rich.console import Console
+
+    return Console() if sys.stdout.isatty() else Console(width=PIPED_COLUMNS)
 
 
 def target_of(options):

@@ -341,6 +341,16 @@ class LearnerSection(Section):
     hung_s: float = Field(3600.0, gt=0, description="longest training step; then `april run` restarts it (seconds)")
 
 
+class SamplesSection(Section):
+    """What the learner keeps of the samples it has consumed, in `samples/` of the run folder, to be read."""
+
+    every: int = Field(1, ge=0, description="steps between those of which samples are kept; 0: of none")
+    groups: int | None = Field(
+        8, ge=1, description="groups kept of a step: those of its best and worst sample, and random ones; none: all"
+    )
+    max_mb: int = Field(1024, ge=1, description="of all files; beyond, steps in between are thinned out (MiB)")
+
+
 class AlgorithmSection(Section):
     preset: Literal["grpo", "dapo", "gspo"] | None = Field(
         None, description="sets what the paper sets; keys that are given win"
@@ -463,6 +473,7 @@ class Config(Section):
     environment: EnvironmentSection = EnvironmentSection()
     algorithm: AlgorithmSection = AlgorithmSection()
     learner: LearnerSection = LearnerSection()
+    samples: SamplesSection = SamplesSection()
     broker: BrokerSection = BrokerSection()
     weights: WeightsSection = WeightsSection()
     security: SecuritySection = SecuritySection()

@@ -35,6 +35,11 @@ class TrainSample:
     observations of an environment, which are read and not trained"""
     support: Support | None = None
     """of the R tokens, where the distribution was cut: log-probabilities are renormalised over it"""
+    group: int = -1
+    """the number of its group in the run's books; -1 where nobody has said it, as in a batch made by hand"""
+    index: int = -1
+    """its place in the group as that was opened, of which some may have been lost"""
+    finish_reason: str = ""
 
     def __post_init__(self):
         if self.prompt_tokens < 1:
@@ -94,6 +99,8 @@ class FlatBatch(msgspec.Struct, omit_defaults=True):
     support_counts: bytes = b""
     """of all samples, or none"""
     support_ids: bytes = b""
+    names: list[tuple[int, int, str]] = []
+    """(group, index, finish reason)"""
 
 
 def encode(batch: Batch) -> bytes:
@@ -114,6 +121,7 @@ def encode(batch: Batch) -> bytes:
             logprobs=b"".join(np.asarray(sample.logprobs, "<f4").tobytes() for sample in samples),
             support_counts=b"".join(np.asarray(support.counts, "<i4").tobytes() for support in supports),
             support_ids=b"".join(np.asarray(support.ids, "<i4").tobytes() for support in supports),
+            names=[(sample.group, sample.index, sample.finish_reason) for sample in samples],
         )
     )
 
@@ -124,8 +132,9 @@ def decode(data: bytes | bytearray | memoryview) -> Batch:
     all_tokens, all_logprobs = np.frombuffer(flat.tokens, "<i4"), np.frombuffer(flat.logprobs, "<f4")
     counts, support_ids = np.frombuffer(flat.support_counts, "<i4"), np.frombuffer(flat.support_ids, "<i4")
     samples, token_at, logprob_at, id_at = [], 0, 0, 0
-    columns = zip(flat.prompt_tokens, flat.response_tokens, flat.rewards, flat.segments, strict=True)
-    for prompt, response, reward, segments in columns:
+    names = flat.names or [(-1, -1, "")] * len(flat.rewards)
+    columns = zip(flat.prompt_tokens, flat.response_tokens, flat.rewards, flat.segments, names, strict=True)
+    for prompt, response, reward, segments, (number, index, finish_reason) in columns:
         of_sample = counts[logprob_at : logprob_at + response]
         ids = int(of_sample.sum())
         samples.append(
@@ -136,6 +145,9 @@ def decode(data: bytes | bytearray | memoryview) -> Batch:
                 reward=reward,
                 segments=tuple((start, end, Version(branch, step)) for start, end, branch, step in segments),
                 support=Support(of_sample, support_ids[id_at : id_at + ids]) if len(counts) else None,
+                group=number,
+                index=index,
+                finish_reason=finish_reason,
             )
         )
         token_at, logprob_at, id_at = token_at + prompt + response, logprob_at + response, id_at + ids

@@ -19,6 +19,7 @@ from april.config import Config
 from april.learner.background import in_background
 from april.learner.batch import Batch, encode, share_batch
 from april.learner.process_group import handover_group
+from april.learner.samples import SampleKeeper
 from april.learner.trainer import ReadyBatch, Trainer
 from april.wire.training import Discard
 from april.wire.version import Version
@@ -91,6 +92,7 @@ def run(config: Config, trainer: Trainer, source: Source | None, publisher: Publ
     handover.ask(trainer.step_count)
     release.publish()
     costs: dict[str, float] = {}
+    keeper = SampleKeeper(config) if source else None
     while arrived := handover.take():
         (batch, ready), wait_s = arrived
         handover.ask(batch.step + 1)
@@ -101,12 +103,16 @@ def run(config: Config, trainer: Trainer, source: Source | None, publisher: Publ
         nonfinite_in_a_row = nonfinite_in_a_row + 1 if metrics["nonfinite"] else 0
         if source:
             report(config, source, batch, metrics)
+        if keeper and trainer.seen:
+            keeper.keep(batch, ready.prepared, trainer.seen, bool(metrics["nonfinite"]))
         say_durable(trainer, source)
         dist.barrier(meeting)
         costs = {}
         if trainer.step_count % config.learner.checkpoint_every == 0:
             began = time.perf_counter()
             settle(trainer, source, meeting)
+            if keeper:
+                keeper.finish()
             trainer.start_save()
             saved_step = trainer.step_count
             costs["checkpoint_s"] = time.perf_counter() - began
@@ -118,6 +124,8 @@ def run(config: Config, trainer: Trainer, source: Source | None, publisher: Publ
                 f"{config.learner.max_nonfinite} to go on for longer"
             )
     release.finish()
+    if keeper:
+        keeper.finish()
     settle(trainer, source, meeting)
     if saved_step != trainer.step_count:
         trainer.start_save()

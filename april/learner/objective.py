@@ -44,6 +44,10 @@ class Prepared:
     """float64, one a sample"""
     weights: np.ndarray
     """float64, one a sample: what each of its tokens weighs in the loss"""
+    places: list[int]
+    """of the samples among those of the batch"""
+    of_batch: np.ndarray
+    """float64, the advantage of every sample of the batch"""
     metrics: dict[str, float]
     """of the batch as it came: reward, tokens, groups, and the share of tokens by policy version"""
 
@@ -82,17 +86,17 @@ class Objective:
         rewards = [torch.tensor([s.reward for s in group], dtype=torch.float64) for group in batch.groups]
         lengths = [torch.tensor([s.sampled_tokens for s in group], dtype=torch.float64) for group in batch.groups]
         of_groups = advantages(self.section.advantage, rewards, lengths)
-        trained = [
-            (sample, advantage)
-            for group, of_group in zip(batch.groups, of_groups, strict=True)
-            for sample, advantage in zip(group, of_group.tolist(), strict=True)
-            if sample.sampled_tokens and (advantage or self.trains_every_sample)
+        samples, of_batch = batch.samples, np.concatenate([np.zeros(0), *(of_group.numpy() for of_group in of_groups)])
+        places = [
+            place
+            for place, sample in enumerate(samples)
+            if sample.sampled_tokens and (of_batch[place] or self.trains_every_sample)
         ]
-        samples = batch.samples
+        trained = [samples[place] for place in places]
         tokens, sequences = sum(s.sampled_tokens for s in samples), sum(s.sampled_tokens > 0 for s in samples)
         weights = token_weights(
             self.section.normalisation,
-            np.array([sample.sampled_tokens for sample, _ in trained], np.int64),
+            np.array([sample.sampled_tokens for sample in trained], np.int64),
             max(1, tokens),
             max(1, sequences),
             self.section.constant_tokens or self.max_response_tokens,
@@ -105,8 +109,7 @@ class Objective:
             "zero_spread_groups": float(sum(not has_spread(group) for group in rewards)),
             **version_shares(samples),
         }
-        of_samples = np.array([advantage for _, advantage in trained])
-        return Prepared(batch.step, [sample for sample, _ in trained], of_samples, weights, metrics)
+        return Prepared(batch.step, trained, of_batch[places], weights, places, of_batch, metrics)
 
     def tokens(self, prepared: Prepared, indices: list[int], device: torch.device) -> ResponseTokens:
         """The sampled tokens of the prepared samples `indices`, end to end in that order; at least one sample."""

@@ -177,6 +177,9 @@ def to_groups(message: wire.Batch, arrays: list[np.ndarray]) -> list[list[TrainS
                 reward=head.reward,
                 segments=tuple(head.segments),
                 support=Support(next(rest), next(rest)) if with_support else None,
+                group=group.group,
+                index=head.index,
+                finish_reason=head.finish_reason,
             )
             for head in group.samples
         ]

@@ -5,8 +5,10 @@ The same batch, checkpoint and number of ranks give bitwise the same weights on 
 
 import math
 import time
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -19,6 +21,7 @@ from april.learner.diagnostics import TokenTotals
 from april.learner.model import Policy, full_state, load, shard
 from april.learner.objective import Objective, Prepared, ResponseTokens
 from april.learner.packing import MicroBatch, input_tokens, pack, plan
+from april.learner.seen import SeenTokens, keeps
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,6 +30,8 @@ class ReadyBatch:
 
     prepared: Prepared
     micro_batches: list[tuple[MicroBatch, ResponseTokens | None]]
+    indices: list[list[int]]
+    """of the prepared samples in each micro-batch"""
     operations: float
     """floating-point operations of the model's step, over all ranks"""
     seconds: float
@@ -62,6 +67,8 @@ class Trainer:
         self.checkpoints = checkpoint.Writer(self.directory, section.keep_checkpoints, section.collective_timeout_s)
         self.step_count = 0
         self.optimizer_steps = 0
+        self.seen: SeenTokens | None = None
+        """how the last step has seen its tokens, where its samples are kept"""
 
     def load_reference(self) -> Policy:
         """The starting policy once more, sharded, never updated."""
@@ -73,9 +80,10 @@ class Trainer:
         began = time.perf_counter()
         prepared = self.objective.prepare(batch)
         costs = [self.cost.of(input_tokens(sample), sample.sampled_tokens) for sample in prepared.samples]
-        micro_batches = self.micro_batches(prepared, costs)
+        indices = self.planned(prepared, costs)
+        micro_batches = self.micro_batches(prepared, indices)
         passes = flops.PASSES + (self.reference is not None)
-        return ReadyBatch(prepared, micro_batches, passes * sum(costs), time.perf_counter() - began)
+        return ReadyBatch(prepared, micro_batches, indices, passes * sum(costs), time.perf_counter() - began)
 
     def step(self, batch: Batch, ready: "ReadyBatch | None" = None) -> dict[str, float]:
         """Train on `batch`, which `ready` was made from, and return metrics, equal on all ranks but for speeds.
@@ -90,13 +98,17 @@ class Trainer:
         seconds = PhaseSeconds(self.device)
         self.optimizer.zero_grad(set_to_none=True)
         totals = TokenTotals(self.device)
-        for micro, tokens in micro_batches:
+        kept = keeps(self.config.samples, batch)
+        self.seen = seen = SeenTokens(ready.prepared.samples, self.device) if kept else None
+        for (micro, tokens), indices in zip(micro_batches, ready.indices, strict=True):
             with seconds("forward_s"):
-                loss = self.micro_loss(micro, tokens, totals)
+                loss = self.micro_loss(micro, tokens, totals, partial(seen.add, indices) if seen else None)
             with seconds("backward_s"):
                 loss.backward()
         with seconds("metrics_s"):
             metrics = totals.reduced()
+            if seen:
+                seen.reduce()
         with seconds("optimizer_s"):
             lr = self.next_lr()
             grad_norm = self.clip_gradients() if micro_batches else 0.0
@@ -124,21 +136,33 @@ class Trainer:
         reached = operations / dist.get_world_size() / seconds / 1e12
         return {"tflop_per_s": reached} | ({"mfu": reached / self.peak_tflops} if self.peak_tflops else {})
 
-    def micro_batches(self, prepared: Prepared, costs: list[float]) -> list[tuple[MicroBatch, ResponseTokens | None]]:
-        """This rank's micro-batches, with what the loss needs of them (None for a dummy); as many on every rank."""
+    def planned(self, prepared: Prepared, costs: list[float]) -> list[list[int]]:
+        """The samples of this rank's micro-batches; of as many on every rank."""
         lengths = [input_tokens(sample) for sample in prepared.samples]
         planned = plan(lengths, dist.get_world_size(), self.config.learner.microbatch_tokens, costs)
-        mine = [side_by_side[dist.get_rank()] for side_by_side in planned]
+        return [side_by_side[dist.get_rank()] for side_by_side in planned]
+
+    def micro_batches(
+        self, prepared: Prepared, planned: list[list[int]]
+    ) -> list[tuple[MicroBatch, ResponseTokens | None]]:
+        """Those of the `planned` samples, with what the loss needs of them (None for a dummy)."""
         return [
             (
                 pack([prepared.samples[i] for i in indices], self.device),
                 self.objective.tokens(prepared, indices, self.device) if indices else None,
             )
-            for indices in mine
+            for indices in planned
         ]
 
-    def micro_loss(self, micro: MicroBatch, tokens: ResponseTokens | None, totals: TokenTotals) -> Tensor:
-        """This micro-batch's share of the loss; a dummy takes part in the collectives and weighs nothing."""
+    def micro_loss(
+        self,
+        micro: MicroBatch,
+        tokens: ResponseTokens | None,
+        totals: TokenTotals,
+        see: Callable[[Tensor, Tensor], None] | None = None,
+    ) -> Tensor:
+        """This micro-batch's share of the loss; a dummy takes part in the collectives and weighs nothing. `see` is
+        shown log-probabilities and entropies of the tokens."""
         reference_logprobs = None
         if self.reference is not None:
             with torch.no_grad():
@@ -146,6 +170,8 @@ class Trainer:
         logprobs, entropies = self.policy(micro)
         if tokens is None:
             return 0.0 * logprobs.sum()
+        if see:
+            see(logprobs, entropies)
         return self.objective.loss(logprobs, entropies, tokens, totals, reference_logprobs)
 
     def clip_gradients(self) -> float:

@@ -20,6 +20,7 @@ from april.report.facts import (
     steps,
 )
 from april.report.run_folder import Run, dig, read_run
+from april.report.samples import samples_section
 
 SECTIONS: list[tuple[str, str, Callable[[Run], str | None]]] = [
     (
@@ -93,7 +94,8 @@ td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; white-space:
 td.muted { color: var(--muted) }
 tr.sum td:not(.muted) { font-weight: 600 }
 .good { color: var(--green) } .bad { color: var(--red) }
-details { margin-top: 2.6rem } summary { cursor: pointer; font-weight: 600 }
+details { margin-top: 2.6rem } details.sample { margin-top: .6rem } .sample pre { white-space: pre-wrap;
+  overflow-wrap: anywhere } .prompt { color: var(--muted) } summary { cursor: pointer; font-weight: 600 }
 pre { background: var(--card); border-radius: 8px; padding: 1rem; overflow-x: auto;
   font-size: .84rem; line-height: 1.45 }
 """
@@ -123,6 +125,8 @@ def page(run: Run) -> str:
 <p class="state">{escape(headline(run))}</p>
 {cards(run)}
 {sections}
+<h2>Samples</h2>
+{samples_section(run)}
 <h2>Token ledger</h2>
 {ledger_table(ledger_of(run))}
 <h2>Summary</h2>

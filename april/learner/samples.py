@@ -1,0 +1,164 @@
+"""Samples kept to be read: one Parquet file a step in `samples/` of the run folder, a row a sample, written beside the
+training.
+
+A step that is trained again replaces its file. Its columns are those of `schema`.
+"""
+
+import importlib.util
+import logging
+import random
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from april.config import Config
+from april.data.tokenizer import Tokenizer
+from april.learner.background import in_background
+from april.learner.batch import Batch, TrainSample
+from april.learner.objective import Prepared
+from april.learner.seen import SeenTokens
+
+log = logging.getLogger(__name__)
+
+ROW_GROUP_SAMPLES = 16
+"""are read at a time"""
+
+
+def schema():
+    import pyarrow as arrow
+
+    ids, figures = arrow.list_(arrow.int32()), arrow.list_(arrow.float32())
+    segment = [("start", arrow.int32()), ("end", arrow.int32()), ("branch", arrow.int32()), ("step", arrow.int32())]
+    return arrow.schema(
+        {
+            "step": arrow.int32(),
+            "group": arrow.int64(),
+            "index": arrow.int32(),
+            "prompt": arrow.string(),
+            "response": arrow.string(),
+            "prompt_ids": ids,
+            "response_ids": ids,
+            "segments": arrow.list_(arrow.struct(segment)),
+            "behaviour_logprobs": figures,
+            "learner_logprobs": figures,
+            "entropies": figures,
+            "reward": arrow.float64(),
+            "advantage": arrow.float64(),
+            "trained": arrow.bool_(),
+            "finish_reason": arrow.string(),
+            "discarded": arrow.string(),
+        }
+    )
+
+
+class SampleKeeper:
+    """Rank 0's. What keeps it from writing is logged, and never stops a run."""
+
+    def __init__(self, config: Config):
+        self.section, self.seed, self.model = config.samples, config.seed, config.model.path
+        self.folder = config.run_dir / "samples"
+        self.tokenizer: Tokenizer | None = None
+        self.works = importlib.util.find_spec("pyarrow") is not None
+        self._writing: Future[None] | None = None
+        if self.section.every and not self.works:
+            log.warning("samples are not kept, since pyarrow is not installed; `pip install 'april-rl[data]'`")
+
+    def keep(self, batch: Batch, prepared: Prepared, seen: SeenTokens, nonfinite: bool) -> None:
+        """Begin to write what is kept of a batch that was consumed."""
+        self.finish()
+        if self.works:
+            self._writing = in_background(self._write, batch, prepared, seen, nonfinite)
+
+    def finish(self) -> None:
+        """Wait for the file that is being written."""
+        if self._writing is None:
+            return
+        try:
+            self._writing.result()
+        except Exception as error:
+            self.works = False
+            log.warning("samples are not kept from here on: %s: %s; mend that", type(error).__name__, error)
+        self._writing = None
+
+    def _write(self, batch: Batch, prepared: Prepared, seen: SeenTokens, nonfinite: bool) -> None:
+        import pyarrow as arrow
+        import pyarrow.parquet as parquet
+
+        self.tokenizer = self.tokenizer or Tokenizer(self.model)
+        kept = set(chosen_groups(batch, self.section.groups, random.Random(f"{self.seed} {batch.step}")))
+        columns = dict(zip(prepared.places, seen.of_samples(), strict=True))
+        rows, place = [], 0
+        for number, group in enumerate(batch.groups):
+            for index, sample in enumerate(group):
+                if number in kept:
+                    row = describe(sample, columns.get(place), self.tokenizer) | {
+                        "step": batch.step + 1,
+                        "group": sample.group if sample.group >= 0 else number,
+                        "index": sample.index if sample.index >= 0 else index,
+                        "advantage": float(prepared.of_batch[place]),
+                        "discarded": "nonfinite" if nonfinite else "",
+                    }
+                    rows.append(row)
+                place += 1
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / f"step_{batch.step + 1:06d}.parquet"
+        temporary = path.with_suffix(".tmp")
+        table = arrow.Table.from_pylist(rows, schema=schema())
+        parquet.write_table(table, temporary, row_group_size=ROW_GROUP_SAMPLES, compression="zstd")
+        temporary.replace(path)
+        thin_out(self.folder, self.section.max_mb << 20)
+
+
+def chosen_groups(batch: Batch, count: int | None, chance: random.Random) -> list[int]:
+    """The groups with the best and the worst sample, then random ones; all without a `count`."""
+    numbers = [number for number, group in enumerate(batch.groups) if group]
+    if count is None or len(numbers) <= count:
+        return numbers
+    best = max(numbers, key=lambda number: max(sample.reward for sample in batch.groups[number]))
+    worst = min(numbers, key=lambda number: min(sample.reward for sample in batch.groups[number]))
+    others = [number for number in numbers if number not in (best, worst)]
+    return list(dict.fromkeys([best, worst, *chance.sample(others, len(others))]))[:count]
+
+
+def describe(sample: TrainSample, seen: np.ndarray | None, tokenizer: Tokenizer) -> dict[str, Any]:
+    """The columns that say how a sample came about. Figures are null at tokens that the policy has not sampled;
+    `seen`, float32 [2, K], is None of a sample that had no gradient."""
+    prompt, response = sample.tokens[: sample.prompt_tokens], sample.tokens[sample.prompt_tokens :]
+
+    def at_sampled(values: np.ndarray) -> list[float | None]:
+        column: list[float | None] = [None] * len(response)
+        for place, value in zip(sample.sampled.tolist(), values.tolist(), strict=True):
+            column[place] = value
+        return column
+
+    return {
+        "prompt": tokenizer.decode(prompt),
+        "response": tokenizer.decode(response),
+        "prompt_ids": prompt.tolist(),
+        "response_ids": response.tolist(),
+        "segments": [
+            {"start": start, "end": end, "branch": version.branch, "step": version.step}
+            for start, end, version in sample.segments
+        ],
+        "behaviour_logprobs": at_sampled(sample.logprobs[sample.sampled]),
+        "learner_logprobs": None if seen is None else at_sampled(seen[0]),
+        "entropies": None if seen is None else at_sampled(seen[1]),
+        "reward": float(sample.reward),
+        "trained": seen is not None,
+        "finish_reason": sample.finish_reason,
+    }
+
+
+def thin_out(folder: Path, limit_bytes: int) -> None:
+    """Remove steps until the rest has room, each time the one whose neighbours are closest to each other: those that
+    are left lie evenly over the run, and the first and the newest stay."""
+    sizes = {path: path.stat().st_size for path in sorted(folder.glob("step_*.parquet"))}
+    while sum(sizes.values()) > limit_bytes and len(sizes) > 2:
+        paths = list(sizes)
+        steps = [int(path.stem.removeprefix("step_")) for path in paths]
+        gaps = [steps[i + 1] - steps[i - 1] for i in range(1, len(steps) - 1)]
+        dropped = paths[1 + gaps.index(min(gaps))]
+        dropped.unlink()
+        del sizes[dropped]

@@ -1,0 +1,82 @@
+"""A run in a script or a notebook: its steps, samples and ledger as tables.
+
+    run = april.runs.load("runs/quickstart")
+    run.steps            # a line of metrics.jsonl each
+    run.samples()        # what is kept of all steps; run.samples(10) of one
+    run.ledger           # where every generated token is
+
+Tables are pandas data frames where pandas is installed; otherwise `steps` is a list of dictionaries, and samples are a
+pyarrow table.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from april.config import ConfigError
+from april.report.facts import Ledger, ledger_of
+from april.report.run_folder import Run, read_run
+from april.report.samples import files
+
+
+class LoadedRun:
+    """A run folder, read when it was loaded; samples are read when they are asked for."""
+
+    def __init__(self, run: Run):
+        self._run = run
+
+    @property
+    def path(self) -> Path:
+        return self._run.path
+
+    @property
+    def state(self) -> str:
+        return self._run.state
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return self._run.config
+
+    @property
+    def steps(self) -> Any:
+        """A row a step; in a data frame, the figures within figures as `learner.loss`."""
+        pandas = find_pandas()
+        return self._run.steps if pandas is None else pandas.json_normalize(self._run.steps, max_level=1)
+
+    @property
+    def ledger(self) -> Ledger | None:
+        return ledger_of(self._run)
+
+    @property
+    def evaluation(self) -> list[dict[str, Any]]:
+        return self._run.evaluation
+
+    @property
+    def sample_steps(self) -> list[int]:
+        """Steps of which samples are kept."""
+        return sorted(files(self.path))
+
+    def samples(self, step: int | None = None, columns: list[str] | None = None) -> Any:
+        """Of one step or all that are kept; of all columns or those named. Raises ConfigError for a step without."""
+        kept = files(self.path)
+        if step is not None and step not in kept:
+            raise ConfigError(f"step {step} has no samples in {self.path}; sample_steps lists those that have")
+        import pyarrow.dataset as dataset
+
+        paths = [str(kept[one]) for one in sorted(kept) if step in (None, one)]
+        if not paths:
+            raise ConfigError(f"{self.path} has kept no samples; set samples.every above 0 in the next run")
+        table = dataset.dataset(paths, format="parquet").to_table(columns=columns)
+        return table if find_pandas() is None else table.to_pandas()
+
+
+def load(run_dir: str | Path) -> LoadedRun:
+    """`runs/NAME`, also while the run is going on. Raises ConfigError for a folder that is not a run's."""
+    return LoadedRun(read_run(run_dir))
+
+
+def find_pandas() -> Any:
+    try:
+        import pandas
+    except ImportError:
+        return None
+    return pandas

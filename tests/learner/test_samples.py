@@ -1,0 +1,83 @@
+"""Samples that are kept to be read: what a file has, who reads it, and what is thinned out."""
+
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from learner_setup import Diary, make_config
+
+from april import cli, runs
+from april.config import ConfigError
+from april.formats.versions import RUN_FOLDER
+from april.learner import loop, samples
+from april.learner.trainer import Trainer
+from april.report.samples import read_step
+
+COLUMNS = samples.schema().names
+
+
+class Letters:
+    """A tokeniser for the policy's few ids."""
+
+    def __init__(self, path):
+        pass
+
+    def decode(self, ids):
+        return "".join(chr(ord("a") + i) for i in ids)
+
+
+@pytest.fixture
+def lived(one_rank, policy_folder, tmp_path, monkeypatch):
+    """A learner's life of three steps, in a run folder that can be read; what the source has handed out."""
+    monkeypatch.setattr(samples, "Tokenizer", Letters)
+    config = make_config(policy_folder, tmp_path / "run", checkpoint_every=2)
+    diary = Diary(policy_folder, 3)
+    loop.run(config, Trainer(config, torch.device("cpu")), diary, diary)
+    (config.run_dir / "config.toml").write_text(config.to_toml())
+    RUN_FOLDER.claim(config.run_dir, new=True)
+    return SimpleNamespace(config=config, diary=diary)
+
+
+def test_what_a_step_has_trained_can_be_read_as_the_learner_saw_it(lived):
+    run = runs.load(lived.config.run_dir)
+    assert run.sample_steps == [1, 2, 3]
+    assert len(run.samples(3)) == len(lived.diary.fetch(2).samples) and len(run.samples()) > len(run.samples(3))
+    batch, rows = lived.diary.fetch(2), read_step(run.path, 3)
+    assert len(rows) == len(batch.samples) and list(rows[0]) == COLUMNS
+    for row, sample in zip(rows, batch.samples, strict=True):
+        assert row["step"] == 3 and row["reward"] == sample.reward
+        assert row["prompt_ids"] + row["response_ids"] == sample.tokens.tolist()
+        assert row["behaviour_logprobs"] == pytest.approx(sample.logprobs.tolist())
+        assert row["trained"] == (row["advantage"] != 0)
+        if row["trained"]:
+            assert len(row["learner_logprobs"]) == sample.response_tokens
+            assert np.abs(row["learner_logprobs"] - sample.logprobs).max() < 1.5  # noise of 0.3, and two steps
+        assert row["response"] == Letters(None).decode(row["response_ids"])
+    assert any(row["trained"] for row in rows)
+
+
+def test_the_command_shows_the_worst_and_refuses_what_is_not_kept(lived, capsys):
+    folder = str(lived.config.run_dir)
+    assert cli.main(["samples", folder, "--step", "2", "--worst", "1"]) == 0
+    lowest = min(sample.reward for sample in lived.diary.fetch(1).samples)
+    assert f"reward {lowest:.3f}" in capsys.readouterr().out
+    for options in (["--step", "9"], ["--group", "10000"], ["--best", "0"]):
+        assert cli.main(["samples", folder, *options]) != 0
+        assert capsys.readouterr().err.startswith(f"april samples: option '{options[0]}' = {options[1]} ")
+    with pytest.raises(ConfigError, match="step 9 has no samples"):
+        runs.load(folder).samples(9)
+
+
+def test_best_and_worst_are_kept_among_few_groups():
+    groups = [[SimpleNamespace(reward=reward)] for reward in (0.5, 0.1, 0.4, 0.9, 0.3)]
+    kept = samples.chosen_groups(SimpleNamespace(groups=groups), 3, random.Random(0))
+    assert len(kept) == 3 and {1, 3} <= set(kept)
+
+
+def test_thinning_keeps_the_first_the_newest_and_even_distances(tmp_path):
+    for step in range(1, 10):
+        (tmp_path / f"step_{step:06d}.parquet").write_bytes(b"x" * 100)
+    samples.thin_out(tmp_path, 500)
+    assert [int(path.stem[-6:]) for path in sorted(tmp_path.iterdir())] == [1, 3, 5, 7, 9]
