@@ -28,6 +28,7 @@ ROOMS = {
     "environment.name": "april.environments:ENVIRONMENTS",
     "schedule.group_filter": "april.filters:FILTERS",
     "operations.sinks": "april.broker.telemetry:SINKS",
+    "operations.alarms": "april.broker.telemetry:ALARMS",
     "weights.transport": "april.weights:TRANSPORTS",
     "run.target": "april.launch:TARGETS",
 }

@@ -228,6 +228,7 @@ PARTS = {
     "environment.name": "my_environment:environment",
     "schedule.group_filter": "my_filter:keep_hard_ones",
     "operations.sinks": '["my_sink:Rewards"]',
+    "operations.alarms": '["nothing_trained", "my_alarm:LowReward"]',
     "weights.transport": "my_transport:Folder",
     "run.target": "my_target:Nice",
 }

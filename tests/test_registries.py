@@ -55,7 +55,7 @@ def test_a_module_that_fails_when_it_is_imported_is_a_sentence(tmp_path, monkeyp
         ENGINES.find("broken_part:Engine")
 
 
-SEVERAL = ("algorithm.corrections", "operations.sinks")
+SEVERAL = ("algorithm.corrections", "operations.alarms", "operations.sinks")
 """keys that name a list of parts"""
 
 

@@ -81,7 +81,7 @@ class Service:
         self.sessions.number_from(self.ledger.starts)
         self.recorder = Recorder(
             config.run_dir, config.run.name, config.schedule.max_steps, now, self.ledger, self.sessions,
-            config.operations.sinks, config.engine.paced,
+            config.operations.sinks, config.engine.paced, config.operations.alarms,
         )  # fmt: skip
         self.census = Census(self.ledger, config.broker.max_run_s)
         self.books = Books(

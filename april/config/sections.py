@@ -449,6 +449,11 @@ class OperationsSection(Section):
     sinks: list[str] = Field(
         [], description="where metrics go beside the run folder: tensorboard, or yours as package.module:Class"
     )
+    alarms: list[str] = Field(
+        ["nothing_trained"],
+        description="what says in every step whether the run is in trouble: nothing_trained, or yours as "
+        "package.module:Class",
+    )
     log_format: Literal["text", "json"] = Field("text", description="log lines; json: one object a line, with ids")
 
     @property

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from april.broker.plan import advice, describe_plan
+from april.broker.telemetry.alarm import check_alarms
 from april.broker.telemetry.sink import check_sinks
 from april.config import Config, ConfigError, SourceSection
 from april.config.checks import check_engine, check_model, check_schedule
@@ -216,6 +217,7 @@ def objections(config: Config) -> Iterator[str]:
     yield from refused(TRANSPORTS.find, config.weights.transport)
     yield from refused(GroupFilters, config.schedule)
     yield from refused(check_sinks, config.operations.sinks)
+    yield from refused(check_alarms, config.operations.alarms)
     yield from refused(check_keys, config.security.keys, bool(config.scorers))
     yield from refused(check_engine, config)
     yield from refused(check_schedule, config.schedule)

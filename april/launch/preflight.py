@@ -8,6 +8,7 @@ import orjson
 
 from april.broker.journal.journal import Journal, JournalError
 from april.broker.prompts import PromptBook
+from april.broker.telemetry.alarm import check_alarms
 from april.broker.telemetry.recorder import read_summary, replace_file
 from april.broker.telemetry.sink import check_sinks
 from april.config import Config, ConfigError
@@ -34,6 +35,7 @@ def check_inputs(config: Config) -> None:
     check_learner_parts(config.algorithm)
     GroupFilters(config.schedule)
     check_sinks(config.operations.sinks)
+    check_alarms(config.operations.alarms)
     check_verifier(config.reward.name, url=config.reward.url)
     if config.environment.name:
         ENVIRONMENTS.find(config.environment.name)

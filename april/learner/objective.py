@@ -93,6 +93,7 @@ class Objective:
             if sample.sampled_tokens and (of_batch[place] or self.trains_every_sample)
         ]
         trained = [samples[place] for place in places]
+        group_of = [number for number, group in enumerate(batch.groups) for _ in group]
         tokens, sequences = sum(s.sampled_tokens for s in samples), sum(s.sampled_tokens > 0 for s in samples)
         weights = token_weights(
             self.section.normalisation,
@@ -107,6 +108,7 @@ class Objective:
             "tokens": float(tokens),
             "groups": float(len(batch.groups)),
             "zero_spread_groups": float(sum(not has_spread(group) for group in rewards)),
+            "gradient_groups": float(len({group_of[place] for place in places})),
             **version_shares(samples),
         }
         return Prepared(batch.step, trained, of_batch[places], weights, places, of_batch, metrics)

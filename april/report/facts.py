@@ -79,6 +79,8 @@ def facts(run: Run) -> list[tuple[str, str]]:
         ("held-out accuracy, first → last", accuracy(run)),
         ("paced, not measured", paced(run)),
         ("rollout speed", rate(rollout_tokens_per_s(run))),
+        ("gradient", gradient(run)),
+        ("alarms", alarms(run)),
         ("token staleness", staleness(run)),
         ("response length, created", lengths(run, "created")),
         ("response length, trained", lengths(run, "trained")),
@@ -136,6 +138,26 @@ def paced(run: Run) -> str:
 
 def rollout_tokens_per_s(run: Run) -> float | None:
     return run.summary.get("rollout_tokens_per_s")
+
+
+def gradient(run: Run) -> str:
+    """How much of what was trained has moved the weights."""
+    shares = [share for step in run.steps if (share := dig(step, "gradient", "tokens")) is not None]
+    if not shares:
+        return ""
+    empty = sum(share == 0 for share in shares)
+    return f"borne by {sum(shares) / len(shares):.0%} of trained tokens" + (
+        f", by none in {empty} steps" if empty else ""
+    )
+
+
+def alarms(run: Run) -> str:
+    """The last sentence of each that was raised, and in how many steps."""
+    raised: dict[str, list[tuple[int, str]]] = {}
+    for step in run.steps:
+        for alarm in step.get("alarms") or []:
+            raised.setdefault(alarm["name"], []).append((step["step"], alarm["sentence"]))
+    return "; ".join(f"{len(said)} steps, last step {said[-1][0]}: {said[-1][1]}" for said in raised.values())
 
 
 def staleness(run: Run) -> str:

@@ -30,6 +30,12 @@ SECTIONS: list[tuple[str, str, Callable[[Run], str | None]]] = [
         pictures.reward_picture,
     ),
     (
+        "Gradient",
+        "Shares of the trained tokens and groups that bore a gradient. A group whose rewards are all equal bears none: "
+        "near 0 the prompts are too easy or too hard, or the reward does not tell responses apart.",
+        pictures.gradient_picture,
+    ),
+    (
         "Rollout speed",
         "Acknowledged tokens divided by the time in which generation was under way. "
         "A fall without longer responses points at waiting or lost workers.",

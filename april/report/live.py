@@ -51,6 +51,8 @@ class LiveView:
             self.rewards.append(metrics["reward"])
         if not self.on_terminal:
             self.print_line(step_line(metrics, self.status))
+            for alarm in alarms(metrics):
+                self.print_line(f"  ALARM: {alarm}")
 
     def note(self, text: str) -> None:
         if self.on_terminal:
@@ -81,6 +83,7 @@ def step_line(metrics: dict, status: dict) -> str:
         speed(metrics.get("rollout_tokens_per_s")),
         f"staleness {number(age['mean'], 1)}/{age.get('max')}" if age.get("mean") is not None else "",
         f"partials {partials}" if partials is not None else "",
+        gradient(metrics),
         drift_warning(metrics),
         f"ETA {duration(status['eta_s'])}" if status.get("eta_s") is not None else "",
     ]
@@ -91,6 +94,16 @@ def drift_warning(metrics: dict) -> str:
     """Said only when lengths are biased beyond what chance explains."""
     drift = dig(metrics, "lengths", "drift") or {}
     return f"LENGTHS BIASED {drift['distance']:.3f} > {drift['band']:.3f}" if drift.get("alarm") else ""
+
+
+def gradient(metrics: dict) -> str:
+    """The share of the step's tokens that bore one, where the learner has said it."""
+    share = dig(metrics, "gradient", "tokens")
+    return "" if share is None else f"gradient {share:.0%}"
+
+
+def alarms(metrics: dict) -> list[str]:
+    return [f"{alarm['sentence']} ({alarm['page']})" for alarm in metrics.get("alarms") or []]
 
 
 def overview(status: dict, last_step: dict, rewards: list[float]) -> Table:
@@ -113,6 +126,10 @@ def overview(status: dict, last_step: dict, rewards: list[float]) -> Table:
     table.add_row("time", duration(status.get("elapsed_s") or 0) + left, "staleness", stale)
     if warning := drift_warning(last_step):
         table.add_row("lengths", Text(warning, style="bold red"), "", "")
+    if share := gradient(last_step):
+        table.add_row("gradient", f"{share.removeprefix('gradient ')} of tokens", "", "")
+    for alarm in alarms(last_step):
+        table.add_row("ALARM", Text(alarm, style="bold red", no_wrap=False), "", "")
     return table
 
 

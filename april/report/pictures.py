@@ -66,6 +66,29 @@ def reward_picture(run: Run) -> str | None:
 
 
 @themed
+def gradient_picture(run: Run) -> str | None:
+    shares = {
+        name: np.array([number_or_nan(dig(step, "gradient", name)) for step in run.steps])
+        for name in ("tokens", "groups")
+    }
+    if not any(np.isfinite(share).any() for share in shares.values()):
+        return None
+    figure, (axes,) = new_figure(2.2)
+    for (name, share), color in zip(shares.items(), (BLUE, GREEN), strict=True):
+        draw_series(axes, step_numbers(run), share, color, name)
+    axes.set(xlabel="step", ylabel="share with a gradient")
+    axes.set_ylim(0, 1.05)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    legend(axes)
+    whole_steps(axes)
+    return to_svg(figure, "shares of trained tokens and groups that bore a gradient, per step")
+
+
+def number_or_nan(value: float | None) -> float:
+    return np.nan if value is None else value
+
+
+@themed
 def throughput_picture(run: Run) -> str | None:
     steps, rates = step_numbers(run), values(run, "rollout_tokens_per_s")
     if not np.isfinite(rates).any():

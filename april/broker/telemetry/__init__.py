@@ -1,4 +1,5 @@
-"""What is counted of a run, and where the figures go. `sink.py` says what a metrics sink is."""
+"""What is counted of a run, and where the figures go. `sink.py` says what a metrics sink is,
+`alarm.py` what an alarm."""
 
 from april.registry import Registry
 
@@ -7,4 +8,10 @@ SINKS = Registry(
     "metrics sink",
     {"tensorboard": "april.broker.telemetry.tensorboard:TensorBoard"},
     base="april.broker.telemetry.sink:Sink",
+)
+ALARMS = Registry(
+    "operations.alarms",
+    "alarm",
+    {"nothing_trained": "april.broker.telemetry.nothing_trained:NothingTrained"},
+    base="april.broker.telemetry.alarm:Alarm",
 )

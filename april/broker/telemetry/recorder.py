@@ -13,6 +13,7 @@ import orjson
 from april.broker.ledger.ledger import Ledger
 from april.broker.ledger.samples import Group, Sample, SampleState
 from april.broker.sessions import Sessions
+from april.broker.telemetry.alarm import Alarms
 from april.broker.telemetry.evaluation import summarise
 from april.broker.telemetry.length_drift import Drift, drift_of
 from april.broker.telemetry.lengths import describe, histogram, summarise_cohorts
@@ -46,11 +47,13 @@ class Recorder:
         sessions: Sessions,
         sinks: Sequence[str] = (),
         pace: str = "",
+        alarms: Sequence[str] = (),
     ):
         """`pace`: the hardware whose time the engines keep, and its factor."""
         self.run_dir = run_dir
         self.pace = pace
         self.sinks = Sinks(sinks, run_dir)
+        self.alarms = Alarms(alarms)
         self.run = run
         self.max_steps = max_steps
         self.started_at = started_at
@@ -69,6 +72,7 @@ class Recorder:
             self.generating_s += record["rollout_s"]
             self.rollout_tokens += record["rollout_tokens"]
             self._remember(record, first_kept)
+            self.alarms.look(record)
         before = read_summary(run_dir / "summary.json")
         self.wall_before_s = before.get("wall_s", 0.0)
         self.peak_tokens = before.get("buffer_peak", {}).get("tokens", 0)
@@ -138,6 +142,7 @@ class Recorder:
             self._compare(step, learner)
         else:
             record = self._describe(step, ledger, learner, now)
+            record["alarms"] = self.alarms.look(record)
             with self.metrics_path.open("ab") as file:
                 file.write(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE))
             self._remember(record, ledger.first_kept_step)
@@ -210,6 +215,7 @@ class Recorder:
             },
             "environment": {name: environment[name] for name in ("observations", "tokens", "failed")},
             "discarded_groups": discarded_groups(ledger),
+            "gradient": gradient_shares(learner),
             "lanes": self._lanes,
             "learner": learner,
         }
@@ -291,6 +297,15 @@ def same_loss(logged: float | None, replayed: float) -> bool:
     if logged is None or not math.isfinite(logged):
         return not math.isfinite(replayed)
     return math.isclose(logged, replayed, rel_tol=REPLAY_TOLERANCE)
+
+
+def gradient_shares(learner: dict[str, float]) -> dict[str, float]:
+    """Shares of a batch's tokens and groups that bore a gradient, where the learner has said so."""
+    shares = {}
+    for name, borne in (("tokens", "trained_tokens"), ("groups", "gradient_groups")):
+        if borne in learner and name in learner:
+            shares[name] = round(learner[borne] / max(1.0, learner[name]), 6)
+    return shares
 
 
 def partials_waiting(ledger: Ledger) -> int:
