@@ -14,6 +14,7 @@ from april import config as configuration
 from april.config import ConfigError
 from april.config.checks import check_schedule
 from april.processes.lifetime import REFUSED, RUN_FAILED
+from april.registry import look_in
 from april.security.keys import ROLES
 
 INTERRUPTED = 130
@@ -25,8 +26,7 @@ PIPED_COLUMNS = 10_000
 def main(arguments: list[str] | None = None) -> int:
     parser = build_parser()
     options, overrides = parser.parse_known_args(arguments)
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # where parts of one's own lie, also for the installed command
+    look_in(*(path.parent for path in getattr(options, "config", [])))
     if overrides and not options.takes_overrides:
         parser.error(f"unrecognized arguments: {' '.join(overrides)}")
     try:

@@ -10,9 +10,12 @@ and where the shipped ones are; it imports one when it is asked for, so that a t
 
 import difflib
 import importlib
+import os
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from april.errors import ConfigError
@@ -34,6 +37,19 @@ ROOMS = {
 }
 """Where the registry of a configuration key is. Named, not imported: the configuration asks its registries, and all
 rooms rest on the configuration."""
+
+
+FOLDERS = "APRIL_FOLDERS"
+"""environment variable that tells the parts of a run where somebody's own are found, as PYTHONPATH does"""
+
+
+def look_in(*folders: Path) -> None:
+    """Parts of one's own are found in the working directory and in these folders, too, behind what Python finds itself;
+    by this process and by those that it starts."""
+    inherited = [text for text in os.environ.get(FOLDERS, "").split(os.pathsep) if text]
+    wanted = dict.fromkeys([os.getcwd(), *(str(folder.resolve()) for folder in folders), *inherited])
+    sys.path += [folder for folder in wanted if folder not in sys.path]
+    os.environ[FOLDERS] = os.pathsep.join(wanted)
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,12 +2,14 @@
 
 import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from april.config import ConfigError, load
-from april.registry import ROOMS, Registry, lead, registry_of
+from april.registry import FOLDERS, ROOMS, Registry, lead, look_in, registry_of
 from april.workers.engines import ENGINES
 from april.workers.engines.entry import EngineEntry
 
@@ -53,6 +55,16 @@ def test_a_module_that_fails_when_it_is_imported_is_a_sentence(tmp_path, monkeyp
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match=r"importing broken_part raised .*No module named 'no_such_package'"):
         ENGINES.find("broken_part:Engine")
+
+
+def test_a_part_beside_the_configuration_is_found_by_every_process_of_the_run(tmp_path, monkeypatch):
+    (tmp_path / "beside_it.py").write_text("def reward(response): return 1.0\n")
+    monkeypatch.setenv(FOLDERS, "")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    look_in(tmp_path)
+    asked = "from april.registry import *; look_in(); print(lead('beside_it:reward')('x'))"
+    done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True)
+    assert done.stdout == "1.0\n", done.stderr
 
 
 SEVERAL = ("algorithm.corrections", "operations.alarms", "operations.sinks")

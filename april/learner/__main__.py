@@ -3,12 +3,14 @@
 import argparse
 import logging
 import sys
+from pathlib import Path
 
 from april import config as configuration
 from april.connections.broker import AccessDenied, BrokerRefused, BrokerUnreachable
 from april.learner import refusal
 from april.processes.lifetime import REFUSED, die_with_parent, end
 from april.processes.logs import log_to_stderr
+from april.registry import look_in
 from april.security.keys import load_keys
 
 log = logging.getLogger(__name__)
@@ -29,6 +31,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--connect", required=True, metavar="ADDRESS", help="the broker's, as tcp://HOST:PORT")
     options, overrides = parser.parse_known_args(arguments)
     die_with_parent()
+    look_in(*(Path(path).parent for path in options.config))
     if refusal.is_remembered():
         return REFUSED
     try:

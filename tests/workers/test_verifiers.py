@@ -411,3 +411,29 @@ def test_a_verifier_of_ones_own_may_ask_for_prompt_and_tokens_and_give_details(t
     [score] = verify([Item(0, "my_rewards:brief", "1+1 is 2", "2", "stop", "1+1", 5)], RewardRules())
     assert score.reward == pytest.approx(0.95)
     assert score.details == {"right": 1.0, "echo": 1.0, "over_limit": 0.0}
+
+
+OWN = {
+    "def f(response, label): return float(label in response)": 1.0,
+    "def f(tokens, label, response): return float(label in response) + tokens": 6.0,
+    "def f(text, answer, ending): return float(answer in text and ending == 'stop')": 1.0,
+    "def f(response, answer, ending, tokens): return float(answer in response and ending == 'stop') + tokens": 6.0,
+    "def f(*, prompt, **rest): return float(prompt == '1+1' and rest['tokens'] == 5)": 1.0,
+    "def f(response, label, weight=2.0): return weight * (label in response)": 2.0,
+}
+
+
+@pytest.mark.parametrize("code", OWN)
+def test_parameters_of_ones_own_verifier_are_matched_by_name_in_any_order(code, tmp_path, monkeypatch):
+    module = f"own_{list(OWN).index(code)}"
+    (tmp_path / f"{module}.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    [score] = verify([Item(0, f"{module}:f", "1+1 is 2", "2", "stop", "1+1", 5)], RewardRules())
+    assert (score.reward, score.error) == (OWN[code], None)
+
+
+def test_a_parameter_that_nobody_knows_is_refused_before_anything_starts(tmp_path, monkeypatch):
+    (tmp_path / "own_unknown.py").write_text("def f(response, ground_truth): return 1.0")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match="'own_unknown:f' cannot be used: its parameter 'ground_truth' is none of"):
+        check_verifier("own_unknown:f")

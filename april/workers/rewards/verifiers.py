@@ -1,19 +1,20 @@
 """Verifiers by name: what a response is worth.
 
-A verifier is a function `(response, label, finish_reason)` that returns a number, or a number and a dictionary of
-numbers that it is made of. If it has a parameter `prompt`, `tokens` or `state` (of its environment), it is given that,
-too. One of your own is named by where it lives, `package.module:function`; it may raise, and an exception is never
-counted as a reward of zero.
+A verifier is a function of `response`, `label`, `finish_reason`, `prompt`, `tokens` and `state` (of its environment),
+or of those of them that it has as parameters, in any order. It returns a number, or a number and a dictionary of
+numbers that it is made of. One of your own is named by where it lives, `package.module:function`; it may raise, and an
+exception is never counted as a reward of zero.
 
-A name that begins with `group:` is that of a function `(responses, label, finish_reasons)` of your own, which sees all
-responses to a prompt and returns as many such results; its `tokens` are a list. `group:remote` has a reward model see
-them in one request.
+A name that begins with `group:` is that of a function of your own of `responses`, `label`, `finish_reasons`, `prompt`
+and `tokens`, which sees all responses to a prompt and returns as many such results; its `tokens` are a list.
+`group:remote` has a reward model see them in one request.
 """
 
 import importlib.util
 import inspect
 from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Any
 
 import msgspec
 
@@ -25,8 +26,11 @@ from april.workers.rewards.messages import BatchVerifier, Item, RewardRules, Sco
 Worth = float | tuple[float, dict[str, float]]
 Verifier = Callable[..., Worth]
 
-FURTHER = ("prompt", "tokens", "state")
-"""parameters that a verifier may have"""
+PARAMETERS = ("response", "label", "finish_reason", "prompt", "tokens", "state")
+"""that a verifier may have; one with other names for the first three is given these by their places"""
+OF_GROUP = ("responses", "label", "finish_reasons", "prompt", "tokens")
+"""that one of a group may have"""
+BY_PLACE = 3
 
 
 @cache
@@ -36,42 +40,69 @@ def find_verifier(name: str) -> BatchVerifier:
     verifier = VERIFIERS.find(name)
     of_group, bare = name.startswith(GROUP_REWARD), name.removeprefix(GROUP_REWARD)
     if of_group and bare in VERIFIERS.shipped and not getattr(verifier, "in_batches", False):
-        raise LookupError(f"{bare} sees one response at a time")
+        raise LookupError(f"{bare} sees one response at a time; name your own as group:package.module:function")
     if getattr(verifier, "takes_items", False):
         return verifier
-    further = [parameter for parameter in FURTHER if parameter in parameters(verifier)]
+    call = matched(verifier, OF_GROUP if of_group else PARAMETERS)
 
     def score(items: list[Item], rules: RewardRules) -> list[Score]:
-        return [one(verifier, item, further) for item in items]
+        return [score_from(item, call(given(item))) for item in items]
 
     def score_group(items: list[Item], rules: RewardRules) -> list[Score]:
-        return together(verifier, items, further)
+        return together(call, items)
 
     return score_group if of_group else score
 
 
-def parameters(verifier: Verifier) -> list[str]:
+def matched(verifier: Verifier, known: Sequence[str]) -> Callable[[dict[str, Any]], Any]:
+    """What calls the verifier with those of the `known` arguments that it has parameters for. Raises LookupError for
+    one that needs others."""
+    by_place, by_name = places_and_names(verifier, known)
+
+    def call(arguments: dict[str, Any]) -> Any:
+        return verifier(*(arguments[name] for name in by_place), **{name: arguments[name] for name in by_name})
+
+    return call
+
+
+def places_and_names(verifier: Verifier, known: Sequence[str]) -> tuple[Sequence[str], list[str]]:
     try:
-        return list(inspect.signature(verifier).parameters)
+        parameters = inspect.signature(verifier).parameters.values()
     except (TypeError, ValueError):
-        return []
+        return known[:BY_PLACE], []
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        only_by_place = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
+        return known[: len(only_by_place)], list(known[len(only_by_place) :])
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    named = [p.name for p in parameters if p.name in known and p.kind is not p.POSITIONAL_ONLY]
+    first = positional[:BY_PLACE]
+    foreign = len(first) == BY_PLACE and all(
+        p.default is p.empty and (p.name not in known or p.name == place)
+        for p, place in zip(first, known, strict=False)
+    )
+    if foreign or any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return known[:BY_PLACE], [name for name in named if name not in known[:BY_PLACE]]
+    needed = [p.name for p in parameters if p.default is p.empty and p.name not in named]
+    if needed:
+        raise LookupError(f"its parameter {needed[0]!r} is none of {', '.join(known)}; rename it, or give it a default")
+    return [], named
 
 
-def one(verifier: Verifier, item: Item, further: list[str]) -> Score:
-    more = {name: getattr(item, name) for name in further}
-    if "state" in more:
-        more["state"] = msgspec.msgpack.decode(item.state) if item.state else None
-    return score_from(item, verifier(item.response, item.label, item.finish_reason, **more))
+def given(item: Item) -> dict[str, Any]:
+    state = msgspec.msgpack.decode(item.state) if item.state else None
+    return {name: getattr(item, name) for name in PARAMETERS} | {"state": state}
 
 
-def together(verifier: Callable[..., Sequence[Worth]], items: list[Item], further: list[str]) -> list[Score]:
+def together(call: Callable[[dict[str, Any]], Sequence[Worth]], items: list[Item]) -> list[Score]:
     """What a verifier says of all responses to a prompt. Raises ValueError unless it says as much as there is."""
-    more = {"prompt": items[0].prompt, "tokens": [item.tokens for item in items]}
-    worths = verifier(
-        [item.response for item in items],
-        items[0].label,
-        [item.finish_reason for item in items],
-        **{name: more[name] for name in further if name in more},
+    worths = call(
+        {
+            "responses": [item.response for item in items],
+            "label": items[0].label,
+            "finish_reasons": [item.finish_reason for item in items],
+            "prompt": items[0].prompt,
+            "tokens": [item.tokens for item in items],
+        }
     )
     if len(worths) != len(items):
         raise ValueError(f"returned {len(worths)} rewards for {len(items)} responses")
@@ -95,9 +126,7 @@ def check_verifier(name: str, key: str = "", url: str = "") -> None:
     try:
         find_verifier(name)
     except LookupError as error:
-        raise ConfigError(
-            f"key {key!r} = {name!r} is no verifier of groups ({error}); name your own as group:package.module:function"
-        ) from None
+        raise ConfigError(f"key {key!r} = {name!r} cannot be used: {error}") from None
     needed = getattr(verifier, "needs", "")
     if needed and importlib.util.find_spec(needed) is None:
         raise ConfigError(
