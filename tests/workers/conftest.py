@@ -20,9 +20,9 @@ CORES = os.sched_getaffinity(0)
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    """A server shares the core of the test that reads from it: on one of its own it ends long responses while the
+    """vLLM's server shares the core of the test that reads from it: on one of its own it ends long responses while the
     reader waits to be scheduled, so that there is nothing left to interrupt. Whole runs have all cores."""
-    if any(map(item.get_closest_marker, ("sglang", "vllm"))) and "config_file" not in item.fixturenames:
+    if item.get_closest_marker("vllm") and "config_file" not in item.fixturenames:
         os.sched_setaffinity(0, {max(CORES)})
     try:
         return (yield)
