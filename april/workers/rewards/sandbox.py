@@ -5,7 +5,7 @@ so that it reaches nobody and that killing one process ends all it has started, 
 a /proc of its own, where a container does not forbid that, so that it does not see the environments of others.
 Elsewhere its interpreter refuses sockets, which stops accidents rather than intent, and what it has started is looked
 for and killed.
-What it may read is not limited beyond the rights of its user; do not keep secrets where a worker's user can read.
+Where the kernel has Landlock, it opens no file but the interpreter's, the system's libraries and its own folder's.
 """
 
 import contextlib
@@ -64,17 +64,20 @@ class Outcome:
     """the limit that it ran into: wall clock | processor time | memory | processes | output, or nothing"""
 
 
-def run(program: str, stdin: bytes, limits: Limits) -> Outcome:
-    """Run a Python program to its end or to a limit. No process of it is left afterwards."""
+def run(program: str, stdin: bytes, limits: Limits, descriptors: tuple[int, ...] = ()) -> Outcome:
+    """Run a Python program to its end or to a limit. No process of it is left afterwards.
+
+    `descriptors`: further ones that it gets, under their numbers; they are closed here.
+    """
     folder = tempfile.mkdtemp(prefix="april-program-")
     try:
         Path(folder, "program.py").write_text(program, errors="replace")
-        return run_in(folder, stdin, limits)
+        return run_in(folder, stdin, limits, descriptors)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def run_in(folder: str, stdin: bytes, limits: Limits) -> Outcome:
+def run_in(folder: str, stdin: bytes, limits: Limits, descriptors: tuple[int, ...] = ()) -> Outcome:
     prefix = isolation()
     rules = [msgspec.json.encode(limits).decode(), "" if prefix else "no sockets"]
     runner = [sys.executable, "-I", "-B", str(RUNNER), *rules]
@@ -87,7 +90,10 @@ def run_in(folder: str, stdin: bytes, limits: Limits) -> Outcome:
         env={"PATH": os.environ.get("PATH", "/usr/bin:/bin"), "HOME": folder, "TMPDIR": folder, "PYTHONHASHSEED": "0"},
         start_new_session=True,
         preexec_fn=die_with_parent,
+        pass_fds=descriptors,
     )
+    for descriptor in descriptors:
+        os.close(descriptor)
     try:
         output, errors, exceeded = talk(process, stdin, limits)
     finally:

@@ -1,0 +1,192 @@
+"""What programs under test try, and what each attempt must get: no verdict but its own, and nothing of the host's.
+
+Attempts on files need Landlock, and are collected where the kernel has it.
+"""
+
+import ctypes
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from april.workers.rewards import sandbox
+from april.workers.rewards.code import code
+from april.workers.rewards.messages import Item, RewardRules
+
+pytestmark = pytest.mark.xdist_group("programs")
+LANDLOCK = ctypes.CDLL(None).syscall(444, None, ctypes.c_size_t(0), ctypes.c_uint32(1)) > 0
+ASSERTIONS = "assert secret(20) == 6765\nassert secret(1) == 1\nassert [secret(n) for n in range(3)] == [0, 1, 1]"
+CALLS = json.dumps({"fn_name": "secret", "inputs": [[20], [1]], "outputs": [6765, 1]})
+STREAMS = json.dumps({"inputs": ["20\n", "1\n"], "outputs": ["6765\n", "1\n"]})
+
+
+def reward(program, label, **rules):
+    response = f"```python\n{program}\n```"
+    [score] = code([Item(0, "code", response, label, "stop")], RewardRules(code_test_s=10.0, **rules))
+    return score.reward
+
+
+# --- the verdict --------------------------------------------------------------------------------------------
+
+AGAINST_ASSERTIONS = {
+    "reads its own file for a mark": "import re, os\nprint(open('program.py').read()); os._exit(0)",
+    "exits well": "import sys\nsys.exit(0)",
+    "exits well at once": "import os\nos._exit(0)",
+    "is silent": "pass",
+    "is equal to everything": "class E:\n    def __eq__(self, other): return True\ndef secret(n): return E()",
+    "is an integer that is equal to everything":
+        "class E(int):\n    def __eq__(self, other): return True\n    __hash__ = int.__hash__\n"
+        "def secret(n): return E(5)",
+    "spells an integer as it likes": "class E(int):\n    def __str__(self): return '6765'\ndef secret(n): return E(5)",
+    "is a list that is equal to everything":
+        "class E(list):\n    def __eq__(self, other): return True\ndef secret(n): return E()",
+    "answers for itself": (
+        "import os\n"
+        "for number in range(3, 64):\n"
+        "    try: os.write(number, b'[\"is\", {\"int\": \"6765\"}, []]\\n' * 9)\n"
+        "    except OSError: pass\n"
+        "os._exit(0)"
+    ),
+    "answers with what is no JSON": (
+        "import os\nfor number in range(3, 64):\n    try: os.write(number, b'[' * 60000 + b'\\n')\n"
+        "    except OSError: pass\nimport time; time.sleep(0.5)"
+    ),
+    "raises what the test would raise": "def secret(n): raise AssertionError",
+    "ends in the call": "import os\ndef secret(n): os._exit(0)",
+    "exits in the call": "def secret(n): raise SystemExit(0)",
+    "changes what is compared": "import builtins\nbuiltins.range = lambda n: []\ndef secret(n): return 6765",
+    "shadows the built-ins": "def all(x): return True\ndef len(x): return 0\ndef secret(n): return len(())",
+    "looks for the expected value among its frames": (
+        "import sys, gc\n"
+        "def secret(n):\n"
+        "    found = [o for o in gc.get_objects() if isinstance(o, str) and '6765' in o]\n"
+        "    frame = sys._getframe()\n"
+        "    while frame:\n"
+        "        found += [v for v in frame.f_locals.values() if v == 6765]\n"
+        "        frame = frame.f_back\n"
+        "    return 6765 if found and n == 20 else 0 if n == 0 else 1"
+    ),
+}  # fmt: skip
+AGAINST_CALLS = {
+    "writes a result of its own behind the mark":
+        "import atexit\natexit.register(lambda: print('7'))\ndef secret(n): return n",
+    "writes deep JSON": "def secret(n):\n    import atexit; atexit.register(lambda: print('[' * 100000)); return n",
+    "writes a long integer": "import sys\nsys.set_int_max_str_digits(0)\ndef secret(n): return 10 ** 5000",
+    "is not a number": "def secret(n): return float('nan')",
+    "returns what is no JSON": "def secret(n): return object()",
+    "is true": "def secret(n): return True",
+}  # fmt: skip
+AGAINST_STREAMS = {
+    "prints both answers": "print(6765); print(1)",
+    "prints bytes that are no text": "import sys; sys.stdout.buffer.write(bytes(range(256)))",
+    "prints and fails": "print(6765 if input() == '20' else 1); raise SystemExit(3)",
+}
+TRIES = [
+    *((name, text, ASSERTIONS) for name, text in AGAINST_ASSERTIONS.items()),
+    *((name, text, CALLS) for name, text in AGAINST_CALLS.items()),
+    *((name, text, STREAMS) for name, text in AGAINST_STREAMS.items()),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "label"), TRIES, ids=[name for name, *_ in TRIES])
+def test_no_program_gets_a_verdict_that_it_has_not_earned(name, text, label):
+    assert reward(text, label) == 0.0
+
+
+FIBONACCI = "def secret(n):\n    a, b = 0, 1\n    for _ in range(n): a, b = b, a + b\n    return a"
+
+
+def test_a_right_program_passes_all_three_kinds_of_tests():
+    assert reward(FIBONACCI, ASSERTIONS) == reward(FIBONACCI, CALLS) == 1.0
+    assert reward(f"{FIBONACCI}\nprint(secret(int(input())))", STREAMS) == 1.0
+
+
+PASSED = {
+    "an argument that is changed": ("def f(l):\n    l.sort()", "x = [3, 1]\nf(x)\nassert x == [1, 3]"),
+    "a generator": ("def f(n):\n    yield 1\n    yield (2, {3})", "assert list(f(1)) == [1, (2, {3})]"),
+    "a method": ("class Solution:\n    def f(self, n): return {n: [n]}", "assert Solution().f(1) == {1: [1]}"),
+    "an exception": ("def f(n): raise ValueError(n)", "try:\n    f(1)\n    assert False\nexcept ValueError: pass"),
+    "a check": (FIBONACCI, "def check(f):\n    assert f(20) == 6765\ncheck(secret)"),
+    "a long integer": ("def f(n): return 10 ** n", "assert f(5000) == 10 ** 5000"),
+    "what is close": ("def f(n): return n / 3", "import math\nassert math.isclose(f(1.0), 1 / 3)"),
+}
+
+
+@pytest.mark.parametrize("name", PASSED)
+def test_assertions_mean_what_they_mean_in_one_process(name):
+    assert reward(*PASSED[name]) == 1.0
+
+
+def test_assertions_that_are_no_python_are_the_label_s_fault():
+    with pytest.raises(SyntaxError):
+        reward(FIBONACCI, "assert secret(1 ==")
+
+
+# --- the host -----------------------------------------------------------------------------------------------
+
+HOST = {
+    "passwords": "open('/etc/shadow').read()",
+    "users": "open('/etc/passwd').read()",
+    "the host's name": "open('/etc/hostname').read()",
+    "a key": "open(KEY).read()",
+    "a key by its descriptor's path": "os.open(KEY, os.O_RDONLY)",
+    "a key through a link": "os.symlink(KEY, 'link'), open('link').read()",
+    "a key through a hard link": "os.link(KEY, 'hard'), open('hard').read()",
+    "a key through a child": "subprocess.run(['/bin/cat', KEY], check=True)",
+    "a key through root": "open('/proc/1/root' + KEY).read()",
+    "the folder of keys": "os.listdir(os.path.dirname(KEY))",
+    "the project": "open(PROJECT).read()",
+    "the home of root": "os.listdir('/root')",
+    "the root": "os.listdir('/')",
+    "other programs": "os.listdir('/tmp')",
+    "what stays in tmp": "open('/tmp/april-left-over', 'w')",
+    "what stays in shared memory": "open('/dev/shm/april-left-over', 'w')",
+    "what stays in var": "open('/var/tmp/april-left-over', 'w')",
+    "a key's end": "os.remove(KEY)",
+    "a key cut": "os.truncate(KEY, 0)",
+    "the interpreter": "open(os.__file__, 'a')",
+    "a device": "os.open('/dev/mem', os.O_RDONLY)",
+    "the kernel's log": "os.open('/dev/kmsg', os.O_RDONLY)",
+    "a connection": "socket.create_connection(('127.0.0.1', PORT), 2)",
+    "a server": "socket.socket().bind(('0.0.0.0', 8080))",
+    "a mount": "subprocess.run(['/bin/mount', '-t', 'tmpfs', 'none', '/tmp'], check=True)",
+}
+ATTEMPT = """
+import os, socket, subprocess
+KEY, PROJECT, PORT = {given!r}
+for name, text in {attempts!r}.items():
+    try:
+        exec(text)
+    except BaseException as error:
+        print(name, type(error).__name__, sep=': ')
+    else:
+        print(name, 'GOT IT', sep=': ')
+"""
+
+if LANDLOCK:
+
+    def test_no_program_gets_anything_of_the_host(tmp_path):
+        key = tmp_path / "broker.key"
+        key.write_text("secret")
+        key.chmod(0o600)
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            given = (str(key), str(Path(sandbox.__file__).resolve()), server.getsockname()[1])
+            outcome = sandbox.run(ATTEMPT.format(given=given, attempts=HOST), b"", sandbox.Limits(wall_s=30.0))
+        lines = outcome.output.decode().splitlines()
+        assert [line.partition(":")[0] for line in lines] == list(HOST), outcome.errors.decode()
+        assert [line for line in lines if "GOT IT" in line] == []
+        assert key.read_text() == "secret"
+
+    def test_a_program_cannot_count_its_runs():
+        count = (
+            "import glob, os, tempfile\n"
+            "runs = 1\n"
+            "for folder in ('.', '/tmp', '/dev/shm', '/var/tmp', tempfile.gettempdir()):\n"
+            "    try:\n"
+            "        runs = max(runs, len(glob.glob(f'{folder}/april-run-*')) + 1)\n"
+            "        open(f'{folder}/april-run-{runs}', 'w').close()\n"
+            "    except OSError: pass\n"
+            "print(6765 if runs == 1 else 1)"
+        )
+        assert reward(count, STREAMS) == 0.0
