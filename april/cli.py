@@ -205,7 +205,7 @@ def run_command(options, overrides: list[str]) -> int:
             state, failure = "failed", str(error)
     if failure:
         print(f"april run: {failure}", file=sys.stderr)
-    report_end(config.run_dir, state)
+    report_end(config.run_dir, state, failure)
     return {"finished": 0, "stopped": INTERRUPTED, "failed": 1}[state]
 
 
@@ -463,13 +463,13 @@ def target_of(options):
     return Target(options.run, options.connect, options.keys)
 
 
-def report_end(run_dir: Path, state: str) -> None:
+def report_end(run_dir: Path, state: str, why: str) -> None:
     """Show and write what became of a run; what keeps that from being done says nothing of how the run ended."""
     from april.launch.preflight import mark_ended
     from april.report.html import write_report
 
     try:
-        mark_ended(run_dir, state)
+        mark_ended(run_dir, state, why)
         if (run_dir / "metrics.jsonl").exists():
             print_status(run_dir)
             print(f"report: {write_report(run_dir)}")

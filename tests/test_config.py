@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from april import config as configuration
-from april.config import ConfigError
+from april.config import ConfigError, known_keys
+from april.config.synonyms import SYNONYMS
 
 MINIMAL = """
 [model]
@@ -31,6 +32,9 @@ def file(tmp_path):
     ("overrides", "named"),
     [
         (["--schedule.rollout_batch_sise", "4"], ["schedule.rollout_batch_sise", "4", "schedule.rollout_batch_size"]),
+        (["--learner.learning_rate", "1e-6"], ["learner.learning_rate", "did you mean 'learner.lr'?"]),
+        (["--lr", "1e-6"], ["'lr'", "did you mean 'learner.lr'?"]),
+        (["--num-generations", "8"], ["num_generations", "did you mean 'schedule.n_samples_per_prompt'?"]),
         (["--nonsense", "1"], ["nonsense", "1"]),
         (["--learner.lr", "fast"], ["learner.lr", "fast", "number"]),
         (["--over-sampling-batch-size", "0"], ["schedule.over_sampling_batch_size", "0", "greater than or equal to 1"]),
@@ -200,3 +204,7 @@ def test_help_lists_every_key_with_its_default():
     for key, field in configuration.known_keys().items():
         assert f"--{key} " in listing
         assert field.description in listing
+
+
+def test_what_other_trainers_call_a_key_leads_to_one_that_exists():
+    assert set(SYNONYMS.values()) <= known_keys().keys()

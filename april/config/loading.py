@@ -13,6 +13,7 @@ from pydantic_core import ErrorDetails
 from april.config.checks import INPUTS, check
 from april.config.overrides import known_keys, parse_overrides, set_key
 from april.config.sections import Config, Section
+from april.config.synonyms import SYNONYMS
 from april.errors import ConfigError
 
 
@@ -59,13 +60,24 @@ def validate(tree: dict[str, Any]) -> Config:
         raise ConfigError(sentence(error.errors()[0])) from None
 
 
+def likely_key(key: str, known: Collection[str]) -> str | None:
+    """The key of that last name, if there is one alone; what another trainer calls so; or the most similar."""
+    last = key.rpartition(".")[2]
+    of_that_name = [other for other in known if other.rpartition(".")[2] == last]
+    if len(of_that_name) == 1:
+        return of_that_name[0]
+    if (meant := SYNONYMS.get(last)) in known:
+        return meant
+    return next(iter(difflib.get_close_matches(key, known, n=1, cutoff=0.5)), None)
+
+
 def sentence(error: ErrorDetails, model: type[Section] = Config, listing: str = "`april run --help`") -> str:
     """One sentence from a pydantic error of `model`, whose keys `listing` lists: the key, the value, what was
     expected."""
     key = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
-        close = difflib.get_close_matches(key, known_keys(model), n=1, cutoff=0.5)
-        mend = f"did you mean {close[0]!r}?" if close else f"{listing} lists the keys"
+        meant = likely_key(key, known_keys(model))
+        mend = f"did you mean {meant!r}?" if meant else f"{listing} lists the keys"
         return f"unknown key {key!r} = {error['input']!r}; {mend}"
     if error["type"] == "missing":
         key = {"model": "model.path", "data": "data.path"}.get(key, key)

@@ -138,9 +138,12 @@ def differences(before: dict, after: dict, prefix: str = "") -> list[str]:
     return lines
 
 
-def mark_ended(run_dir: Path, state: str) -> None:
-    """Let summary.json not say "running" of a run whose broker could not say how it ended."""
+def mark_ended(run_dir: Path, state: str, why: str = "") -> None:
+    """Let summary.json not say "running" of a run whose broker could not say how it ended, and say why it failed."""
     path = run_dir / "summary.json"
     summary = read_summary(path)
+    ended = summary | ({"failure": why} if why else {})
     if summary.get("state") == "running":
-        replace_file(path, orjson.dumps(summary | {"state": state}, option=orjson.OPT_INDENT_2))
+        ended["state"] = state
+    if ended != summary:
+        replace_file(path, orjson.dumps(ended, option=orjson.OPT_INDENT_2))

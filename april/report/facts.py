@@ -74,6 +74,7 @@ def ledger_of(run: Run) -> Ledger | None:
 def facts(run: Run) -> list[tuple[str, str]]:
     """(name, value) of all that is known about the run beside its ledger, in reading order."""
     found = [
+        ("failed because", run.summary.get("failure") or ""),
         ("steps", steps(run)),
         ("reward, first → last 3", reward(run)),
         ("held-out accuracy, first → last", accuracy(run)),

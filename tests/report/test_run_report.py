@@ -8,7 +8,8 @@ from rich.console import Console
 from synthetic_run import write_run
 
 from april.config import ConfigError
-from april.report.facts import ledger_of
+from april.launch.preflight import mark_ended
+from april.report.facts import facts, ledger_of
 from april.report.html import write_report
 from april.report.run_folder import read_run
 from april.report.table import render_status
@@ -116,3 +117,11 @@ def test_names_from_the_run_are_escaped(tmp_path):
     rewrite_summary(run_dir, run="<i>run</i>")
     page = write_report(run_dir).read_text()
     assert "<i>run" not in page and "<b>worker" not in page
+
+
+def test_the_table_says_why_a_run_has_failed(tmp_path):
+    run_dir = write_run(tmp_path / "demo")
+    rewrite_summary(run_dir, state="running")
+    mark_ended(run_dir, "failed", "worker-0 refuses to work; its last lines:\n  worker-0 | no such device")
+    run = read_run(run_dir)
+    assert run.state == "failed" and "no such device" in dict(facts(run))["failed because"]
