@@ -7,22 +7,23 @@ from zlib_ng.zlib_ng import crc32
 
 from april import wire
 from april.broker.journal.journal import Journal, Reference
-from april.broker.ledger import events
 from april.broker.ledger.samples import Sample
 from april.broker.prompts import PromptBook
 from april.data.rows import GROUP_REWARD, Row
 
+NOTHING = memoryview(b"")
 ROWS_CACHED = 16
 PROMPTS_CACHED, LONG_PROMPTS_CACHED, LONG_PROMPT_BYTES = 1024, 16, 16 << 10
 """short ones until their batch is delivered, long ones while the samples of their group are handed out"""
 
 
 class Payloads:
-    def __init__(self, journal: Journal, prompts: PromptBook, default_reward: str):
-        """`default_reward`: name of the verifier of rows that name none."""
+    def __init__(self, journal: Journal, prompts: PromptBook, default_reward: str, is_cut: bool):
+        """`default_reward`: name of the verifier of rows that name none; `is_cut`: training tokens have supports."""
         self.journal = journal
         self.prompts = prompts
         self.default_reward = default_reward
+        self.is_cut = is_cut
         self.row_of = lru_cache(maxsize=ROWS_CACHED)(self._row_of)
         """the samples of a group are mostly handed out one after the other"""
         self._short_prompt = lru_cache(maxsize=PROMPTS_CACHED)(self._read_prompt)
@@ -39,10 +40,19 @@ class Payloads:
 
     def chunks(self, sample: Sample) -> Iterator[list[wire.Packed]]:
         """[ids, behaviour logprobs] of the acknowledged chunks of a sample, and their supports where they have some."""
-        for reference in sample.references:
-            _, arrays = self.journal.read(reference)
-            kinds = zip(wire.CHUNK_ARRAYS, arrays, strict=False)
-            yield [wire.Packed(dtype, checksum, data) for dtype, (checksum, data) in kinds]
+        with_support = self.is_cut and not sample.group.evaluation
+        for place in sample.places:
+            payload, end = self.journal.read_payload(place), 4 * place.tokens
+            ids = payload[:end]
+            if place.observed:
+                nobodys = memoryview(bytes(end))
+                parts = [ids, nobodys, nobodys, NOTHING] if with_support else [ids, nobodys]
+            elif with_support:
+                parts = [ids, payload[end : 2 * end], payload[2 * end : 3 * end], payload[3 * end :]]
+            else:
+                parts = [ids, payload[end:]]
+            kinds = zip(wire.CHUNK_ARRAYS, parts, strict=False)
+            yield [wire.Packed(dtype, crc32(data), data) for dtype, data in kinds]
 
     def response(self, sample: Sample) -> list[wire.Packed]:
         """The same of all its acknowledged tokens."""
@@ -53,10 +63,9 @@ class Payloads:
 
     def environment_state(self, sample: Sample) -> bytes:
         """What its environment has left behind its last observation."""
-        for reference in reversed(list(sample.references)):
-            event, _ = self.journal.read(reference)
-            if isinstance(event, events.ObservationAccepted):
-                return event.state
+        for place in reversed(list(sample.places)):
+            if place.observed:
+                return bytes(self.journal.read_payload(place)[4 * place.tokens :])
         return b""
 
     def _row_of(self, evaluation: bool, epoch: int, row: int) -> Row:

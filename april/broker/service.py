@@ -72,7 +72,7 @@ class Service:
         self.prompts = prompts
         self.journal = journal
         self.sessions = Sessions()
-        self.payloads = Payloads(journal, prompts, config.reward.name)
+        self.payloads = Payloads(journal, prompts, config.reward.name, config.sampling.is_cut)
         self.ledger = Ledger(ledger_rules(config), write=journal.append, together=self.payloads.scored_together)
         self.schedule = make_schedule(config.schedule, prompts)
         self.filters = GroupFilters(config.schedule)

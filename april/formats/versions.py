@@ -85,8 +85,8 @@ def minor(version: str) -> str:
     return ".".join(version.split(".")[:2])
 
 
-JOURNAL = Form("journal", {1: "0.1", 2: "0.2"})
-"""records, events and snapshots"""
+JOURNAL = Form("journal", {1: "0.1", 3: "0.2"})
+"""records, events and snapshots; 2 is of nothing that was ever installed"""
 RUN_FOLDER = Form("run folder", {1: "0.1", 2: "0.2"})
 """configuration, metrics, summary and checkpoints"""
 

@@ -11,7 +11,7 @@ import msgspec
 from april.broker.journal import records
 from april.broker.journal.journal import SUFFIX
 from april.broker.journal.snapshot import SnapshotStore, header_of, thaw
-from april.broker.ledger.events import AnyEvent, ChunkAccepted, Event, GroupOpened, ObservationAccepted, RunStarted
+from april.broker.ledger.events import AnyEvent, Event, GroupOpened, RowsAccepted, RunStarted
 from april.broker.ledger.ledger import Ledger
 from april.broker.ledger.state import Rules
 from april.config import ConfigError
@@ -52,9 +52,11 @@ def record_trace(run_dir: Path) -> Recording:
                 ledger = Ledger(rules_of(event))
             case GroupOpened(evaluation=False):
                 opened[event.group], lengths[event.group] = event, {}
-            case ChunkAccepted() | ObservationAccepted() if event.finish_reason:
-                sample = ledger.leases[event.lease_id].sample
-                lengths.get(sample.group.id, {})[sample.index] = event.start + event.count
+            case RowsAccepted():
+                for row in event.rows:
+                    sample = ledger.leases[row.lease_id].sample
+                    if row.finish:
+                        lengths.get(sample.group.id, {})[sample.index] = row.end
         ledger.apply(event)
     complete = {group for group in opened if len(lengths[group]) == opened[group].size}
     generating = (group.id for group in ledger.open_groups() if group.id in opened and group.id not in complete)

@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 
 import orjson
-from zlib_ng.zlib_ng import crc32
 
 from april import wire
 from april.broker.journal.journal import SUFFIX, Journal
@@ -71,11 +70,11 @@ def _write_and_die(pipe, config: Config, size_bytes: int) -> None:
     service.tick(clock.now())
     while sample := service.schedule.next_sample(ledger, 0):
         ledger.lease(sample, f"worker-{sample.index}", 0, clock.now() + 60)
-    arrays = [(crc32(data), data) for data in (os.urandom(4 * CHUNK_TOKENS), os.urandom(4 * CHUNK_TOKENS))]
+    payload = os.urandom(8 * CHUNK_TOKENS)
     length = 0
     while True:
         for lease_id in ledger.leases:
-            ledger.add_chunk(lease_id, length, CHUNK_TOKENS, Version(0, 0), arrays=arrays)
+            ledger.add_chunk(lease_id, length, CHUNK_TOKENS, Version(0, 0), payload=payload)
             if journal.unsynced_bytes < SYNC_BYTES:
                 continue
             journal.sync()

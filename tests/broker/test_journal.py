@@ -17,8 +17,7 @@ import pytest
 
 from april.broker.journal import journal as journal_module
 from april.broker.journal.journal import Journal, JournalError
-from april.broker.ledger.events import ChunkAccepted, RoundStarted
-from april.wire.version import Version
+from april.broker.ledger.events import RoundStarted, SampleScored
 
 ROOT = Path(__file__).parents[2]
 ARRAYS = [(zlib.crc32(data), data) for data in (b"\x01\x00\x00\x00" * 2, b"\xcf" * 8)]
@@ -30,14 +29,14 @@ def written(tmp_path):
     with closing(Journal(tmp_path)) as journal:
         ends = []
         for number in range(10):
-            ends.append(sum(journal.append(chunk(number), ARRAYS)))
+            ends.append(sum(journal.append(fact(number), ARRAYS)))
             journal.sync()
     (path,) = tmp_path.glob("*.msgpack")
     return tmp_path, path, ends
 
 
-def chunk(number):
-    return ChunkAccepted(number, 0, 2, Version(0, number), "")
+def fact(number):
+    return SampleScored(number, 1.0)
 
 
 def replayed(folder, position=0):
@@ -48,22 +47,22 @@ def replayed(folder, position=0):
 def test_replay_gives_back_what_was_appended(written):
     with closing(Journal(written[0])) as journal:
         found = [journal.read(reference) for _, reference in journal.replay()]
-    assert found == [(chunk(number), ARRAYS) for number in range(10)]
+    assert found == [(fact(number), ARRAYS) for number in range(10)]
 
 
 def test_a_reference_reads_its_own_record_before_and_after_the_sync(tmp_path):
     with closing(Journal(tmp_path)) as journal:
-        references = [journal.append(chunk(number), ARRAYS) for number in range(5)]
-        assert journal.read(references[3]) == (chunk(3), ARRAYS)
+        references = [journal.append(fact(number), ARRAYS) for number in range(5)]
+        assert journal.read(references[3]) == (fact(3), ARRAYS)
         journal.sync()
-        assert [journal.read(reference)[0] for reference in references] == [chunk(number) for number in range(5)]
+        assert [journal.read(reference)[0] for reference in references] == [fact(number) for number in range(5)]
 
 
 def test_many_records_in_one_sync_are_all_there(tmp_path):
     with closing(Journal(tmp_path)) as journal:
         for number in range(3000):
-            journal.append(chunk(number), ARRAYS)
-    assert replayed(tmp_path) == [chunk(number) for number in range(3000)]
+            journal.append(fact(number), ARRAYS)
+    assert replayed(tmp_path) == [fact(number) for number in range(3000)]
 
 
 def test_a_cut_at_any_byte_loses_only_the_records_it_cuts(written):
@@ -81,7 +80,7 @@ def test_after_a_cut_the_journal_goes_on_behind_the_last_good_record(written):
     with closing(Journal(folder)) as journal:
         assert len(list(journal.replay())) == 9 and path.stat().st_size == ends[8]
         journal.append(RoundStarted(7))
-    assert replayed(folder) == [*(chunk(number) for number in range(9)), RoundStarted(7)]
+    assert replayed(folder) == [*(fact(number) for number in range(9)), RoundStarted(7)]
 
 
 def test_damage_to_what_was_synced_before_the_last_record_is_refused(written):
@@ -100,12 +99,12 @@ def test_the_pages_of_an_unfinished_sync_may_reach_the_disk_in_any_order(written
     folder, path, ends = written
     with closing(Journal(folder)) as journal:
         list(journal.replay())
-        hole = journal.append(chunk(10), ARRAYS)
-        journal.append(chunk(11), ARRAYS)
+        hole = journal.append(fact(10), ARRAYS)
+        journal.append(fact(11), ARRAYS)
     whole = bytearray(path.read_bytes())
     whole[hole[0] : sum(hole)] = bytes(hole[1])
     path.write_bytes(whole)
-    assert replayed(folder) == [chunk(number) for number in range(10)]
+    assert replayed(folder) == [fact(number) for number in range(10)]
     assert path.stat().st_size == ends[-1]
 
 
@@ -115,7 +114,7 @@ def test_any_messagepack_reader_can_stream_it(written):
     for number, (synced, checksum, event, *arrays) in enumerate(records):
         assert synced == (0, *written[2])[number]
         assert checksum == zlib.crc32(event, zlib.crc32(synced.to_bytes(8)))
-        assert msgpack.unpackb(event)[:2] == ["ChunkAccepted", number]
+        assert msgpack.unpackb(event)[:2] == ["SampleScored", number]
         assert list(zip(arrays[::2], arrays[1::2], strict=True)) == ARRAYS
     assert len(records) == 10
 
@@ -123,13 +122,13 @@ def test_any_messagepack_reader_can_stream_it(written):
 @pytest.mark.parametrize("call", ["pwritev", "fdatasync"])
 def test_after_a_failed_write_nothing_is_accepted_but_reading_goes_on(tmp_path, monkeypatch, call):
     journal = Journal(tmp_path)
-    reference = journal.append(chunk(0), ARRAYS)
+    reference = journal.append(fact(0), ARRAYS)
     journal.sync()
 
     def fail(*arguments):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    journal.append(chunk(1), ARRAYS)
+    journal.append(fact(1), ARRAYS)
     monkeypatch.setattr(os, call, fail)
     with pytest.raises(JournalError, match="No space left") as failure:
         journal.sync()
@@ -138,25 +137,25 @@ def test_after_a_failed_write_nothing_is_accepted_but_reading_goes_on(tmp_path, 
     with pytest.raises(JournalError):
         journal.sync()
     with pytest.raises(JournalError):
-        journal.append(chunk(2), ARRAYS)
-    assert journal.read(reference) == (chunk(0), ARRAYS)
+        journal.append(fact(2), ARRAYS)
+    assert journal.read(reference) == (fact(0), ARRAYS)
     journal.close()
 
 
 def test_a_sync_aside_counts_when_it_is_finished(tmp_path):
     with closing(Journal(tmp_path)) as journal:
-        journal.append(chunk(0), ARRAYS)
+        journal.append(fact(0), ARRAYS)
         journal.begin_sync()
         assert journal.syncing and journal.unsynced_bytes
-        journal.append(chunk(1), ARRAYS)
+        journal.append(fact(1), ARRAYS)
         journal.finish_sync()
         assert not journal.syncing and 0 < journal.unsynced_bytes < journal.end
-    assert replayed(tmp_path) == [chunk(0), chunk(1)]
+    assert replayed(tmp_path) == [fact(0), fact(1)]
 
 
 def test_a_sync_aside_that_fails_says_so_when_it_is_finished(tmp_path, monkeypatch):
     journal = Journal(tmp_path)
-    journal.append(chunk(0), ARRAYS)
+    journal.append(fact(0), ARRAYS)
     monkeypatch.setattr(os, "fdatasync", lambda file: os.fsync(1_000_000))
     journal.begin_sync()
     with pytest.raises(JournalError, match="cannot be written"):
@@ -173,8 +172,8 @@ def test_a_write_that_the_system_cuts_short_is_finished(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "pwritev", lambda file, data, at: whole_write(file, [b"".join(data)[:30]], at))
     with closing(Journal(tmp_path)) as journal:
         for number in range(3):
-            journal.append(chunk(number), ARRAYS)
-    assert replayed(tmp_path) == [chunk(number) for number in range(3)]
+            journal.append(fact(number), ARRAYS)
+    assert replayed(tmp_path) == [fact(number) for number in range(3)]
 
 
 def test_a_second_broker_on_the_same_journal_is_refused(tmp_path):
@@ -193,7 +192,7 @@ def fill(folder, count, records_per_segment=10):
     with closing(Journal(folder, file_records=records_per_segment)) as journal:
         starts = [0]
         for number in range(count):
-            journal.append(chunk(number), ARRAYS)
+            journal.append(fact(number), ARRAYS)
             journal.sync()
             if journal.file_full:
                 starts.append(journal.rotate())
@@ -203,12 +202,12 @@ def fill(folder, count, records_per_segment=10):
 def test_references_and_replay_reach_across_segments(tmp_path):
     starts = fill(tmp_path, 35)
     assert len(starts) == 4
-    assert replayed(tmp_path) == [chunk(number) for number in range(35)]
-    assert replayed(tmp_path, starts[2]) == [chunk(number) for number in range(20, 35)]
+    assert replayed(tmp_path) == [fact(number) for number in range(35)]
+    assert replayed(tmp_path, starts[2]) == [fact(number) for number in range(20, 35)]
     with closing(Journal(tmp_path)) as journal:
         references = [reference for _, reference in journal.replay()]
         order = random.Random(0).sample(range(35), 35)
-        assert [journal.read(references[number])[0] for number in order] == [chunk(number) for number in order]
+        assert [journal.read(references[number])[0] for number in order] == [fact(number) for number in order]
 
 
 def test_only_the_last_segment_may_be_torn(tmp_path):
@@ -237,15 +236,15 @@ def test_segments_are_reclaimed_unless_something_in_them_lives(tmp_path):
         dead = journal.reclaim(starts[3], live)
         assert [int(path.stem) for path in dead] == [starts[0], starts[2]]
         assert journal.bytes_on_disk == before - sum(path.stat().st_size for path in dead)
-        assert journal.read(references[13]) == (chunk(13), ARRAYS)
+        assert journal.read(references[13]) == (fact(13), ARRAYS)
         for path in dead:
             path.unlink()
-    assert replayed(tmp_path, starts[3]) == [chunk(number) for number in range(30, 45)]
+    assert replayed(tmp_path, starts[3]) == [fact(number) for number in range(30, 45)]
 
 
 def test_a_failure_beside_a_write_under_way_leaves_nothing_unsynced_on_disk(tmp_path, monkeypatch):
     journal = Journal(tmp_path)
-    journal.append(chunk(0), ARRAYS)
+    journal.append(fact(0), ARRAYS)
     journal.sync()
     synced, whole_write, writing = journal.end, os.pwritev, threading.Event()
 
@@ -255,7 +254,7 @@ def test_a_failure_beside_a_write_under_way_leaves_nothing_unsynced_on_disk(tmp_
         return whole_write(file, data, at)
 
     monkeypatch.setattr(os, "pwritev", slow_write)
-    journal.append(chunk(0), ARRAYS)
+    journal.append(fact(0), ARRAYS)
     journal.begin_sync()
     assert writing.wait(10.0)
     journal.fail(OSError(errno.ENOSPC, "No space left on device"))
@@ -271,7 +270,7 @@ def large(number):
 
 def test_large_records_between_small_ones_come_back_as_they_were(tmp_path):
     """From memory, from the disk, and after a cut at any place near the end of a record."""
-    wanted = [(chunk(number), large(number) if number % 5 else ARRAYS) for number in range(60)]
+    wanted = [(fact(number), large(number) if number % 5 else ARRAYS) for number in range(60)]
     ends = []
     with closing(Journal(tmp_path)) as journal:
         for number, (event, arrays) in enumerate(wanted):
@@ -301,7 +300,7 @@ def test_a_large_sync_goes_past_the_page_cache_and_a_small_one_through_it(tmp_pa
     with closing(Journal(tmp_path)) as journal:
         for arrays in ([ARRAYS], [large(0)] * 2, [ARRAYS] * 3000):
             for one in arrays:
-                journal.append(chunk(0), one)
+                journal.append(fact(0), one)
             journal.sync()
     assert ways == [False, True, False]
 
@@ -309,14 +308,14 @@ def test_a_large_sync_goes_past_the_page_cache_and_a_small_one_through_it(tmp_pa
 def test_no_more_of_the_last_large_records_stays_in_memory_than_is_meant_to(tmp_path, monkeypatch):
     monkeypatch.setattr(journal_module, "KEPT_BYTES", 1 << 20)
     with closing(Journal(tmp_path)) as journal:
-        references = [journal.append(chunk(number), large(number)) for number in range(40)]
+        references = [journal.append(fact(number), large(number)) for number in range(40)]
         journal.sync()
         monkeypatch.setattr(os, "pread", lambda *arguments: pytest.fail("this one should be in memory"))
         assert [journal.read(reference) for reference in references[-6:]] == [
-            (chunk(number), large(number)) for number in range(34, 40)
+            (fact(number), large(number)) for number in range(34, 40)
         ]
         monkeypatch.undo()
-        assert journal.read(references[0]) == (chunk(0), large(0))
+        assert journal.read(references[0]) == (fact(0), large(0))
         assert journal._kept_bytes <= 1 << 20 and len(journal._kept) == 6
 
 
@@ -330,7 +329,7 @@ journal = Journal(Path(sys.argv[1]))
 number = len(list(journal.replay()))
 while True:
     for _ in range(1 + number % 4):
-        journal.append(chunk(number), large(number) if number % 5 else ARRAYS)
+        journal.append(fact(number), large(number) if number % 5 else ARRAYS)
         number += 1
     journal.sync()
     print(number, flush=True)
@@ -347,4 +346,4 @@ def test_what_a_killed_process_had_synced_is_there_whichever_way_it_was_written(
         with closing(Journal(tmp_path)) as journal:
             found = [journal.read(reference) for _, reference in journal.replay()]
         assert len(found) >= promised
-        assert found == [(chunk(number), large(number) if number % 5 else ARRAYS) for number in range(len(found))]
+        assert found == [(fact(number), large(number) if number % 5 else ARRAYS) for number in range(len(found))]

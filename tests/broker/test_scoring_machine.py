@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from april.broker.journal.snapshot import freeze, thaw
-from april.broker.ledger.events import ChunkAccepted, GroupOpened, GroupScored, Leased, SampleScored
+from april.broker.ledger.events import GroupOpened, GroupScored, Leased, RowsAccepted, SampleScored
 from april.broker.ledger.ledger import Ledger, LedgerError, Rules, Verdict
 from april.broker.ledger.samples import GroupState, SampleState
 from april.wire.version import Version
@@ -207,10 +207,11 @@ class Scoring(RuleBasedStateMachine):
                 case Leased():
                     samples[event.lease_id] = (event.group, event.index)
                     assert event.scoring == (samples[event.lease_id] in complete)
-                case ChunkAccepted():
-                    assert samples[event.lease_id] not in complete
-                    if event.finish_reason:
-                        complete.add(samples[event.lease_id])
+                case RowsAccepted():
+                    for row in event.rows:
+                        assert samples[row.lease_id] not in complete
+                        if row.finish:
+                            complete.add(samples[row.lease_id])
                 case SampleScored() | GroupScored():
                     assert samples[event.lease_id] in complete
 

@@ -97,7 +97,7 @@ def test_what_thaws_is_what_was_frozen():
 
 def test_live_are_the_prompts_and_chunks_of_groups_that_may_be_asked_for():
     ledger = small_ledger()
-    chunks = [position for position, _ in ledger.groups[0].samples[1].references]
+    chunks = [place.record for place in ledger.groups[0].samples[1].places]
     assert len(chunks) == 2
     assert sorted(live_positions(ledger)) == sorted([*(group.prompt[0] for group in ledger.groups.values()), *chunks])
     ledger.discard(ledger.groups[0], "filtered")

@@ -1,6 +1,7 @@
 """Judges a run by what its broker had promised and by what the journal says, read with nothing of the package."""
 
 import re
+import struct
 import zlib
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -63,11 +64,17 @@ class History:
         self.expect(lease_id not in self.samples, f"lease {lease_id} is granted twice")
         self.samples[lease_id] = (group, index)
 
-    def on_ChunkAccepted(self, lease_id, start, count, version, finish_reason, *_, arrays):
-        sample = self.samples.get(lease_id)
-        self.expect(self.lengths[sample] == start, f"a chunk at {start} of {sample} does not follow what came before")
-        self.expect([len(array) for array in arrays] == [4 * count, 4 * count], f"a chunk of {sample} lacks tokens")
-        self.lengths[sample] = start + count
+    def on_RowsAccepted(self, table, payload_bytes, arrays):
+        [payloads], at = arrays, 0
+        self.expect(len(payloads) == payload_bytes, "a table lacks payloads")
+        for lease_id, _, start, count, _, _, size, checksum, kind, *_ in struct.iter_unpack("<QdIIIIIIBBBB4x", table):
+            sample, payload = self.samples.get(lease_id), payloads[at : at + size]
+            at += size + -size % 4
+            follows = self.lengths[sample] == start
+            self.expect(follows, f"a chunk at {start} of {sample} does not follow what came before")
+            self.expect(kind == 0 and len(payload) == 8 * count, f"a chunk of {sample} lacks tokens")
+            self.expect(zlib.crc32(payload) == checksum, f"a chunk of {sample} is damaged")
+            self.lengths[sample] = start + count
 
     def on_SampleScored(self, lease_id, *_):
         group, index = self.samples[lease_id]

@@ -3,8 +3,9 @@
 import os
 
 from april.broker.journal.journal import Journal
-from april.broker.ledger.events import ChunkAccepted, GroupOpened, Leased, ObservationAccepted
+from april.broker.ledger.events import GroupOpened, Leased, RowsAccepted
 from april.data.tokenizer import Tokenizer
+from april.wire.rows import OBSERVATION
 from tests.run.processes import assert_closed, wait_until
 
 IN_TURNS = ["--environment.name", "tests.environments.games:wait_at_the_gate", "--environment.turn_ends", '[","]',
@@ -22,15 +23,16 @@ def assert_every_answer_fits_its_turn(run_dir, tokenizer):
             case Leased():
                 holders[event.lease_id] = (event.group, event.index)
                 workers.add(event.worker)
-            case ChunkAccepted() | ObservationAccepted():
-                sample = holders[event.lease_id]
-                assert event.start == lengths[sample]
-                lengths[sample] += event.count
-                if isinstance(event, ObservationAccepted):
-                    _, [(_, ids), *_] = journal.read(reference)
-                    times = answered[sample] = answered.get(sample, 0) + 1
-                    assert tokenizer.decode(memoryview(bytes(ids)).cast("i")) == str((times - 1) % 10)
-                    observed += 1
+            case RowsAccepted():
+                _, [(_, payload)] = journal.read(reference)
+                for row, own in event.with_payloads(payload):
+                    sample = holders[row.lease_id]
+                    assert row.start == lengths[sample]
+                    lengths[sample] += row.tokens
+                    if row.kind == OBSERVATION:
+                        times = answered[sample] = answered.get(sample, 0) + 1
+                        assert tokenizer.decode(own[: 4 * row.tokens].cast("i")) == str((times - 1) % 10)
+                        observed += 1
     journal.close()
     return workers, observed
 

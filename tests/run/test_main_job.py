@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from april import config as configuration
 from april.broker.journal.journal import Journal
-from april.broker.ledger.events import ChunkAccepted, GroupOpened, Leased
+from april.broker.ledger.events import GroupOpened, Leased, RowsAccepted
 from april.broker.ledger.ledger import Ledger, Rules
 from tests.conftest import write_config
 from tests.run.processes import APRIL, Job, assert_closed
@@ -87,18 +87,19 @@ def test_every_token_s_logprob_is_that_of_the_version_it_is_labelled_with(finish
             prompts[event.group] = np.frombuffer(arrays[0][1], "<i4")
         elif isinstance(event, Leased):
             holders[event.lease_id] = (event.group, event.index)
-        elif isinstance(event, ChunkAccepted):
-            sample = holders[event.lease_id]
-            before = responses.get(sample, np.empty(0, "i4"))
-            assert len(before) == event.start
-            new = np.frombuffer(arrays[0][1], "<i4")
-            responses[sample] = np.concatenate([before, new])
-            step = event.version.step
-            if step not in models:
-                models[step] = model_of_checkpoint(run_dir, step, policy_folder)
-            expected = forward_logprobs(models[step], np.concatenate([prompts[sample[0]], responses[sample]]), len(new))
-            assert np.abs(expected - np.frombuffer(arrays[1][1], "<f4")).max() < 1e-4
-            checked.add(step)
+        elif isinstance(event, RowsAccepted):
+            for row, own in event.with_payloads(arrays[0][1]):
+                sample, step = holders[row.lease_id], row.step
+                before = responses.get(sample, np.empty(0, "i4"))
+                assert len(before) == row.start
+                new = np.frombuffer(own, "<i4", row.tokens)
+                responses[sample] = np.concatenate([before, new])
+                if step not in models:
+                    models[step] = model_of_checkpoint(run_dir, step, policy_folder)
+                whole = np.concatenate([prompts[sample[0]], responses[sample]])
+                logprobs = np.frombuffer(own, "<f4", offset=4 * row.tokens)
+                assert np.abs(forward_logprobs(models[step], whole, len(new)) - logprobs).max() < 1e-4
+                checked.add(step)
     assert checked == {0, 1, 2, 3}
     apart = forward_logprobs(models[0], np.arange(2, 20), 10) - forward_logprobs(models[3], np.arange(2, 20), 10)
     assert np.abs(apart).max() > 1e-2, "the versions must differ for this to mean anything"

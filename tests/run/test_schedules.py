@@ -4,7 +4,7 @@ import orjson
 import pytest
 
 from april.broker.journal.journal import Journal
-from april.broker.ledger.events import BatchConsumed, BatchDelivered, ChunkAccepted, GroupOpened, Leased
+from april.broker.ledger.events import BatchConsumed, BatchDelivered, GroupOpened, Leased, RowsAccepted
 from tests.run.processes import assert_closed, steps_recorded, wait_until
 
 ONE_RANK = ["--learner.ranks", "1"]
@@ -72,9 +72,11 @@ def continuous_facts(run_dir):
                 holders[lease_id] = (group, index)
             case BatchDelivered() | BatchConsumed():
                 in_training += 1 if isinstance(event, BatchDelivered) else -1
-            case ChunkAccepted() if holders[event.lease_id][0] not in evaluation:
-                versions.setdefault(holders[event.lease_id], set()).add(event.version)
-                while_training += in_training * event.count
+            case RowsAccepted():
+                for row in event.rows:
+                    if holders[row.lease_id][0] not in evaluation:
+                        versions.setdefault(holders[row.lease_id], set()).add(row.version)
+                        while_training += in_training * row.tokens
     journal.close()
     return while_training, versions
 

@@ -3,7 +3,7 @@
 import orjson
 
 from april.broker.journal.journal import Journal
-from april.broker.ledger.events import ChunkAccepted, GroupOpened, GroupScored, Leased, LeaseEnded, SampleScored
+from april.broker.ledger.events import GroupOpened, GroupScored, Leased, LeaseEnded, RowsAccepted, SampleScored
 from tests.run.processes import assert_closed, wait_until
 
 PATIENT = """
@@ -76,11 +76,12 @@ class ScoringHistory:
                 assert event.scoring == (sample in self.complete)
                 if event.scoring and event.group in self.together:
                     assert {(event.group, index) for index in (0, 1)} <= self.complete
-            case ChunkAccepted():
-                assert self._samples[event.lease_id] not in self.complete
-                assert event.lease_over == bool(event.finish_reason)
-                if event.finish_reason:
-                    self.complete.add(self._samples[event.lease_id])
+            case RowsAccepted():
+                for row in event.rows:
+                    assert self._samples[row.lease_id] not in self.complete
+                    assert row.over == bool(row.finish)
+                    if row.finish:
+                        self.complete.add(self._samples[row.lease_id])
             case SampleScored():
                 assert self._samples[event.lease_id][0] not in self.together
                 self.scored["alone"] += 1

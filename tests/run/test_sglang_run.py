@@ -7,10 +7,9 @@ import orjson
 import pytest
 
 from april.broker.journal.journal import Journal
-from april.broker.ledger.events import ChunkAccepted, GroupOpened, Leased
+from april.broker.ledger.events import GroupOpened, Leased, RowsAccepted
 from april.data.support import Support
 from april.data.tokenizer import Tokenizer
-from april.wire import CHUNK_ARRAYS
 from tests.run.processes import assert_closed, steps_recorded, wait_until
 from tests.run.test_environments import assert_every_answer_fits_its_turn
 
@@ -83,16 +82,15 @@ def mean_support(run_dir):
             evaluated.add(event.group)
         elif isinstance(event, Leased):
             holders[event.lease_id] = event.group
-        elif isinstance(event, ChunkAccepted):
-            _, arrays = journal.read(reference)
-            if holders[event.lease_id] in evaluated:
-                assert len(arrays) == 2
-            else:
-                ids, _, *support = (
-                    np.frombuffer(data, dtype) for dtype, (_, data) in zip(CHUNK_ARRAYS, arrays, strict=True)
-                )
-                assert Support(*support).holds(ids)
-                counts += support[0].tolist()
+        elif isinstance(event, RowsAccepted):
+            _, [(_, payload)] = journal.read(reference)
+            for row, own in event.with_payloads(payload):
+                words, count = np.frombuffer(own, "<i4"), row.tokens
+                if holders[row.lease_id] in evaluated:
+                    assert len(words) == 2 * count
+                else:
+                    assert Support(words[2 * count : 3 * count], words[3 * count :]).holds(words[:count])
+                    counts += words[2 * count : 3 * count].tolist()
     journal.close()
     return sum(counts) / len(counts)
 

@@ -8,7 +8,7 @@ from types import FunctionType, ModuleType
 import numpy as np
 import pytest
 
-from april.broker.ledger.events import BatchDelivered, ChunkAccepted
+from april.broker.ledger.events import BatchDelivered, RowsAccepted
 from april.config import ConfigError
 from april.config.costs import EngineCost
 from april.simulate.engine import SimulatedEngine
@@ -71,8 +71,8 @@ def test_the_ledger_closes_the_bound_holds_and_no_token_is_made_up(schedule, cir
         nonlocal accepted
         assert ledger.closed
         assert ledger.bound.holds(ledger.next_step)
-        if isinstance(event, ChunkAccepted):
-            accepted += event.count
+        if isinstance(event, RowsAccepted):
+            accepted += sum(row.tokens for row in event.rows)
         if isinstance(event, BatchDelivered):
             oldest = min(ledger.groups[group].opened_at for group in event.groups)
             assert event.step - oldest <= ledger.rules.max_staleness

@@ -14,7 +14,7 @@ from april.broker.ledger.samples import Lease, Sample
 from april.broker.schedules.schedule import choose_sample
 from april.broker.sessions import Session
 from april.data.support import Support
-from april.wire import limits
+from april.wire import limits, rows
 
 PASS_GRANTS = 256
 """most that are granted in one pass: a crowd that gets room all at once does not keep other messages waiting"""
@@ -44,7 +44,7 @@ class WorkerDesk(HolderDesk):
 
     def on_Holding(self, session: Session, received: wire.Received, now: float) -> None:
         message = received.message
-        if not self.ledger.was_published(message.version):
+        if not self.ledger.was_published(message.version.step, message.version.branch):
             raise wire.WireError("nobody can hold a version that was never published")
         if not 0 <= message.loaded_in_s < math.inf:
             raise wire.WireError("loading takes a finite time")
@@ -78,10 +78,11 @@ class WorkerDesk(HolderDesk):
         lease = self.ledger.leases[message.lease_id]
         if bool(support) != (self.config.sampling.is_cut and not lease.sample.group.evaluation):
             raise wire.WireError("training tokens come with their supports where the distribution is cut, no others do")
-        verdict = self.ledger.add_chunk(
-            message.lease_id, message.start, len(ids), message.version, message.finish_reason,
-            [(packed.checksum, packed.data) for packed in received.packed],
-        )  # fmt: skip
+        payload = b"".join(packed.data for packed in received.packed)
+        row = rows.chunk_row(
+            message.lease_id, message.start, len(ids), message.version, message.finish_reason, payload, now
+        )
+        [verdict] = self.ledger.add_chunks(rows.pack_rows([row]), payload)
         if verdict is Verdict.OK:
             self.sessions.tallies[session.uid].acknowledged += len(ids)
             session.acknowledged(now, len(ids))
@@ -102,13 +103,11 @@ class WorkerDesk(HolderDesk):
         self._check_tokens(ids)
         if not self._holds(session.uid, message.lease_id):
             return self._refuse(session, received, "the lease is not current")
-        lease, nobodys = self.ledger.leases[message.lease_id], [wire.pack(np.zeros(len(ids), "<f4"))]
-        if self.config.sampling.is_cut:
-            nobodys += [wire.pack(np.zeros(len(ids), "<i4")), wire.pack(np.zeros(0, "<i4"))]
-        verdict = self.ledger.add_observation(
-            message.lease_id, message.start, len(ids), message.state, message.finish_reason, message.failed,
-            [(packed.checksum, packed.data) for packed in (*received.packed, *nobodys)],
-        )  # fmt: skip
+        lease, payload = self.ledger.leases[message.lease_id], bytes(received.packed[0].data) + message.state
+        row = rows.observation_row(
+            message.lease_id, message.start, len(ids), message.finish_reason, payload, message.failed, now
+        )
+        [verdict] = self.ledger.add_chunks(rows.pack_rows([row]), payload)
         if verdict is Verdict.OK:
             self.recorder.observed(len(ids), message.failed)
         self._answer(session, received, lease, verdict, 0, now)

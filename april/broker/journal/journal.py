@@ -18,17 +18,20 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
+from zlib_ng.zlib_ng import crc32
 
 from april.broker.journal import records
 from april.broker.journal.disk import BLOCK_BYTES, Uncached, open_uncached, sync_folder, write_and_sync
 from april.broker.ledger.events import AnyEvent, Event, Part
+from april.broker.ledger.samples import Place
 from april.formats.versions import JOURNAL
 
 log = logging.getLogger(__name__)
 
 FILE_BYTES = 512 << 20
 FILE_RECORDS = 250_000
-"""a file ends after this many records at the latest: they bound the time of a restart as the bytes do"""
+"""a file ends after this many records at the latest, each row of a table counted as one: they bound the time of a
+restart as the bytes do"""
 READ_BYTES = 4 << 20
 CACHED_BYTES, LET_GO_BYTES = 64 << 20, 1 << 20
 """of what was written last, the system keeps so much in its page cache for reading; older pages are let go, so much at
@@ -41,6 +44,8 @@ UNCACHED_FROM = 128 << 10
 the page cache"""
 SUFFIX = ".msgpack"
 
+Appended = tuple[Event, list[Part], int]
+"""and the bytes of the record"""
 Reference = tuple[int, int]
 """(position, length) of a record, bytes"""
 
@@ -74,10 +79,10 @@ class Journal:
         }
         self._starts = sorted(self._files)
         self._pending: list[bytes | memoryview] = []
-        self._unwritten: dict[int, tuple[Event, list[Part]]] = {}
-        self._in_sync: dict[int, tuple[Event, list[Part]]] = {}
+        self._unwritten: dict[int, Appended] = {}
+        self._in_sync: dict[int, Appended] = {}
         """by position, what was appended since the last sync began, and what that one writes"""
-        self._kept: dict[int, tuple[Event, list[Part]]] = {}
+        self._kept: dict[int, Appended] = {}
         self._kept_lengths: deque[Reference] = deque()
         self._kept_bytes = 0
         self._kept_unwritten = 0
@@ -129,10 +134,10 @@ class Journal:
         pieces, length = records.encode(self._synced, self._encoder.encode(event), arrays)
         reference = (self.end, length)
         self._pending += pieces
-        self._unwritten[self.end] = event, list(arrays)
+        self._unwritten[self.end] = event, list(arrays), length
         if length >= KEPT_FROM:
             self._keep(reference)
-        self._records += 1
+        self._records += event.weight
         self.end += length
         return reference
 
@@ -267,14 +272,34 @@ class Journal:
     def read(self, reference: Reference) -> tuple[Event, list[Part]]:
         """The event behind a reference that `append` or `replay` gave, and its arrays."""
         position, length = reference
-        for appended in (self._unwritten, self._in_sync, self._kept):
-            if position in appended:
-                return appended[position]
-        start = self._starts[bisect.bisect_right(self._starts, position) - 1]
-        record = records.decode(os.pread(self._files[start], length, position - start))
+        if appended := self._in_memory(position):
+            return appended[:2]
+        record = records.decode(self._read(position, length))
         if record is None or record.length != length:
-            raise JournalError(f"journal {self.folder} is damaged at position {position}; restore it from a copy")
+            raise self._damaged(position)
         return self._decoder.decode(record.event), record.arrays
+
+    def read_payload(self, place: Place) -> memoryview:
+        """A row's own bytes, whatever else its record holds, held against its own checksum."""
+        if appended := self._in_memory(place.record):
+            _, [*_, (_, data)], length = appended
+            begin = place.offset - (length - len(data))
+            return memoryview(data)[begin : begin + place.size]
+        payload = self._read(place.record + place.offset, place.size)
+        if len(payload) != place.size or crc32(payload) != place.checksum:
+            raise self._damaged(place.record)
+        return memoryview(payload)
+
+    def _in_memory(self, position: int) -> Appended | None:
+        of_position = (appended.get(position) for appended in (self._unwritten, self._in_sync, self._kept))
+        return next(filter(None, of_position), None)
+
+    def _read(self, position: int, length: int) -> bytes:
+        start = self._starts[bisect.bisect_right(self._starts, position) - 1]
+        return os.pread(self._files[start], length, position - start)
+
+    def _damaged(self, position: int) -> JournalError:
+        return JournalError(f"journal {self.folder} is damaged at position {position}; restore it from a copy")
 
     def replay(self, position: int = 0) -> Iterator[tuple[Event, Reference]]:
         """Every event from `position` on with its reference, oldest first; a torn tail is cut off.
@@ -288,8 +313,9 @@ class Journal:
                 raise JournalError(f"journal {self.folder} lacks the file at {expected}; restore it from a copy")
             self._records = 0
             for last, at in self._scan(start):
-                self._records += 1
-                yield self._decoder.decode(last.event), (at, last.length)
+                event = self._decoder.decode(last.event)
+                self._records += event.weight
+                yield event, (at, last.length)
             expected = start + self._size(start)
         if expected == position and position not in self._files:
             raise JournalError(f"journal {self.folder} lacks the file at {position}; restore it from a copy")
@@ -329,7 +355,7 @@ class Journal:
         rest = os.pread(self._files[start], self._size(start) - offset, offset)
         was_synced = start != self._starts[-1] or any(synced > bad for _, synced in good_records(rest))
         if was_synced:
-            raise JournalError(f"journal {self.folder} is damaged at position {bad}; restore it from a copy")
+            raise self._damaged(bad)
         log.warning("journal %s: %d bytes that no sync had finished are cut off", self.folder, len(rest))
         os.ftruncate(self._files[start], offset)
         os.fdatasync(self._files[start])

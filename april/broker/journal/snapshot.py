@@ -24,7 +24,7 @@ from zlib_ng.zlib_ng import crc32
 from april.broker.journal.disk import sync_folder
 from april.broker.ledger.dead_letters import DeadLetters
 from april.broker.ledger.events import RunStarted
-from april.broker.ledger.samples import TO_GENERATE, Group, GroupState, Lease, Sample, SampleState
+from april.broker.ledger.samples import PLACE_WORDS, TO_GENERATE, Group, GroupState, Lease, Sample, SampleState
 from april.broker.ledger.segments import Segments
 from april.broker.ledger.state import LedgerState
 
@@ -36,7 +36,7 @@ TEMPORARY = "snapshot.partial"
 LENGTH = struct.Struct("<I")
 HEAD = struct.Struct("<4sI")
 """of a file: its format, and the checksum of all that follows"""
-FORMAT = b"APS6"
+FORMAT = b"APS7"
 
 PLAIN = (
     "next_step", "consumed", "frontier", "durable", "branch", "dead_in_a_row", "last_error", "round", "round_open",
@@ -177,7 +177,7 @@ def live_positions(ledger: LedgerState) -> Iterator[int]:
     for group in ledger.groups.values():
         yield group.prompt[0]
         for sample in group.samples:
-            yield from sample.chunks[::2]
+            yield from sample.chunks[::PLACE_WORDS]
 
 
 class SnapshotStore:

@@ -3,13 +3,14 @@
 Token ids and logprobs are not part of an event; they lie beside it in its record.
 """
 
+from collections.abc import Iterator
 from functools import reduce
 from operator import or_
 from typing import TYPE_CHECKING, Any, dataclass_transform
 
 import msgspec
 
-from april.wire.version import Version
+from april.wire.rows import ROW, Row, padded, read_rows
 
 Part = tuple[int, bytes | memoryview]
 """(crc32, data) of an array beside an event"""
@@ -18,6 +19,11 @@ Part = tuple[int, bytes | memoryview]
 @dataclass_transform(frozen_default=True)
 class Event(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """One journalled fact; the class name is its tag on disk."""
+
+    @property
+    def weight(self) -> int:
+        """How many facts it stands for, as far as the time of a restart goes."""
+        return 1
 
 
 class RunStarted(Event):
@@ -74,32 +80,28 @@ class Leased(Event):
     scoring: bool
 
 
-class ChunkAccepted(Event):
-    """Arrays: token ids int32 and behaviour logprobs float32, little-endian, `count` of each. In a run with `support`
-    training tokens have two more: `count` numbers of ids that each was drawn from, and those ids, int32."""
+class RowsAccepted(Event):
+    """New tokens of many samples: chunks, and what environments have answered. Array: the payloads of the rows, one
+    behind the other."""
 
-    lease_id: int
-    start: int
-    count: int
-    version: Version
-    finish_reason: str
-    """"" unless these are the last tokens"""
-    lease_over: bool = False
-    """they end the lease, too: the response waits for somebody who scores it"""
+    table: bytes
+    """one row of 48 bytes for each, as in a worker's report"""
+    payload_bytes: int
 
+    @property
+    def rows(self) -> Iterator[Row]:
+        return read_rows(self.table)
 
-class ObservationAccepted(Event):
-    """What the environment answered to a turn. Arrays: as for a chunk; the logprobs are 0 and nobody's."""
+    def with_payloads(self, payload: bytes | memoryview) -> Iterator[tuple[Row, memoryview]]:
+        """Its rows, each with its own of the bytes beside the event."""
+        offset, view = 0, memoryview(payload)
+        for row in self.rows:
+            yield row, view[offset : offset + row.size]
+            offset += padded(row.size)
 
-    lease_id: int
-    start: int
-    count: int
-    finish_reason: str
-    state: bytes
-    """of the environment from here on"""
-    failed: bool = False
-    lease_over: bool = False
-    """as of a chunk"""
+    @property
+    def weight(self) -> int:
+        return len(self.table) // ROW.size
 
 
 class SampleScored(Event):

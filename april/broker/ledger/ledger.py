@@ -10,7 +10,7 @@ generated = trained + delivered + ready + open + sum(discarded), in acknowledged
     ledger = Ledger(Rules(batch_groups=32, group_size=8, max_staleness=5), write=journal.append)
     group = ledger.open_group(epoch=0, row=17, floor=0)
     lease = ledger.lease(group.samples[0], worker="w0", step=0, expires_at=now + 60)
-    ledger.add_chunk(lease.id, start=0, count=40, version=Version(0, 0), arrays=[...])
+    ledger.add_chunk(lease.id, start=0, count=40, version=Version(0, 0), payload=...)
     ledger.add_chunk(lease.id, start=40, count=9, version=Version(0, 1), finish_reason="stop", ...)
     ledger.score(lease.id, reward=1.0)
 """
@@ -18,7 +18,7 @@ generated = trained + delivered + ready + open + sum(discarded), in acknowledged
 import heapq
 from collections.abc import Callable, Sequence
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from zlib_ng.zlib_ng import crc32
 
@@ -27,6 +27,7 @@ from april.broker.ledger.events import Part
 from april.broker.ledger.prompts import Prompts
 from april.broker.ledger.samples import TO_GENERATE, Group, GroupState, Lease, Sample, SampleState
 from april.broker.ledger.state import LedgerState, Rules
+from april.wire.rows import CHUNK, FINISH, OVER, ROW, chunk_row, pack_rows, select_rows
 from april.wire.version import Version
 
 Write = Callable[[events.Event, Sequence[Part]], Any]
@@ -40,6 +41,19 @@ class Verdict(StrEnum):
     FENCED = "fenced"
     """the lease is not current: an older holder"""
     INVALID = "invalid"
+    DROPPED = "dropped"
+    """behind a row of its lease that was not taken"""
+
+
+class Ahead(NamedTuple):
+    """What a sample is, or will be with the rows that are accepted already."""
+
+    length: int
+    floor: int
+    """the next version's step is this or a later one"""
+    at_turn_end: bool
+    """its last tokens were sampled, so that an environment may answer them"""
+    generating: bool
 
 
 class LedgerError(RuntimeError):
@@ -117,71 +131,66 @@ class Ledger(LedgerState):
         if lease.expires_at < float("inf"):
             heapq.heappush(self._expiries, (lease.expires_at, lease.id))
 
+    def add_chunks(self, table: bytes, payload: bytes | memoryview = b"") -> list[Verdict]:
+        """Accept those rows of a table that may be, as one fact; what is wrong with one costs no other its place.
+
+        Tokens are accepted iff their lease is current and they start at the acknowledged length. A finish reason ends
+        the response together with its last tokens; the holder scores it next, unless it is scored apart or with its
+        group: then it ends the lease as well. What the environment has answered to the turn that ends at `start` is
+        accepted as a chunk is; its version is nobody's. Behind a row that is not in its place, or may not be, further
+        rows of its lease are dropped.
+        """
+        verdicts, accepted, ahead = [], bytearray(table), dict[int, Ahead | Verdict]()
+        for place, row in enumerate(ROW.iter_unpack(table)):
+            verdict = self._check_row(row, ahead)
+            verdicts.append(verdict)
+            if verdict is Verdict.OK and row[FINISH] and self.is_handed_over(self.leases[row[0]].sample.group):
+                accepted[place * ROW.size + OVER] = 1
+        if any(verdict is not Verdict.OK for verdict in verdicts):
+            accepted, payload = select_rows(accepted, payload, [verdict is Verdict.OK for verdict in verdicts])
+        if accepted:
+            self.commit(events.RowsAccepted(bytes(accepted), len(payload)), [(crc32(payload), payload)])
+        return verdicts
+
     def add_chunk(
-        self,
-        lease_id: int,
-        start: int,
-        count: int,
-        version: Version,
-        finish_reason: str = "",
-        arrays: Sequence[Part] = (),
+        self, lease_id: int, start: int, count: int, version: Version, finish_reason: str = "", payload: bytes = b""
     ) -> Verdict:
-        """Accept tokens iff the lease is current and they start at the acknowledged length.
+        """A table of one row, of tokens that have just been sampled."""
+        return self.add_chunks(
+            pack_rows([chunk_row(lease_id, start, count, version, finish_reason, payload)]), payload
+        )[0]
 
-        `arrays`: ids and logprobs with their checksums.
-        A finish reason ends the response together with its last tokens; the holder scores it next, unless it is
-        scored apart or with its group: then it ends the lease as well.
-        """
-        if misplaced := self._misplaced(lease_id, start):
-            return misplaced
-        lease = self.leases[lease_id]
-        if version.step < max(lease.step, lease.sample.first_step):
-            return Verdict.FENCED
-        if not self._goes_on(lease, count, finish_reason) or not self.was_published(version):
-            return Verdict.INVALID
-        lease_over = bool(finish_reason) and self.is_handed_over(lease.sample.group)
-        self.commit(events.ChunkAccepted(lease_id, start, count, version, finish_reason, lease_over), arrays)
-        return Verdict.OK
-
-    def add_observation(
-        self,
-        lease_id: int,
-        start: int,
-        count: int,
-        state: bytes = b"",
-        finish_reason: str = "",
-        failed: bool = False,
-        arrays: Sequence[Part] = (),
-    ) -> Verdict:
-        """Accept what the environment has answered to the turn that ends at `start`, as a chunk would be.
-
-        `state` comes back with every later grant; `failed`: the tokens stand for an answer that did not come.
-        """
-        if misplaced := self._misplaced(lease_id, start):
-            return misplaced
-        lease = self.leases[lease_id]
-        segments = lease.sample.segments
-        answers_a_turn = bool(segments) and segments.end == start
-        if not answers_a_turn or not self._goes_on(lease, count, finish_reason):
-            return Verdict.INVALID
-        lease_over = bool(finish_reason) and self.is_handed_over(lease.sample.group)
-        self.commit(
-            events.ObservationAccepted(lease_id, start, count, finish_reason, state, failed, lease_over), arrays
-        )
-        return Verdict.OK
-
-    def _misplaced(self, lease_id: int, start: int) -> Verdict | None:
-        """Why tokens at `start` do not come next in the sample of a current lease, if they do not."""
+    def _check_row(self, row: tuple[Any, ...], ahead: dict[int, Ahead | Verdict]) -> Verdict:
+        """What becomes of a row; `ahead` has what rows before it made of their samples, or why they were not taken."""
+        lease_id, _, start, count, branch, step, _, _, kind, finish, _, _ = row
         lease = self.leases.get(lease_id)
         if lease is None:
             return Verdict.FENCED
-        length = lease.sample.length
-        return Verdict.DUPLICATE if start < length else Verdict.GAP if start > length else None
+        sample = lease.sample
+        now = ahead.get(lease_id)
+        if now is None:
+            at_turn_end = bool(sample.segments) and sample.segments.end == sample.length
+            now = Ahead(sample.length, max(lease.step, sample.first_step), at_turn_end, lease.generating)
+        elif isinstance(now, Verdict):
+            return Verdict.DROPPED
+        verdict = self._verdict(now, start, count, branch, step, kind, finish)
+        if verdict is Verdict.OK:
+            floor = step if kind == CHUNK else now.floor
+            ahead[lease_id] = Ahead(start + count, floor, kind == CHUNK, not finish)
+        elif verdict is not Verdict.DUPLICATE:
+            ahead[lease_id] = verdict
+        return verdict
 
-    def _goes_on(self, lease: Lease, count: int, finish_reason: str) -> bool:
-        """Whether the response can go on by `count` tokens, or end with them."""
-        left = self.rules.max_response_tokens - lease.sample.length - count
-        return lease.generating and count > 0 and (left > 0 or (left == 0 and bool(finish_reason)))
+    def _verdict(self, now: Ahead, start: int, count: int, branch: int, step: int, kind: int, finish: int) -> Verdict:
+        length, floor, at_turn_end, generating = now
+        if start != length:
+            return Verdict.DUPLICATE if start < length else Verdict.GAP
+        if kind == CHUNK and step < floor:
+            return Verdict.FENCED
+        left = self.rules.max_response_tokens - length - count
+        goes_on = generating and count > 0 and (left > 0 or (left == 0 and finish > 0))
+        follows = self.was_published(step, branch) if kind == CHUNK else at_turn_end
+        return Verdict.OK if goes_on and follows else Verdict.INVALID
 
     def score(self, lease_id: int, reward: float, details: dict[str, float] | None = None) -> Verdict:
         lease = self.leases.get(lease_id)
@@ -333,9 +342,9 @@ class Ledger(LedgerState):
     def first_kept_step(self) -> int:
         return min(self.deliveries, default=self.consumed)
 
-    def was_published(self, version: Version) -> bool:
+    def was_published(self, step: int, branch: int) -> bool:
         """Whether a worker can have weights of that name; the first ones may reach it ahead of the learner's start."""
-        return version.step <= self.frontier and version.branch <= max(0, self.branch)
+        return step <= self.frontier and branch <= max(0, self.branch)
 
     def is_handed_over(self, group: Group) -> bool:
         """Whether the lease that generates a response of the group ends with it."""

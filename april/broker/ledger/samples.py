@@ -8,7 +8,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from april.broker.ledger.segments import Segments
 
@@ -32,8 +32,28 @@ class GroupState(StrEnum):
 
 
 CLEANING_PUSHES = 1024
-Place = tuple[int, ...]
-"""what orders samples that wait"""
+Order = tuple[int, ...]
+"""of samples that wait"""
+PLACE_WORDS = 3
+"""of 64 bits that a sample keeps of a chunk; its `places` say what is in them"""
+WORD, LOW, OBSERVED = 32, 0xFFFFFFFF, 1 << 31
+"""two numbers to such a word, and the bit that an observation's tokens have"""
+
+
+class Place(NamedTuple):
+    """Where the journal has the tokens of a chunk or an observation."""
+
+    record: int
+    """position of its record"""
+    offset: int
+    """from there to its payload"""
+    size: int
+    """bytes of the payload"""
+    checksum: int
+    tokens: int
+    observed: bool
+
+
 TO_GENERATE = (SampleState.WAITING, SampleState.PARTIAL)
 
 
@@ -49,7 +69,7 @@ class Sample:
     segments: Segments = field(default_factory=Segments)
     """of what the policy has sampled"""
     chunks: "array[int]" = field(default_factory=lambda: array("Q"))
-    """position and length of the journal's record of each of its chunks, in order: 16 bytes a chunk"""
+    """where the journal has each of its chunks, in order, 24 bytes a chunk: see `places`"""
     lease_id: int = 0
     """of the current lease, 0 for none"""
     attempts: int = 0
@@ -91,9 +111,12 @@ class Sample:
         return details.get("correct", details.get("base", unknown))
 
     @property
-    def references(self) -> Iterator[tuple[int, int]]:
-        """Where the journal has its chunks."""
-        return zip(self.chunks[::2], self.chunks[1::2], strict=True)
+    def places(self) -> Iterator[Place]:
+        """Where the journal has its chunks, observations among them."""
+        words = iter(self.chunks)
+        for record, stretch, content in zip(words, words, words, strict=True):
+            count = (content >> WORD) & ~OBSERVED
+            yield Place(record, stretch >> WORD, stretch & LOW, content & LOW, count, bool(content >> WORD & OBSERVED))
 
     @property
     def first_step(self) -> int:
@@ -183,10 +206,10 @@ class Waiting:
     each of the few steps that samples need, and a heap's logarithm.
     """
 
-    def __init__(self, order: Callable[[Sample], Place]):
+    def __init__(self, order: Callable[[Sample], Order]):
         self._order = order
         self._arrivals = itertools.count()
-        self._by_step: dict[int, list[tuple[Place, int, Sample]]] = {}
+        self._by_step: dict[int, list[tuple[Order, int, Sample]]] = {}
         self._pushes_to_cleaning = CLEANING_PUSHES
 
     def push(self, sample: Sample) -> None:
@@ -205,7 +228,7 @@ class Waiting:
                 del self._by_step[first_step]
         self._pushes_to_cleaning = max(CLEANING_PUSHES, sum(map(len, self._by_step.values())))
 
-    def take(self, step: int, below: Place | None = None) -> Sample | None:
+    def take(self, step: int, below: Order | None = None) -> Sample | None:
         """The first that a worker at `step` may go on with; `below`: only if its key is."""
         if not self._by_step:
             return None
@@ -334,10 +357,10 @@ def _waits_for_score(sample: Sample) -> bool:
     return sample.state is SampleState.GENERATED and sample.group.state is GroupState.OPEN
 
 
-def _place(sample: Sample) -> Place:
+def _place(sample: Sample) -> Order:
     return sample.group.id, sample.index
 
 
-def _age(sample: Sample) -> Place:
+def _age(sample: Sample) -> Order:
     untouched = sample.attempts == 0 and sample.length == 0
     return sample.group.opened_at, untouched, -sample.expected_length, *_place(sample)

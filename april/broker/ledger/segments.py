@@ -32,7 +32,7 @@ class Segments:
     def to_bytes(self) -> bytes:
         return self._numbers.tobytes()
 
-    def extend_by(self, start: int, end: int, version: Version) -> None:
+    def extend_by(self, start: int, end: int, version: tuple[int, int]) -> None:
         """Tokens were sampled behind the others; they are the last segment's where they follow it under its version."""
         numbers = self._numbers
         if numbers and numbers[-3] == start and (numbers[-2], numbers[-1]) == version:

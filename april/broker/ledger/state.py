@@ -12,7 +12,9 @@ from april.broker.ledger.bound import StalenessBound
 from april.broker.ledger.cohorts import LengthCohorts
 from april.broker.ledger.dead_letters import DeadLetters
 from april.broker.ledger.samples import (
+    OBSERVED,
     TO_GENERATE,
+    WORD,
     Group,
     GroupState,
     HandOutQueue,
@@ -21,6 +23,7 @@ from april.broker.ledger.samples import (
     Sample,
     SampleState,
 )
+from april.wire.rows import CHUNK, ENDINGS, ROW, padded
 
 START_BITS = 32
 """a lease id is (starts of the broker << 32) | counter, so that it never repeats"""
@@ -208,32 +211,38 @@ class LedgerState:
             if sibling.state is SampleState.WAITING and not group.evaluation:
                 self.queue.push(sibling)
 
-    def _on_ChunkAccepted(self, event: events.ChunkAccepted, reference: Any) -> None:
-        sample = self.leases[event.lease_id].sample
-        end = event.start + event.count
-        sample.segments.extend_by(event.start, end, event.version)
-        sample.group.tokens += event.count
-        if sample.group.evaluation:
-            self.tokens["evaluation"] += event.count
-        else:
-            self.tokens["generated"] += event.count
-            self.tokens["open"] += event.count
-        self._lengthen(event, reference)
+    def _on_RowsAccepted(self, event: events.RowsAccepted, reference: Any) -> None:
+        record, length = reference or (0, event.payload_bytes)
+        offset, trained, evaluated = length - event.payload_bytes, 0, 0
+        for row in ROW.iter_unpack(event.table):
+            lease_id, _, start, count, branch, step, size, checksum, kind, finish, _, over = row
+            sample = self.leases[lease_id].sample
+            what = count | kind * OBSERVED
+            if kind == CHUNK:
+                sample.segments.extend_by(start, start + count, (branch, step))
+                sample.group.tokens += count
+                if sample.group.evaluation:
+                    evaluated += count
+                else:
+                    trained += count
+            if reference:
+                sample.chunks.extend((record, offset << WORD | size, what << WORD | checksum))
+            offset += padded(size)
+            sample.length = start + count
+            if finish:
+                self._end_response(self.leases[lease_id], ENDINGS[finish], bool(over))
+        self.tokens["evaluation"] += evaluated
+        self.tokens["generated"] += trained
+        self.tokens["open"] += trained
 
-    def _on_ObservationAccepted(self, event: events.ObservationAccepted, reference: Any) -> None:
-        self._lengthen(event, reference)
-
-    def _lengthen(self, event: events.ChunkAccepted | events.ObservationAccepted, reference: Any) -> None:
-        lease = self.leases[event.lease_id]
+    def _end_response(self, lease: Lease, finish_reason: str, over: bool) -> None:
+        """Its last tokens have come; `over`: they end the lease, too, and it waits for somebody who scores it."""
         sample = lease.sample
-        sample.chunks.extend(reference or ())
-        sample.length = event.start + event.count
-        if event.finish_reason:
-            self._stops_generating(lease)
-            sample.state, sample.finish_reason = SampleState.SCORING, event.finish_reason
-            self._expect_longer(sample)
-        if event.lease_over:
-            self._release(event.lease_id)
+        self._stops_generating(lease)
+        sample.state, sample.finish_reason = SampleState.SCORING, finish_reason
+        self._expect_longer(sample)
+        if over:
+            self._release(lease.id)
             sample.state = SampleState.GENERATED
             self.queue.push(sample)
 

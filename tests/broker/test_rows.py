@@ -1,0 +1,91 @@
+"""Tokens of many samples are one fact: each row is taken or not for itself, and read back by its own bytes."""
+
+import pytest
+
+from april.broker.journal.journal import Journal, JournalError
+from april.broker.ledger.ledger import Ledger, Verdict
+from april.broker.ledger.state import Rules
+from april.wire.rows import chunk_row, observation_row, pack_rows, padded
+from april.wire.version import Version
+
+PLAIN = Version(0, 0)
+OK, DROPPED = Verdict.OK, Verdict.DROPPED
+
+
+@pytest.fixture
+def journal(tmp_path):
+    journal = Journal(tmp_path)
+    yield journal
+    journal.close()
+
+
+@pytest.fixture
+def leases(journal):
+    """(ledger, three leases of one group)"""
+    ledger = Ledger(Rules(1, 3, 0, max_response_tokens=20), write=journal.append)
+    ledger.start_learner(0)
+    group = ledger.open_group(0, 0, floor=0, prompt=b"\1\0\0\0")
+    return ledger, [ledger.lease(sample, "w", 0, expires_at=1.0) for sample in group.samples]
+
+
+def report(ledger, *rows):
+    """Rows of (lease, start, tokens, step, payload), as one table."""
+    made = [chunk_row(lease.id, start, count, Version(0, step), "", data) for lease, start, count, step, data in rows]
+    payload = b"".join(row[4].ljust(padded(len(row[4])), b"\0") for row in rows)
+    return ledger.add_chunks(pack_rows(made), payload)
+
+
+def payloads(journal, lease):
+    return [bytes(journal.read_payload(place)) for place in lease.sample.places]
+
+
+def test_a_bad_row_takes_no_other_with_it_and_is_not_on_disk(leases, journal):
+    ledger, (a, b, c) = leases
+    rows = [(a, 0, 2, 0, b"aaaa"), (b, 0, 2, 7, b"bbbbb"), (c, 0, 3, 0, b"ccc")]
+    assert report(ledger, *rows) == [OK, Verdict.INVALID, OK]
+    assert [lease.sample.length for lease in (a, b, c)] == [2, 0, 3]
+    assert [payloads(journal, lease) for lease in (a, b, c)] == [[b"aaaa"], [], [b"ccc"]]
+    journal.sync()
+    [(event, reference)] = list(journal.replay())[-1:]
+    assert [row.lease_id for row in event.rows] == [a.id, c.id]
+    assert journal.read(reference)[1][0][1] == b"aaaaccc\0"
+    assert [payloads(journal, lease) for lease in (a, b, c)] == [[b"aaaa"], [], [b"ccc"]]
+
+
+def test_rows_of_one_lease_follow_each_other_and_none_follows_one_that_was_not_taken(leases):
+    ledger, (a, b, _) = leases
+    rows = [(a, 0, 2, 0, b""), (b, 4, 2, 0, b""), (a, 2, 1, 0, b""), (b, 0, 2, 0, b""), (a, 1, 1, 0, b"")]
+    assert report(ledger, *rows) == [OK, Verdict.GAP, OK, DROPPED, Verdict.DUPLICATE]
+    assert (a.sample.length, b.sample.length) == (3, 0)
+    assert report(ledger, (a, 3, 17, 0, b""), (b, 0, 1, 0, b"")) == [Verdict.INVALID, OK], "it has to end there"
+
+
+def test_an_answer_follows_its_turn_within_a_table(leases, journal):
+    ledger, (a, *_) = leases
+    turn = chunk_row(a.id, 0, 1, PLAIN, "", b"turn")
+    answer = observation_row(a.id, 1, 1, "", b"tokenstate")
+    late = observation_row(a.id, 2, 1, "", b"late")
+    verdicts = ledger.add_chunks(pack_rows([turn, answer, late]), b"turntokenstate\0\0late")
+    assert verdicts == [OK, OK, Verdict.INVALID], "an answer to no turn"
+    assert [(place.tokens, place.observed) for place in a.sample.places] == [(1, False), (1, True)]
+    assert payloads(journal, a) == [b"turn", b"tokenstate"]
+
+
+def test_a_row_is_read_by_its_own_bytes_and_held_against_its_own_checksum(leases, journal, tmp_path):
+    ledger, (a, b, _) = leases
+    report(ledger, (a, 0, 2, 0, b"aaaa"), (b, 0, 2, 0, b"bbbb"))
+    journal.sync()
+    (path,) = tmp_path.glob("*.msgpack")
+    path.write_bytes(path.read_bytes().replace(b"aaaabbbb", b"aaaXbbbb"))
+    assert payloads(journal, b) == [b"bbbb"], "whatever became of its neighbour"
+    with pytest.raises(JournalError, match="damaged at position"):
+        payloads(journal, a)
+
+
+def test_a_file_of_the_journal_is_full_of_rows(leases, journal):
+    ledger, (a, b, c) = leases
+    journal.file_records = journal._records + 3
+    report(ledger, (a, 0, 2, 0, b""), (b, 0, 2, 0, b""))
+    assert not journal.file_full
+    report(ledger, (c, 0, 2, 0, b""))
+    assert journal.file_full
