@@ -25,6 +25,8 @@ from april.wire.rows import observation_row, pack_rows
 from april.wire.version import Version
 
 RESPONSE_BUDGET = 12
+RECORD_BYTES = 100
+"""of every record of a journal that there is not"""
 SLOTS = 4
 """of a worker that does nothing but work"""
 PATIENCE_TURNS = 3000
@@ -95,7 +97,7 @@ class Pipeline(RuleBasedStateMachine):
         if isinstance(event, BatchDelivered) and self.ledger_rules.filtered:
             assert all(has_spread(self.ledger.groups[group]) for group in event.groups)
         self.log.append(event)
-        return len(self.log), 1
+        return len(self.log), RECORD_BYTES
 
     def advance(self):
         """As the service does it: complete groups are judged before a batch can take them."""
@@ -372,7 +374,7 @@ class Pipeline(RuleBasedStateMachine):
             first, encoded = self.snapshot
             thaw(encoded, again)
         for reference, event in enumerate(self.log[first:], start=first + 1):
-            again.apply(event, (reference, 1))
+            again.apply(event, (reference, RECORD_BYTES))
         assert freeze(again) == freeze(self.ledger)
         for derived in ("held", "load", "generating"):
             assert getattr(again, derived) == getattr(self.ledger, derived)
