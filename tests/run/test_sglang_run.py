@@ -10,6 +10,7 @@ from april.broker.journal.journal import Journal
 from april.broker.ledger.events import GroupOpened, Leased, RowsAccepted
 from april.data.support import Support
 from april.data.tokenizer import Tokenizer
+from april.wire.rows import CHUNK
 from tests.run.processes import assert_closed, steps_recorded, wait_until
 from tests.run.test_environments import assert_every_answer_fits_its_turn
 
@@ -85,6 +86,8 @@ def mean_support(run_dir):
         elif isinstance(event, RowsAccepted):
             _, [(_, payload)] = journal.read(reference)
             for row, own in event.with_payloads(payload):
+                if row.kind != CHUNK:
+                    continue
                 words, count = np.frombuffer(own, "<i4"), row.tokens
                 if holders[row.lease_id] in evaluated:
                     assert len(words) == 2 * count
