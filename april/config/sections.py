@@ -429,6 +429,7 @@ class WeightsSection(Section):
     join_deadline_s: float = Field(5.0, gt=0, description="longest wait for a lane to be built (seconds)")
     transfer_deadline_s: float = Field(30.0, gt=0, description="longest transfer to one worker in all (seconds)")
     bucket_mb: int = Field(16, ge=1, description="size of a broadcast (MiB)")
+    canary: bool = Field(True, description="an engine must score a text as the learner does before it gets any lease")
 
 
 class SecuritySection(Section):

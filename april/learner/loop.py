@@ -21,6 +21,7 @@ from april.learner.batch import Batch, encode, share_batch
 from april.learner.process_group import handover_group
 from april.learner.samples import SampleKeeper
 from april.learner.trainer import ReadyBatch, Trainer
+from april.weights.canary import Canary
 from april.wire.training import Discard
 from april.wire.version import Version
 
@@ -59,8 +60,9 @@ class Source(Protocol):
 
 
 class Publisher(Protocol):
-    def publish(self, version: Version, tensors: dict[str, Tensor]) -> dict[str, float]:
-        """Hand the weights (on the CPU, by Hugging Face name) to the workers; figures about it."""
+    def publish(self, version: Version, tensors: dict[str, Tensor], canary: Canary | None) -> dict[str, float]:
+        """Hand the weights (on the CPU, by Hugging Face name) to the workers, and what they are known by; figures about
+        it."""
 
 
 class Diverged(RuntimeError):
@@ -80,7 +82,8 @@ def run(config: Config, trainer: Trainer, source: Source | None, publisher: Publ
     deadline is days, not in the collectives of what comes next.
 
     The metrics given to `consumed` add to the trainer's: what the step had to wait for, in `wait_s` for the batch,
-    `publish_wait_s` for the last weights to be sent, `gather_s` to collect them, `checkpoint_s` to copy the state;
+    `publish_wait_s` for the last weights to be sent, `canary_s` to score the canary under them, `gather_s` to collect
+    them, `checkpoint_s` to copy the state;
     `train_s`; and `publish_s` and the publisher's own figures of the weights that batch k was trained on.
     """
     group, meeting = handover_group(), handover_group()
@@ -214,16 +217,19 @@ class Release:
         if self.trainer.step_count < self.frontier:
             return {}
         began = time.perf_counter()
+        canary = self.trainer.canary() if self.trainer.config.weights.canary else None
+        scored = time.perf_counter()
         tensors = self.trainer.weights()
         if self.publisher:
-            self._sending = in_background(
-                self._send, self.publisher, Version(self.branch, self.trainer.step_count), tensors
-            )
-        return {"gather_s": time.perf_counter() - began}
+            version = Version(self.branch, self.trainer.step_count)
+            self._sending = in_background(self._send, self.publisher, version, tensors, canary)
+        return {"canary_s": scored - began, "gather_s": time.perf_counter() - scored}
 
-    def _send(self, publisher: Publisher, version: Version, tensors: dict[str, Tensor]) -> dict[str, float]:
+    def _send(
+        self, publisher: Publisher, version: Version, tensors: dict[str, Tensor], canary: Canary | None
+    ) -> dict[str, float]:
         began = time.perf_counter()
-        return publisher.publish(version, tensors) | {"publish_s": time.perf_counter() - began}
+        return publisher.publish(version, tensors, canary) | {"publish_s": time.perf_counter() - began}
 
     def finish(self) -> dict[str, float]:
         """Wait for what is being sent; figures about it."""

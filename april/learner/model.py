@@ -147,9 +147,9 @@ class Policy(nn.Module):
         self.lm = lm
         self.temperature = temperature
 
-    def forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        """(log-probability, entropy) of each target of `micro`, float32 [K], as sampled: at `temperature`, and from its
-        support."""
+    def forward(self, micro: MicroBatch, temperature: float | None = None) -> tuple[Tensor, Tensor]:
+        """(log-probability, entropy) of each target of `micro`, float32 [K], from its support, and as sampled: at the
+        policy's own temperature, unless another is given."""
         longest = max(micro.seq_lens)
         hidden = self.lm.base_model(
             input_ids=micro.ids,
@@ -164,7 +164,7 @@ class Policy(nn.Module):
         ).last_hidden_state
         head = self.lm.get_output_embeddings()
         rows = hidden[0, micro.target_rows]
-        return score_tokens(rows, head.weight, micro.targets, self.temperature, micro.support)
+        return score_tokens(rows, head.weight, micro.targets, temperature or self.temperature, micro.support)
 
 
 def load(folder: Path, temperature: float, recompute: bool = False) -> Policy:

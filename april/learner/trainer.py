@@ -10,18 +10,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from april.config import Config, LearnerSection
 from april.learner import checkpoint, flops
-from april.learner.batch import Batch
+from april.learner.batch import Batch, TrainSample
 from april.learner.diagnostics import TokenTotals
 from april.learner.model import Policy, full_state, load, shard
 from april.learner.objective import Objective, Prepared, ResponseTokens
 from april.learner.packing import MicroBatch, input_tokens, pack, plan
 from april.learner.seen import SeenTokens, keeps
+from april.weights.canary import Canary, canary_tokens
+from april.wire.version import Version
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,6 +201,22 @@ class Trainer:
     def weights(self) -> dict[str, Tensor]:
         """All weights as workers generate with them, on the CPU of rank 0; {} elsewhere."""
         return full_state(self.policy, None if self.device.type == "cpu" else torch.bfloat16)
+
+    def canary(self) -> Canary:
+        """What these weights say of the canary, as a step would compute it."""
+        config, embedding = self.config, self.policy.lm.get_input_embeddings()
+        longest = config.longest_prompt_tokens + config.sampling.max_response_tokens
+        tokens = canary_tokens(embedding.num_embeddings, longest - 1)
+        scored = len(tokens) - 1
+        text = TrainSample(tokens, 1, np.zeros(scored, np.float32), 0.0, ((0, scored, Version(0, 0)),))
+        self.policy.eval()
+        with torch.no_grad():
+            logprobs, _ = self.policy(pack([text], self.device), temperature=1.0)
+        self.policy.train()
+        self.policy.reshard()
+        rounded = self.device.type != "cpu" or uses_bf16(self.config.learner, self.device)
+        dtype = "bfloat16" if rounded else "float32"
+        return Canary(tokens.tolist(), logprobs.tolist(), dtype)
 
     def restore(self) -> int:
         """Go on from the latest complete checkpoint, if there is one; the step of the weights now held."""

@@ -2,6 +2,7 @@
 
 import msgspec
 
+from april.weights.canary import Canary
 from april.wire.codec import Body
 from april.wire.message import Message, Name
 from april.wire.version import Number, Version
@@ -56,6 +57,8 @@ class LaneManifest(Message):
     checksum: int
     server_checksums: dict[str, str] = {}
     """what an inference server will say of each of its tensors; none: do not ask"""
+    canary: Canary | None = None
+    """what an engine with these weights will say of a text; none: it is not published"""
 
 
 class LanePosted(Message):

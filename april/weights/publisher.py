@@ -27,6 +27,7 @@ from april.security.audit import Audit
 from april.security.door import Door
 from april.security.keys import ALLOW_LIST, load_keys
 from april.weights import TRANSPORTS
+from april.weights.canary import Canary
 from april.weights.lane_messages import (
     LANES,
     LaneAlive,
@@ -138,9 +139,12 @@ class WeightPublisher:
         self._threads.append(thread)
         thread.start()
 
-    def publish(self, version: Version, tensors: Mapping[str, Tensor]) -> dict[str, float]:
-        """Give `version` to all workers; returns once they have it, are lost, or the deadline is over."""
-        snapshot = pack(version, tensors)
+    def publish(
+        self, version: Version, tensors: Mapping[str, Tensor], canary: Canary | None = None
+    ) -> dict[str, float]:
+        """Give `version` to all workers, and what the learner says of the canary under it; returns once they have it,
+        are lost, or the deadline is over."""
+        snapshot = pack(version, tensors, canary)
         deadline = clock.now() + self.config.publish_deadline_s
         with self._changed:
             self._snapshot = snapshot
@@ -314,7 +318,9 @@ class WeightPublisher:
         bucket_bytes = self.bucket_bytes
         heads, size = snapshot.heads, snapshot.data.numel()
         expected = self._server_checksums(lane, snapshot)
-        manifest = LaneManifest(lane.name, snapshot.version, heads, size, bucket_bytes, snapshot.checksum, expected)
+        manifest = LaneManifest(
+            lane.name, snapshot.version, heads, size, bucket_bytes, snapshot.checksum, expected, snapshot.canary
+        )
         deadline = clock.now() + self.config.transfer_deadline_s
         self._send(lane, manifest)
         self._await(lane, LanePosted, snapshot.version, deadline)

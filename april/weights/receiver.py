@@ -26,6 +26,7 @@ from april.processes import clock
 from april.security.handshake import Handshake
 from april.security.keys import Keys
 from april.weights import TRANSPORTS
+from april.weights.canary import Canary
 from april.weights.lane_messages import (
     LANES,
     LaneAlive,
@@ -59,6 +60,10 @@ class Staged:
     """when its manifest arrived, unix seconds"""
     manifest: LaneManifest | None = None
     post: Callable[[], None] | None = None
+    canary: Canary | None = None
+    """what the learner says of it under these weights"""
+    checksum: int = 0
+    """of all of them"""
 
 
 class InferenceServer(Protocol):
@@ -323,7 +328,8 @@ class LearnerConnection:
         started_at = clock.now()
         if self.receiver.server:
             post = partial(self.receiver.post, manifest)
-            self.receiver.stage(Staged(manifest.version, None, started_at, manifest, post))
+            staged = Staged(manifest.version, None, started_at, manifest, post, manifest.canary, manifest.checksum)
+            self.receiver.stage(staged)
             return
         assert link, "a lane that is none of a server's has a link"
         data = torch.empty(manifest.total_bytes, dtype=torch.uint8)
@@ -331,4 +337,6 @@ class LearnerConnection:
         deadline = started_at + self.receiver.config.transfer_deadline_s
         link.receive(buckets(data, manifest.bucket_bytes), deadline)
         tensors = unpack(manifest.tensors, data, manifest.checksum)
-        self.receiver.stage(Staged(manifest.version, tensors, started_at))
+        self.receiver.stage(
+            Staged(manifest.version, tensors, started_at, canary=manifest.canary, checksum=manifest.checksum)
+        )

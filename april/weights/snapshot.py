@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from zlib_ng.zlib_ng import crc32
 
+from april.weights.canary import Canary
 from april.weights.lane_messages import TensorHead
 from april.wire.version import Version
 
@@ -26,9 +27,10 @@ class Snapshot:
     data: Tensor
     """uint8 [bytes], on the CPU"""
     checksum: int
+    canary: Canary | None = None
 
 
-def pack(version: Version, tensors: Mapping[str, Tensor]) -> Snapshot:
+def pack(version: Version, tensors: Mapping[str, Tensor], canary: Canary | None = None) -> Snapshot:
     """Copy the tensors one behind the other, in the order of the mapping."""
     heads = [TensorHead(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in tensors.items()]
     offsets, total = layout(heads)
@@ -36,7 +38,7 @@ def pack(version: Version, tensors: Mapping[str, Tensor]) -> Snapshot:
     for offset, tensor in zip(offsets, tensors.values(), strict=True):
         flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         data[offset : offset + flat.numel()] = flat
-    return Snapshot(version, heads, data, checksum(data))
+    return Snapshot(version, heads, data, checksum(data), canary)
 
 
 def unpack(heads: list[TensorHead], data: Tensor, expected_checksum: int) -> dict[str, Tensor]:

@@ -20,6 +20,7 @@ from april.wire.limits import clip
 from april.wire.version import Version
 from april.workers.engines.base import Chunk, Engine, EngineError, Request
 from april.workers.engines.intake import Intake
+from april.workers.engines.proof import WrongWeights
 from april.workers.rewards.messages import GroupScore, Score
 from april.workers.scoring import Scoring, closing
 
@@ -94,6 +95,7 @@ class Worker:
         self.stopping = ""
         self._next_heartbeat = 0.0
         self._next_renewal = 0.0
+        self._wrong_weights: WrongWeights | None = None
         self._busy_since: float | None = None
         self._reported_version: Version | None = None
         self._reported_room: int | None = None
@@ -102,11 +104,14 @@ class Worker:
     # --- life -----------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Work until the broker says stop. Raises BrokerUnreachable when it is gone for good."""
+        """Work until the broker says stop. Raises BrokerUnreachable when it is gone for good, and WrongWeights, having
+        left, when its engine does not come to hold what it is sent."""
         self._say_hello()
         while not self.stopping:
             self.turn()
         self._leave()
+        if self._wrong_weights:
+            raise self._wrong_weights
 
     def stop(self, reason: str) -> None:
         """Leave after the turn that is under way."""
@@ -372,7 +377,11 @@ class Worker:
 
     def _take_weights(self) -> None:
         for intake in self.intakes:
-            loaded_in_s = intake.load()
+            try:
+                loaded_in_s = intake.load()
+            except WrongWeights as error:
+                self._wrong_weights = error
+                return self.stop(str(error))
             if loaded_in_s is not None:
                 self._report_holding(loaded_in_s)
 

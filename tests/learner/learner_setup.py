@@ -148,7 +148,7 @@ class Diary:
 
     def __init__(self, policy, last_step, branch=0, frontier=0):
         self.policy, self.last_step, self.branch, self.frontier = policy, last_step, branch, frontier
-        self.events, self.metrics, self.weights = [], [], {}
+        self.events, self.metrics, self.weights, self.canaries = [], [], {}, {}
 
     def start(self, checkpoint_step):
         self.events.append(("start", checkpoint_step))
@@ -178,7 +178,8 @@ class Diary:
     def durables(self):
         return [event for event in self.events if event[0] == "durable"]
 
-    def publish(self, version, tensors):
+    def publish(self, version, tensors, canary):
+        self.canaries[version] = canary
         self.events.append(("publish", version))
         self.weights[version] = tensors
         return {"peers": 3.0}

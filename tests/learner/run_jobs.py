@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from frozen import FrozenTrainer, full_gradients
 from learner_setup import Diary, full_moments
+from msgspec.structs import asdict
 from torch.distributed.tensor import DTensor
 
 from april.config import Config
@@ -33,6 +34,8 @@ def run(job: dict, device: torch.device) -> dict:
         "restored": restored,
         "metrics": metrics,
         "gradients": gradients,
+        "canary": asdict(trainer.canary()),
+        "whole_policy": unsharded(trainer.policy),
         "weights": trainer.weights(),
         "moments": full_moments(trainer),
         "optimizer_steps": trainer.optimizer_steps,

@@ -118,9 +118,9 @@ def test_weights_are_sent_while_the_next_batch_is_trained(live, monkeypatch):
         trained.set()
         return metrics
 
-    def publish_once_trained(diary, version, tensors):
+    def publish_once_trained(diary, version, tensors, canary):
         assert trained.wait(60)
-        return publish(diary, version, tensors)
+        return publish(diary, version, tensors, canary)
 
     monkeypatch.setattr(Trainer, "step", train_and_tell)
     monkeypatch.setattr(Diary, "publish", publish_once_trained)

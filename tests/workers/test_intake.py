@@ -42,7 +42,7 @@ class Engine:
             raise EngineError("not these")
         self.version = version
 
-    async def take_weights(self, version, tensors):
+    async def take_weights(self, version, tensors, prove=None):
         for _ in range(self.turns):
             await asyncio.sleep(0)
         self.load_weights(version, tensors)

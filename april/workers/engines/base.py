@@ -125,6 +125,19 @@ class Engine(Protocol):
         EngineError: then the old weights stay, or the engine has none.
         """
 
+    def score(self, tokens: np.ndarray) -> np.ndarray:
+        """Log-probabilities float32 [T - 1] of int32 [T] but the first, each behind those before it, at temperature 1,
+        under the weights that it holds; nothing that runs is changed by that. Raises EngineError, always where the
+        entry does not say `scores`."""
+
+    @property
+    def dtype(self) -> str:
+        """That it computes in: float32, bfloat16, float16, or another name."""
+
+    def disown(self) -> None:
+        """The weights loaded last are wrong: it has none until others are loaded, and no token sampled under them is
+        handed over. What runs waits, or fails."""
+
     @property
     def live(self) -> int:
         """Requests that are running or queued."""

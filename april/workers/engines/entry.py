@@ -5,6 +5,7 @@ every part of a run has, the entry is a small class beside it, which imports the
 leaves out has the answers below: those of an engine that computes in the worker's own process.
 """
 
+import logging
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
     from april.weights.receiver import WeightReceiver
     from april.workers.engines.base import Engine
     from april.workers.engines.intake import Intake
+    from april.workers.engines.proof import Proof
+
+log = logging.getLogger(__name__)
 
 
 class EngineEntry:
@@ -27,6 +31,8 @@ class EngineEntry:
     """it draws from what `top_k` and `top_p` leave; otherwise it refuses a request for that"""
     true_distribution: ClassVar[bool] = True
     """tokens are drawn from the model's distribution; otherwise they are good for tests alone"""
+    scores: ClassVar[bool] = False
+    """it says the log-probabilities of a given text, by which it is seen that it holds the weights it was sent"""
     reads: ClassVar[Collection[str]] = ()
     """keys of [engine] that mean something to it; the others are refused"""
 
@@ -78,4 +84,16 @@ class EngineEntry:
         `make_receiver(lane, server, up)` as of `WeightReceiver`."""
         from april.workers.engines.intake import Intake
 
-        return [Intake(engine, make_receiver(worker))]
+        return [Intake(engine, make_receiver(worker), cls.make_proof(config))]
+
+    @classmethod
+    def make_proof(cls, config: Config) -> "Proof | None":
+        """What finds out whether one of its engines holds what it was sent; None where that is not looked at."""
+        from april.workers.engines.proof import Proof
+
+        if config.weights.canary and not cls.scores:
+            log.warning(
+                "worker.engine = %r does not score texts: that it samples from the weights it is sent is not proven",
+                config.worker.engine,
+            )
+        return Proof() if cls.scores and config.weights.canary else None

@@ -42,6 +42,8 @@ class InProcessEngine(EngineEntry):
 
     ready = True
     kv_tokens = None
+    dtype = "float32"
+    """a subclass that computes in another says so"""
 
     def __init__(self, config: Config, device: str, name: str):
         """`device`: "cpu" or "cuda"; `name`: of the worker. Raises EngineError."""
@@ -109,6 +111,12 @@ class InProcessEngine(EngineEntry):
             self._hand_over(run)
         self.take_weights(tensors)
         self.version = version
+
+    def score(self, tokens: np.ndarray) -> np.ndarray:
+        raise EngineError("this engine does not score; one whose entry says `scores` does")
+
+    def disown(self) -> None:
+        self.version = None
 
     def close(self) -> None: ...
 

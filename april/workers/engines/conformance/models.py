@@ -53,6 +53,13 @@ class TinyModel:
         every = torch.log_softmax(self.logits(tokens)[start - 1 : -1] / temperature, dim=-1)
         return every.gather(1, torch.tensor(tokens[start:])[:, None])[:, 0]
 
+    def logprobs_under(self, weights: dict[str, torch.Tensor], tokens: list[int]) -> torch.Tensor:
+        """float32 [T - 1]: of tokens[1:] under other weights of the same names, where the output projection is the
+        embedding."""
+        with torch.inference_mode():
+            logits = torch.func.functional_call(self.reference, weights, (torch.tensor([tokens]),)).logits[0].float()
+        return torch.log_softmax(logits[:-1], dim=-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+
     def with_context(self, max_context: int) -> Path:
         """A folder of the same model that says it takes no more tokens."""
         folder = self.folder.with_name(f"{self.folder.name}-{max_context}")

@@ -14,13 +14,13 @@ from april.config.overrides import parse_overrides, set_key
 from april.wire.version import Version
 from april.workers.engines import ENGINES
 from april.workers.engines.base import Engine
-from april.workers.engines.conformance import distribution, requests, streams, weights
+from april.workers.engines.conformance import distribution, requests, scores, streams, weights
 from april.workers.engines.conformance.checks import CHECKS, Bench
 from april.workers.engines.conformance.driving import V0
 from april.workers.engines.conformance.models import CONTEXT, TinyModels
 from april.workers.engines.devices import device_of
 
-SUBJECTS = (streams, distribution, weights, requests)
+SUBJECTS = (streams, distribution, weights, scores, requests)
 """modules whose checks are in `CHECKS`, in this order"""
 ONLY_WHOLE_CHUNKS_S = 1e9
 

@@ -248,11 +248,25 @@ class Decoder:
             yield heads[:, :, shape.heads :]
             if layer is self.layers[-1]:
                 return
-            queries, keys, values = heads.transpose(1, 2).split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
-            attended = F.scaled_dot_product_attention(
-                queries, keys, values, is_causal=True, enable_gqa=shape.heads != shape.kv_heads
-            )
-            x = self._mix(layer, x, attended.transpose(1, 2).reshape(n * length, -1))
+            x = self._mix(layer, x, self._attend(heads))
+
+    def score(self, tokens: Tensor) -> Tensor:
+        """Log-probabilities float32 [T - 1] of int64 [T] but the first, each behind those before it."""
+        x = F.embedding(tokens[:-1], self.embedding)
+        rotation = self.rotations[: len(x)].unsqueeze(1)
+        for layer in self.layers:
+            x = self._mix(layer, x, self._attend(self._project(layer, x, rotation)[None]))
+        logprobs = torch.log_softmax(F.linear(self.norm(x), self.output).float(), dim=-1)
+        return logprobs.gather(1, tokens[1:, None])[:, 0]
+
+    def _attend(self, heads: Tensor) -> Tensor:
+        """Causal attention [n * length, heads * head_dim] of rotated [n, length, heads + 2 * kv_heads, head_dim]."""
+        shape = self.shape
+        queries, keys, values = heads.transpose(1, 2).split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
+        attended = F.scaled_dot_product_attention(
+            queries, keys, values, is_causal=True, enable_gqa=shape.heads != shape.kv_heads
+        )
+        return attended.transpose(1, 2).reshape(heads.shape[0] * heads.shape[1], -1)
 
     def _project(self, layer: Layer, x: Tensor, rotation: Tensor) -> Tensor:
         """[n, heads + 2 * kv_heads, head_dim]: queries, keys, values, the first two rotated."""

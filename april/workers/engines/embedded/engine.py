@@ -103,6 +103,19 @@ class TorchEngine:
             self._unfilled = list(self._slot_of.values())
 
     @torch.inference_mode()
+    def score(self, tokens: np.ndarray) -> np.ndarray:
+        if self._decoder is None:
+            raise EngineError("there are no weights to score with; load some")
+        return self._decoder.score(torch.from_numpy(tokens.astype(np.int64)).to(self.device)).cpu().numpy()
+
+    @property
+    def dtype(self) -> str:
+        return str(self.shape.dtype).removeprefix("torch.")
+
+    def disown(self) -> None:
+        self._decoder = self._batch = self.version = None
+
+    @torch.inference_mode()
     def step(self) -> list[Chunk]:
         if self._decoder is None:
             return []

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
 
 class TorchEntry(EngineEntry):
+    scores = True
+
     @classmethod
     def from_config(cls, config: Config, device: str, name: str) -> "TorchEngine":
         from april.workers.engines.base import EngineError

@@ -12,9 +12,11 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import Callable, Container, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Container, Coroutine, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
+
+import numpy as np
 
 from april.processes import clock
 from april.weights.server_checksums import can_be_foretold, checksums_in_server
@@ -27,6 +29,7 @@ from april.workers.engines.sglang.checks import check_model, check_pause, check_
 from april.workers.engines.sglang.client import ServerGone, ServerRefuses, SGLangClient
 from april.workers.engines.sglang.news import News
 from april.workers.engines.sglang.run import Run
+from april.workers.engines.sglang.score import score_body, server_dtype, take_scores
 from april.workers.engines.sglang.server import AttachedServer, ServerFailed, SGLangServer
 from april.workers.engines.sglang.weights import DiskSnapshot, HalfLoaded, WeightPush
 
@@ -38,6 +41,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Pause = Literal["abort", "retract", "in_place"]
+Prove = Callable[[], Awaitable[None]]
 
 TEND_S = 0.5
 """between two looks at the server"""
@@ -49,6 +53,7 @@ CANCEL_S = 3.0
 """aborted requests have so long to come back; then what has arrived of them is all there is"""
 ABORT_AGAIN_S = 0.3
 """an abort does not reach a request that the scheduler has not seen yet; it is said again after this long"""
+DISOWNED = "the weights that it ran under are not those of their version"
 VERIFY_EVERY = 20
 """changes of weights that a server takes after its first, until what it holds is compared again with what was sent"""
 LONGEST_DELAY_S = 60.0
@@ -109,6 +114,8 @@ class SGLangEngine:
         self._streaming: dict[int, Run] = {}
         self._chunks: list[Chunk] = []
         self._failures: list[tuple[int, str]] = []
+        self._unproven: Version | None = None
+        """loaded, and not proven yet: its tokens wait"""
         self._names: dict[str, Version] = {}
         """versions by what the server calls them"""
         self._updating, self._updates, self._comparable = False, 0, False
@@ -173,7 +180,8 @@ class SGLangEngine:
     def collect(self) -> list[Chunk]:
         """What a step returns, without waiting for it."""
         self._hand_over_due()
-        chunks, self._chunks = self._chunks, []
+        chunks = [chunk for chunk in self._chunks if chunk.version != self._unproven]
+        self._chunks = [chunk for chunk in self._chunks if chunk.version == self._unproven]
         self._news.clear()
         if self._fatal and not chunks:
             raise self._fatal
@@ -200,7 +208,7 @@ class SGLangEngine:
                 self._lose(str(error))
         for run in [*runs, *(self._queue[key] for key in ids if key in self._queue)]:
             self._end(run)
-        chunks = [chunk for chunk in self._chunks if chunk.id in ids]
+        chunks = [chunk for chunk in self._chunks if chunk.id in ids and chunk.version != self._unproven]
         self._chunks = [chunk for chunk in self._chunks if chunk.id not in ids]
         self._failures = [(key, why) for key, why in self._failures if key not in ids]
         return chunks
@@ -208,21 +216,62 @@ class SGLangEngine:
     def load_weights(self, version: Version, tensors: "Mapping[str, torch.Tensor]") -> None:
         self._loop.run_until_complete(self.take_weights(version, tensors))
 
-    async def take_weights(self, version: Version, tensors: "Mapping[str, torch.Tensor]") -> None:
-        """`load_weights` beside everything else: what is submitted meanwhile waits, steps and cancels go on."""
+    async def take_weights(
+        self, version: Version, tensors: "Mapping[str, torch.Tensor]", prove: Prove | None = None
+    ) -> None:
+        """`load_weights` beside everything else: what is submitted meanwhile waits, steps and cancels go on. A version
+        that `prove` raises EngineError for is disowned before anything of it is handed over."""
         self._check_ready()
         checked = await asyncio.to_thread(self._push.check, tensors)
         foretold = await asyncio.to_thread(self._foretell, tensors)
         self._check_ready()
         load = self._push.load(self.client, checked, self._change(version), self.info.get("tp_size", 1))
-        await self._update(version, load, foretold)
+        await self._update(version, load, foretold, prove)
 
-    async def take_broadcast(self, version: Version, manifest: "LaneManifest", post: Callable[[], None]) -> None:
+    async def take_broadcast(
+        self, version: Version, manifest: "LaneManifest", post: Callable[[], None], prove: Prove | None = None
+    ) -> None:
         """The same with weights that the learner broadcasts to the server itself, once `post` has been called."""
         self._check_ready()
         check_heads(self._push.expected, self._push.tied, {head.name: tuple(head.shape) for head in manifest.tensors})
         load = receive(self.client, manifest, post, self._change(version))
-        await self._update(version, load, manifest.server_checksums if self._comparable else {})
+        await self._update(version, load, manifest.server_checksums if self._comparable else {}, prove)
+
+    def score(self, tokens: np.ndarray) -> np.ndarray:
+        if self.version is None:
+            raise EngineError("there are no weights to score with; load some")
+        try:
+            return self._loop.run_until_complete(self.ask_score(tokens))
+        except ServerGone as error:
+            raise EngineError(str(error)) from None
+
+    async def ask_score(self, tokens: np.ndarray) -> np.ndarray:
+        """`score` for who drives the loop, of what the server holds at the moment. Raises ServerGone, too."""
+        return take_scores(await self.client.call("/generate", score_body(tokens), self.update_s), tokens)
+
+    @property
+    def dtype(self) -> str:
+        """As the server says; what it quantises to, where it does."""
+        return self.info.get("quantization") or server_dtype(self.info.get("dtype", "auto"), self._declared_dtype)
+
+    def disown(self) -> None:
+        if self.version is not None:
+            self._disown(self.version)
+
+    def _disown(self, wrong: Version) -> None:
+        """What runs has to be given back, since some of its tokens may be of these weights."""
+        self.version = None
+        for run in list(self._streaming.values()):
+            if run.task:
+                run.task.cancel()
+            self._fail(run, DISOWNED)
+        self._forget_tokens(wrong)
+
+    def _forget_tokens(self, wrong: Version) -> None:
+        """Those that are not handed over yet."""
+        ended = [chunk.id for chunk in self._chunks if chunk.version == wrong and chunk.finish_reason]
+        self._failures += [(key, DISOWNED) for key in ended]
+        self._chunks = [chunk for chunk in self._chunks if chunk.version != wrong]
 
     def begin(self, work: Coroutine) -> asyncio.Task:
         """Have it done while the engine is stepped."""
@@ -361,7 +410,7 @@ class SGLangEngine:
         deadline = clock.now() + CANCEL_S
         waiting = {run.task: run for run in runs if run.task}
         while waiting and clock.now() < deadline and not self._alarm.is_set():
-            everything = len(waiting) == len(self._streaming)
+            everything = len(waiting) == len(self._streaming) and self._unproven is None
             bodies = [{"abort_all": True}] if everything else [{"rid": run.rid} for run in waiting.values()]
             try:
                 await asyncio.gather(*(self.client.call("/abort_request", body) for body in bodies))
@@ -378,26 +427,38 @@ class SGLangEngine:
 
     # --- weights ------------------------------------------------------------------------------------------------
 
-    async def _update(self, version: Version, load: Coroutine, expected: dict[str, str]) -> None:
-        """Close admission, pause, load with flush and name of the version, `continue` whatever happens.
+    async def _update(self, version: Version, load: Coroutine, expected: dict[str, str], prove: Prove | None) -> None:
+        """Close admission, pause, load with flush and name of the version, `continue` whatever happens, prove.
 
         Raises EngineError.
         """
         self._updating, self._names[str(version)] = True, version
+        self._unproven = version if prove else None
         try:
             async with asyncio.timeout(self.update_s):
                 await self._change_weights(load, expected)
+                if prove:
+                    await self._prove(version, prove)
             self.version, self._updates = version, self._updates + 1
         except (ServerGone, HalfLoaded, TimeoutError) as error:
             why = str(error) or f"an update of the weights took longer than {self.update_s:g} s"
             if self.ready:
                 self._lose(why)
+            if prove:
+                self._forget_tokens(version)
             raise EngineError(why) from None
         finally:
             load.close()
-            self._updating = False
+            self._updating, self._unproven = False, None
             self._admit()
             self._news.set()
+
+    async def _prove(self, version: Version, prove: Prove) -> None:
+        try:
+            await prove()
+        except EngineError:
+            self._disown(version)
+            raise
 
     async def _change_weights(self, load: Coroutine, expected: dict[str, str]) -> None:
         if self.pause == "abort" and self._streaming:
@@ -447,6 +508,7 @@ class SGLangEngine:
     def _check(self, info: dict) -> None:
         """Refuse a server that cannot do what this engine needs of it; keep what it says of its sizes."""
         own = json.loads((self.model_path / "config.json").read_bytes())
+        self._declared_dtype = str(own.get("dtype") or own.get("torch_dtype"))
         check_server(info)
         check_model(info, own)
         self.info, self._comparable = info, can_be_foretold(info, own.get("model_type"))

@@ -22,6 +22,7 @@ class ServerEntry(EngineEntry):
 
     in_process = False
     keeps_prefixes = True
+    scores = True
     reads = tuple(EngineSection.model_fields.keys() - {"pace", "pace_factor"})
     tensor_parallel: ClassVar[str] = "tp_size"
     """the server's option for its tensor-parallel ranks"""
@@ -73,7 +74,9 @@ class ServerEntry(EngineEntry):
         intakes: list[Intake] = []
         for lane, part in zip(cls.lanes(config, worker), engine.parts, strict=True):
             server = ServerLane(part) if cls.broadcasts_to_servers(config) else None
-            intakes.append(ServerIntake(part, make_receiver(lane, server, partial(getattr, part, "ready"))))
+            intakes.append(
+                ServerIntake(part, make_receiver(lane, server, partial(getattr, part, "ready")), cls.make_proof(config))
+            )
         return intakes
 
     @classmethod

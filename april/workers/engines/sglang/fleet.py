@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from april.wire.version import Version
 from april.workers.engines.base import Chunk, EngineError, Request
 from april.workers.engines.sglang.engine import SGLangEngine
@@ -134,6 +136,20 @@ class SGLangFleet:
         """One server after the other, the others generating meanwhile."""
         for part in self._going:
             part.load_weights(version, tensors)
+
+    def score(self, tokens: np.ndarray) -> np.ndarray:
+        """Of one that has the newest weights."""
+        if not (serving := self._serving()):
+            raise EngineError("there are no weights to score with; load some")
+        return serving[0].score(tokens)
+
+    @property
+    def dtype(self) -> str:
+        return self.parts[0].dtype
+
+    def disown(self) -> None:
+        for part in self._going:
+            part.disown()
 
     def close(self) -> None:
         for part in self.parts:

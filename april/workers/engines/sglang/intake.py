@@ -4,14 +4,29 @@ servers are behind its worker."""
 import asyncio
 
 from april.weights.receiver import Staged
+from april.workers.engines.base import EngineError
 from april.workers.engines.intake import Intake
-from april.workers.engines.sglang.engine import SGLangEngine
+from april.workers.engines.sglang.engine import Prove, SGLangEngine
 
 
 class ServerIntake(Intake):
     engine: SGLangEngine
 
     def begin(self, staged: Staged) -> asyncio.Task:
+        prove = self._prover(staged)
         if staged.manifest and staged.post:
-            return self.engine.begin(self.engine.take_broadcast(staged.version, staged.manifest, staged.post))
-        return self.engine.begin(self.engine.take_weights(staged.version, staged.tensors or {}))
+            return self.engine.begin(self.engine.take_broadcast(staged.version, staged.manifest, staged.post, prove))
+        return self.engine.begin(self.engine.take_weights(staged.version, staged.tensors or {}, prove))
+
+    def _prover(self, staged: Staged) -> Prove | None:
+        proof, canary = self.proof, self.canary_of(staged)
+        if not (proof and canary):
+            return None
+
+        async def prove() -> None:
+            try:
+                proof.judge(staged, canary, await self.engine.ask_score(canary.text), self.engine.dtype)
+            except EngineError as error:
+                raise proof.failure(staged, error) from None
+
+        return prove

@@ -112,6 +112,7 @@ class Program:
         return web.json_response(
             {
                 "context_length": config.model_config.max_model_len,
+                "dtype": str(config.model_config.dtype),
                 "max_running_requests": config.scheduler_config.max_num_seqs,
                 "tp_size": config.parallel_config.tensor_parallel_size,
                 "pp_size": config.parallel_config.pipeline_parallel_size,
@@ -126,7 +127,10 @@ class Program:
     # --- requests -----------------------------------------------------------------------------------------------
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
+        """A stream of new tokens; where none is asked for, the log-probabilities of the prompt's."""
         body = await request.json()
+        if not body["stream"]:
+            return await self._score(body)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         await self._admitting.wait()
@@ -162,6 +166,26 @@ class Program:
                     "finish_reason": finish_reason(answer, stops),
                 },
             }
+
+    async def _score(self, body: dict) -> web.Response:
+        """Of its prompt, from the first token on, at temperature 1."""
+        await self._admitting.wait()
+        asked = SamplingParams(
+            max_tokens=1, prompt_logprobs=0, detokenize=False, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY
+        )
+        prompt = tokens_input(body["input_ids"], cache_salt=body["extra_key"])
+        scores: list = []
+        try:
+            async for output in self._engine.generate(prompt, asked, body["rid"]):
+                scores = output.prompt_logprobs or scores
+        except EngineDeadError:
+            os._exit(1)
+        except (ValueError, VLLMClientError) as error:
+            return refusal(str(error))
+        entries = [
+            [of[token].logprob if of else None, token] for token, of in zip(body["input_ids"], scores, strict=False)
+        ]
+        return web.json_response({"meta_info": {"input_token_logprobs": entries}})
 
     async def abort_request(self, request: web.Request) -> web.Response:
         body = await request.json()

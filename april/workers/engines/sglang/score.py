@@ -1,0 +1,39 @@
+"""A text scored by an SGLang server: its prompt's log-probabilities, at temperature 1 whatever is sampled behind it."""
+
+import uuid
+from typing import Any
+
+import numpy as np
+
+from april.workers.engines.sglang.client import ServerRefuses
+
+DTYPES = {"half": "float16", "float": "float32"}
+"""other names that servers take"""
+
+
+def score_body(tokens: np.ndarray) -> dict[str, Any]:
+    """Of POST /generate. What is asked from the first token on is computed anew, not taken from the prefix cache."""
+    rid = uuid.uuid4().hex
+    sampling = {
+        "max_new_tokens": 1, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0,
+        "sampling_seed": 0, "stop_token_ids": [], "ignore_eos": True,
+    }  # fmt: skip
+    return {
+        "rid": rid, "input_ids": tokens.tolist(), "sampling_params": sampling, "return_logprob": True,
+        "logprob_start_len": 0, "stream": False, "extra_key": rid,
+    }  # fmt: skip
+
+
+def take_scores(answer: Any, tokens: np.ndarray) -> np.ndarray:
+    """float32 [T - 1], of all tokens but the first. Raises ServerRefuses."""
+    entries = answer["meta_info"].get("input_token_logprobs") or []
+    if [entry[1] for entry in entries[1:]] != tokens[1:].tolist():
+        raise ServerRefuses(f"the server scores {len(entries)} tokens where {len(tokens)} were asked for, or others")
+    return np.array([entry[0] for entry in entries[1:]], np.float32)
+
+
+def server_dtype(said: str, declared: str) -> str:
+    """That a server computes in which says so, or `auto`: as the model's folder declares, and 16 bits for 32."""
+    name = declared if said == "auto" else said
+    name = DTYPES.get(name, name).removeprefix("torch.")
+    return "bfloat16" if said == "auto" and name == "float32" else name

@@ -1,0 +1,60 @@
+"""What the learner says of the canary is what its published weights say of it."""
+
+import torch
+from learner_setup import VOCAB, Diary, job, make_config, uneven_batch
+from ranks import run_ranks
+from transformers import AutoModelForCausalLM
+
+from april.learner import loop
+from april.learner.trainer import Trainer
+from april.weights.canary import TOKENS, Canary, canary_tokens
+from april.wire.version import Version
+
+
+def assert_said_by(weights, canary, folder):
+    """At temperature 1, whatever the run samples at, by a plain forward pass."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.load_state_dict(weights, strict=False)
+    with torch.no_grad():
+        logprobs = torch.log_softmax(model(torch.tensor([canary.tokens])).logits[0, :-1], dim=-1)
+    expected = logprobs.gather(1, torch.tensor(canary.tokens[1:])[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(canary.logprobs), expected, atol=2e-5, rtol=0)
+
+
+def test_every_version_is_published_with_what_its_weights_say_of_the_canary(one_rank, policy_folder, tmp_path):
+    diary = Diary(policy_folder, 2)
+    config = make_config(policy_folder, tmp_path / "run")
+    loop.run(config, Trainer(config, torch.device("cpu")), diary, diary)
+    assert list(diary.canaries) == [Version(0, 0), Version(0, 1), Version(0, 2)]
+    for version, canary in diary.canaries.items():
+        assert_said_by(diary.weights[version], canary, policy_folder)
+    first, last = diary.canaries[Version(0, 0)], diary.canaries[Version(0, 2)]
+    assert first.tokens == last.tokens and first.logprobs != last.logprobs
+    assert {"canary_s"} <= diary.metrics[1].keys()
+
+
+def test_where_it_is_switched_off_nothing_is_scored(one_rank, policy_folder, tmp_path):
+    diary = Diary(policy_folder, 1)
+    config = make_config(policy_folder, tmp_path / "run")
+    off = config.weights.model_copy(update={"canary": False})
+    config = config.model_copy(update={"weights": off})
+    loop.run(config, Trainer(config, torch.device("cpu")), diary, diary)
+    assert set(diary.canaries.values()) == {None}
+
+
+def test_all_ranks_score_it_and_each_keeps_its_shard_alone(policy_folder, tmp_path):
+    config = make_config(policy_folder, tmp_path / "run")
+    (result,) = run_ranks(2, [job(config, [uneven_batch(0, policy_folder)])], tmp_path / "ranks")
+    assert_said_by(result["weights"], Canary(**result["canary"]), policy_folder)
+    assert result["whole_policy"] == []
+
+
+def test_the_text_is_the_same_everywhere_and_made_of_frequent_tokens():
+    text = canary_tokens(151_936)
+    assert len(text) == TOKENS and text.tolist() == canary_tokens(151_936).tolist()
+    assert text[:4].tolist() == FIRST and text.min() >= 0 and text.max() < 151_936
+    assert (text < 2_000).sum() > TOKENS // 2
+    assert canary_tokens(VOCAB, 7).max() < VOCAB and len(canary_tokens(VOCAB, 7)) == 7
+
+
+FIRST = [37757, 171, 0, 107344]
