@@ -11,17 +11,23 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from broker_peers import april_side, ceilings, ray_side, redis_side, restart, soak
+from broker_peers import april_side, ceilings, ray_side, redis_side, redis_stream, restart, soak, stream
 from broker_peers.load import BenchmarkError, Load, Measured
+from broker_peers.stream import Stream, Streamed
 from common import Row, parser, report
 
 BATCHES_SCRIPT = Path(april_side.__file__).with_name("batches.py")
 FULL = Load(producers=16, in_flight=8, window_s=5.0)
 REDIS_LOADS = (Load(4, 1, 5.0), Load(4, 8, 5.0), FULL)
 PEER_TURNS, OTHER_TURNS = 5, 3
+STREAMS = (Stream(16, 256), Stream(64, 64), Stream(1000, 100, warmup_s=20.0))
+"""workers x sequences"""
+GPU_SEQUENCES, REPORT_S, CORE_SHARE = 256, 2.0, 0.7
+"""of a GPU; the default of `worker.report_s`; how much of a core a broker may take"""
 
 
 class Turns:
@@ -33,8 +39,8 @@ class Turns:
     def count(self, wanted: int) -> range:
         return range(1 if self.quick else wanted)
 
-    def load(self, load: Load) -> Load:
-        return load.for_s(2.0) if self.quick else load
+    def load(self, load: Load | Stream) -> Load | Stream:
+        return replace(load, window_s=2.0) if self.quick else load
 
     @contextlib.contextmanager
     def folder_of_its_own(self) -> Iterator[Path]:
@@ -51,6 +57,11 @@ class Turns:
 
 def described(result) -> str:
     measured = result[0] if isinstance(result, tuple) else result
+    if isinstance(measured, Streamed):
+        submit_ms, server_us = p99(measured.submit_ms), measured.cpu_us
+        return (
+            f"{measured.chunks_per_s:,.0f} chunks/s, submit p99 {submit_ms:.0f} ms, server {server_us:.1f} us a chunk"
+        )
     if not isinstance(measured, Measured):
         return f"{measured:,.0f} records/s"
     submit_ms, server_us = p99(measured.submit_ms), measured.server_us
@@ -139,6 +150,39 @@ def measure_with_batches(load: Load, folder: Path) -> tuple[Measured, float]:
     return measured, float(np.median(np.load(sizes)))
 
 
+def in_a_stream(turns: Turns) -> list[Row]:
+    rows: list[Row] = []
+    wide, *others = STREAMS
+    pairs = []
+    for turn in turns.count(OTHER_TURNS):
+        order = (stream.measure, redis_stream.measure) if turn % 2 == 0 else (redis_stream.measure, stream.measure)
+        results = {side: turns.take(side, wide) for side in order}
+        pairs.append((results[stream.measure], results[redis_stream.measure]))
+    rows += [
+        Row("redis_ratio_stream", [ours.chunks_per_s / theirs.chunks_per_s for ours, theirs in pairs], "ratio"),
+        Row(f"stream_redis_{wide}", [theirs.chunks_per_s for _, theirs in pairs], "chunks/s"),
+        Row(f"stream_redis_us_{wide}", [theirs.cpu_us for _, theirs in pairs], "us"),
+        *stream_rows(wide, [ours for ours, _ in pairs]),
+    ]
+    for load in others[:0] if turns.quick else others:
+        rows += stream_rows(load, [turns.take(stream.measure, load) for _ in turns.count(OTHER_TURNS)])
+    half = replace(wide, chunks_per_s=float(np.median([ours.chunks_per_s for ours, _ in pairs])) / 2)
+    paced = [turns.take(stream.measure, half, pings=True) for _ in turns.count(OTHER_TURNS)]
+    rows.append(Row("submit_p99_ms_stream", [p99(one.submit_ms) for one in paced], "ms"))
+    rows.append(Row("control_p99_ms_stream", [p99(one.round_trips_ms) for one in paced], "ms"))
+    return rows
+
+
+def stream_rows(load: Stream, runs: list[Streamed]) -> list[Row]:
+    """GPUs a broker: a sequence makes a chunk every `REPORT_S`, of as many tokens as it samples meanwhile."""
+    chunks_per_gpu = GPU_SEQUENCES / REPORT_S
+    return [
+        Row(f"stream_{load}", [run.chunks_per_s for run in runs], "chunks/s"),
+        Row(f"cpu_us_per_chunk_{load}", [run.cpu_us for run in runs], "us"),
+        Row(f"gpus_per_broker_{load}", [CORE_SHARE * 1e6 / run.cpu_us / chunks_per_gpu for run in runs], "GPUs"),
+    ]
+
+
 def after_restart(turns: Turns) -> list[Row]:
     size_bytes, samples = (600_000_000, 10_000) if turns.quick else (10_000_000_000, 100_000)
     with turns.folder_of_its_own() as folder:
@@ -169,6 +213,7 @@ FIGURES: dict[tuple[str, ...], Callable[[Turns], list[Row]]] = {
     ("curve_ratio_16x8",): under_curve,
     ("ceiling_share_64k",): below_ceilings,
     ("restart_10gb_s",): after_restart,
+    ("redis_ratio_stream", "cpu_us_per_chunk_16x256", "gpus_per_broker_16x256", "submit_p99_ms_stream"): in_a_stream,
 }
 """what is measured together, by the names of the rows that goals are stated under"""
 SOAK = {("rss_growth_ratio_10min", "bytes_per_inflight_sample", "cpu_us_per_chunk"): in_the_long_run}
@@ -186,10 +231,13 @@ def main() -> None:
     names = [name for together in FIGURES | SOAK for name in together]
     arguments.add_argument("--only", nargs="+", choices=names, metavar="ROW", help=f"of: {', '.join(names)}")
     arguments.add_argument("--folder", type=Path, help="where journals are written [default: for temporary files]")
+    arguments.add_argument("--part", choices=("stream",), help="the reports of many sequences alone")
     arguments.add_argument("--soak", action="store_true", help="only the long form: 1,000 sessions for 10 minutes")
     options = arguments.parse_args()
     turns, rows = Turns(options.folder, options.quick), []
     figures = SOAK if options.soak else FIGURES
+    if options.part:
+        figures = {names: figure for names, figure in FIGURES.items() if figure is in_a_stream}
     if options.only:
         figures = {names: figure for names, figure in (FIGURES | SOAK).items() if set(names) & set(options.only)}
     allow_many_sockets()

@@ -14,15 +14,14 @@ from collections.abc import Coroutine
 from pathlib import Path
 
 import msgspec
-import numpy as np
 
 import april.workers.worker as worker_module
 from april import config as configuration
-from april import wire
 from april.simulate.scenario import load_scenario
 from april.workers.engines.sglang.engine import SGLangEngine
 from april.workers.engines.sglang.run import Run
 from april.workers.process import run_worker
+from april.workers.scoring import Lease
 from april.workers.worker import Worker
 
 NOTE_S = 0.2
@@ -64,13 +63,14 @@ class ForcedWorker(Worker):
         if core is not None:
             os.sched_setaffinity(0, {core})
 
-    def _accept(self, grant: wire.Grant, pieces: list[np.ndarray]) -> None:
-        length = sum(map(len, pieces[1:]))
+    def _accept(self, lease: Lease) -> None:
+        grant, task, tokens = lease
+        length = sum(map(len, tokens[1:]))
         if not grant.scoring:
-            left = self.lengths.of(grant.group)[grant.index] - length
-            grant = msgspec.structs.replace(grant, max_new_tokens=left)
+            left = self.lengths.of(task.group)[grant.index] - length
+            lease = Lease(msgspec.structs.replace(grant, max_new_tokens=left), task, tokens)
             self.reading.recomputed += 0 if self.serves else length
-        super()._accept(grant, pieces)
+        super()._accept(lease)
 
     def _watch_server(self, engine: SGLangEngine) -> None:
         """Note when a server's weights are changed, beside everything else, and what each answer's context costs it."""

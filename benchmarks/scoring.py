@@ -21,6 +21,7 @@ from common import Row, parser, report
 from april import config as configuration
 from april import wire
 from april.policy.model import build_model, save_policy
+from april.wire.rows import read_rows
 from april.wire.version import Version
 from april.workers.engines.embedded.engine import TorchEngine
 from april.workers.engines.folder_weights import load_folder_weights
@@ -36,8 +37,8 @@ CONTEXT = 4096
 class Broker:
     """A worker's connection to a broker that has `grants` and takes whatever comes."""
 
-    def __init__(self, grants: list[wire.Grant], prompt: np.ndarray, slots: int):
-        self.waiting = list(reversed(grants))
+    def __init__(self, task: wire.Task, grants: list[wire.Grant], prompt: np.ndarray, slots: int):
+        self.task, self.waiting = task, list(reversed(grants))
         self.prompt = prompt
         self.slots = slots
         self.generating: set[int] = set()
@@ -53,24 +54,25 @@ class Broker:
             self.first_at = self.first_at or time.perf_counter()
             grant = self.waiting.pop()
             self.generating.add(grant.lease_id)
-            self._answer(grant, [self.prompt])
+            self._answer(wire.Grants([self.task], [grant]), [self.prompt, self.prompt[:0]])
         answers, self._answers = self._answers, []
         return answers
 
     def send(self, message: wire.Message, arrays=()) -> None:
-        match message:
-            case wire.Chunk():
-                self.tokens += len(arrays[0])
-                self.last_token_at = time.perf_counter()
-                if message.finish_reason:
-                    self.generating.discard(message.lease_id)
-                self._answer(wire.Acknowledged([(message.lease_id, message.start + len(arrays[0]))], []))
-            case wire.Scored():
-                self.unscored -= 1
-                self.last_score_at = time.perf_counter()
-                self._answer(wire.Acknowledged([], [message.lease_id]))
-            case wire.GiveBack():
-                sys.exit(f"a sample came back: {message}")
+        if not isinstance(message, wire.Report):
+            return
+        rows = list(read_rows(arrays[0].tobytes())) if arrays else []
+        if rows:
+            self.tokens += sum(row.tokens for row in rows)
+            self.last_token_at = time.perf_counter()
+            self.generating -= {row.lease_id for row in rows if row.finish}
+        for closing in message.closings:
+            if isinstance(closing, wire.GiveBack):
+                sys.exit(f"a sample came back: {closing}")
+            self.unscored -= 1
+            self.last_score_at = time.perf_counter()
+        lengths = [(row.lease_id, row.end) for row in rows]
+        self._answer(wire.Answers(lengths, [closing.lease_id for closing in message.closings]))
 
     def _answer(self, message: wire.Message, arrays=()) -> None:
         self._answers.append(wire.Received(message, [wire.pack(array) for array in arrays]))
@@ -82,26 +84,29 @@ class Broker:
     def close(self) -> None: ...
 
 
-def grants(count: int, verifier: str, seed: int) -> list[wire.Grant]:
+def task_of(verifier: str) -> wire.Task:
+    return wire.Task(0, False, "", f"benchmark_verifiers:{verifier}", 1.0, 1.0, 0, 0.0)
+
+
+def grants(count: int, seed: int) -> list[wire.Grant]:
     """Lognormal with σ = 1 and median 128, cut at 2,048: forced, since the policy is random and nothing stops it."""
     lengths = np.random.default_rng(seed).lognormal(np.log(128), 1.0, count).round().clip(1, LONGEST).astype(int)
     return [
         wire.Grant(
-            lease_id=number, group=number // 8, index=number % 8, scoring=False, evaluation=False,
-            max_new_tokens=int(length), seed=number, temperature=1.0, top_p=1.0, top_k=0, label="", finish_reason="",
-            reward=f"benchmark_verifiers:{verifier}",
+            lease_id=number, task=0, index=number, scoring=False, max_new_tokens=int(length), seed=number,
+            finish_reason="", hand_over=False, together=[], turns=0, turn_start=0, state=b"",
         )
         for number, length in enumerate(lengths, start=1)
     ]  # fmt: skip
 
 
-def run(folder: Path, work: list[wire.Grant], processes: int) -> tuple[float, float]:
+def run(folder: Path, task: wire.Task, work: list[wire.Grant], processes: int) -> tuple[float, float]:
     """(tokens/s until the last token, seconds from the last token to the last score)."""
-    overrides = ["--reward.processes", str(processes), "--worker.slots", str(SLOTS), "--reward.name", work[0].reward]
+    overrides = ["--reward.processes", str(processes), "--worker.slots", str(SLOTS), "--reward.name", task.reward]
     config = configuration.load(folder / "run.toml", overrides)
-    engine = TorchEngine(folder / "policy", slots=SLOTS, device="cpu", chunk_tokens=512, chunk_s=2.0)
+    engine = TorchEngine(folder / "policy", slots=SLOTS, device="cpu", chunk_tokens=512, report_s=2.0)
     engine.load_weights(Version(0, 0), load_folder_weights(folder / "policy"))
-    broker = Broker(work, np.zeros(0, np.int32), SLOTS + config.worker.prefetch)
+    broker = Broker(task, work, np.zeros(0, np.int32), SLOTS + config.worker.prefetch)
     worker = Worker(config, engine, broker, intakes=[])
     worker.turns.stops = frozenset()
     broker.prompt = worker.tokenizer.encode_prompt(PROMPT)
@@ -135,11 +140,11 @@ def main() -> None:
         (folder / "rows.jsonl").write_text('{"prompt": "1", "label": "1"}\n')
         text = f'[model]\npath = "{folder}/policy"\n[data]\npath = "{folder}/rows.jsonl"\n'
         (folder / "run.toml").write_text(text + f"[sampling]\nmax_response_tokens = {LONGEST}\n")
-        run(folder, grants(8, "free", 0), 1)
+        run(folder, task_of("free"), grants(8, 0), 1)
         pairs = []
         for number in range(rounds):
             order = ("free", "slow") if number % 2 == 0 else ("slow", "free")
-            pairs.append({name: run(folder, grants(count, name, number), options.processes) for name in order})
+            pairs.append({name: run(folder, task_of(name), grants(count, number), options.processes) for name in order})
     rows = [
         Row(GOAL_ROW, [pair["slow"][0] / pair["free"][0] for pair in pairs], "ratio"),
         Row("rollout_tokens_per_s_200ms", [pair["slow"][0] for pair in pairs], "tokens/s"),

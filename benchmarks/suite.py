@@ -34,7 +34,7 @@ class Engine(EngineEntry):
     def from_config(cls, config, device, name):
         worker = config.worker
         return TorchEngine(
-            config.model.path, worker.slots, device=device, chunk_tokens=worker.chunk_tokens, chunk_s=worker.chunk_s
+            config.model.path, worker.slots, device=device, chunk_tokens=worker.chunk_tokens, report_s=worker.report_s
         )
 """
 """an engine of somebody's own, in one file"""

@@ -7,6 +7,7 @@ import json
 import re
 import struct
 import time
+import types
 import typing
 import zlib
 from pathlib import Path
@@ -20,6 +21,8 @@ from tests.run.processes import APRIL, Job, assert_closed, wait_until
 PAGE = (Path(__file__).parent.parent / "docs" / "protocol.md").read_text()
 PROSE = " ".join(PAGE.split())
 HEADER = struct.Struct("<2sBBIQQ")
+ROW = struct.Struct("<QdIIIIIIBBB5x")
+ENDINGS = ["", "stop", "length"]
 DTYPES = {"i4": "i", "f4": "f", "u1": "B"}
 PATIENCE_S = 30.0
 
@@ -28,8 +31,20 @@ def pack(tag, *fields, arrays=(), session=0, sequence=0):
     """Frames of a message; arrays are (dtype, values)."""
     raw = [struct.pack(f"<{len(values)}{DTYPES[dtype]}", *values) for dtype, values in arrays]
     heads = [[dtype, len(values), zlib.crc32(data)] for (dtype, values), data in zip(arrays, raw, strict=True)]
-    header = HEADER.pack(b"AP", 4, 0, len(heads), session, sequence)
+    header = HEADER.pack(b"AP", 5, 0, len(heads), session, sequence)
     return [header, msgpack.packb([[tag, *fields], heads]), *([b"".join(raw)] if any(raw) else [])]
+
+
+def row(lease_id, start, ids, logprobs, version, finish_reason=""):
+    """Of new tokens of the policy, and its payload."""
+    payload = struct.pack(f"<{len(ids)}i{len(logprobs)}f", *ids, *logprobs)
+    head = (lease_id, time.time(), start, len(ids), *version, len(payload), zlib.crc32(payload))
+    return ROW.pack(*head, 0, ENDINGS.index(finish_reason), 0), payload
+
+
+def tables(rows):
+    """The arrays of a report."""
+    return [("u1", b"".join(row for row, _ in rows)), ("u1", b"".join(payload for _, payload in rows))] if rows else []
 
 
 class Received:
@@ -37,7 +52,7 @@ class Received:
         header, body, *frames = frames
         magic, protocol, _, count, self.session, self.sequence = HEADER.unpack(header)
         (self.tag, *self.fields), heads = msgpack.unpackb(body)
-        assert (magic, protocol, count) == (b"AP", 4, len(heads))
+        assert (magic, protocol, count) == (b"AP", 5, len(heads))
         self.connection = connection
         self.arrays = []
         raw, at = b"".join(frames), 0
@@ -127,13 +142,12 @@ class Client:
 class Lease:
     """A grant, and all response tokens of its sample as the page tells to count them."""
 
-    def __init__(self, grant):
-        self.id, group, index, self.scoring, self.evaluation, self.budget, self.seed, *rest = grant.fields
-        self.temperature, self.top_p, self.top_k, self.label, self.reward, self.finish_reason, *scoring = rest
-        self.hand_over, self.together, *self.turn, self.min_p = scoring
+    def __init__(self, task, grant, prompt, response):
+        group, self.evaluation, self.label, self.reward, self.temperature, self.top_p, self.top_k, self.min_p = task
+        self.id, _, index, self.scoring, self.budget, self.seed, self.finish_reason, *rest = grant
+        self.hand_over, self.together, *self.turn = rest
         self.sample = (group, index)
-        self.prompt, *pieces = grant.arrays
-        self.ids = [token for piece in pieces for token in piece]
+        self.prompt, self.ids = prompt, list(response)
         self.logprobs = []
         """of the tokens that were sampled here"""
 
@@ -145,16 +159,28 @@ def reward_of(lease):
 class Worker(Client):
     def __init__(self, address, name="raw-worker"):
         super().__init__(address, "worker", name)
-        self.leases = {}
+        self.leases, self.unseen = {}, []
         self.watermark = 0
         self.acknowledged = {"generated": 0, "evaluation": 0}
         """tokens"""
 
     def next_lease(self):
-        grant = self.take("Grant")
-        assert grant.connection == "data" and grant.sequence == 0
-        lease = self.leases[grant.fields[0]] = Lease(grant)
+        if not self.unseen:
+            message = self.take("Grants")
+            assert message.connection == "data" and message.sequence == 0
+            tasks, grants = message.fields
+            prompts, responses = message.arrays[: len(tasks)], message.arrays[len(tasks) :]
+            for grant, response in zip(grants, responses, strict=True):
+                self.unseen.append(Lease(tasks[grant[1]], grant, prompts[grant[1]], response))
+            assert len({task[0] for task in tasks}) == len(tasks), "a prompt comes once, however many samples it has"
+        lease = self.unseen.pop(0)
+        self.leases[lease.id] = lease
         return lease
+
+    @property
+    def has_leases(self):
+        """Whether there are some that nobody has looked at."""
+        return bool(self.unseen or self.find("Grants"))
 
     def next_training_lease(self, version):
         """Completes the evaluation samples that come before it, and hands back what an abort covers."""
@@ -171,7 +197,7 @@ class Worker(Client):
 
     def complete(self, lease, count, version):
         self.generate(lease, count, version, "stop")
-        self.send("Scored", lease.id, reward_of(lease))
+        self.report(["Scored", lease.id, [reward_of(lease)], [{}]])
         self.done(lease)
 
     def generate(self, lease, count, version, finish_reason=""):
@@ -182,19 +208,21 @@ class Worker(Client):
         self.send_chunk(lease, start, ids, logprobs, version, finish_reason)
         lease.ids += ids
         lease.logprobs += logprobs
-        assert self.take("Acknowledged", "Refused").fields == [[[lease.id, len(lease.ids)]], []]
+        assert self.take("Answers", "Refused").fields == [[[lease.id, len(lease.ids)]], [], [], []]
         self.acknowledged["evaluation" if lease.evaluation else "generated"] += count
 
     def send_chunk(self, lease, start, ids, logprobs, version, finish_reason=""):
-        arrays = [("i4", ids), ("f4", logprobs)]
-        return self.send("Chunk", lease.id, start, version, finish_reason, arrays=arrays)
+        return self.report(rows=[row(lease.id, start, ids, logprobs, version, finish_reason)])
+
+    def report(self, *closings, rows=()):
+        return self.send("Report", list(closings), arrays=tables(rows))
 
     def give_back(self, lease, cause):
-        self.send("GiveBack", lease.id, len(lease.ids), cause, "")
+        self.report(["GiveBack", lease.id, len(lease.ids), cause, ""])
         self.done(lease)
 
     def done(self, lease):
-        assert self.take("Acknowledged", "ResendFrom", "Refused").fields == [[], [lease.id]]
+        assert self.take("Answers", "Refused").fields == [[], [lease.id], [], []]
         self.leases.pop(lease.id, None)
 
 
@@ -248,7 +276,7 @@ def make_batch(worker, version):
     """Complete samples until a round ends; returns the completed leases by sample."""
     completed = {}
     while not worker.find("Abort"):
-        if worker.wait_for("Grant", "Abort").tag == "Grant":
+        if worker.unseen or worker.wait_for("Grants", "Abort").tag == "Grants":
             worker.next_lease()
         for lease in list(worker.leases.values()):
             worker.complete(lease, 3 + lease.id % 5, version)
@@ -267,16 +295,20 @@ def test_a_client_written_from_the_page_carries_a_batch_from_prompt_to_consumed(
 
     worker.generate(first, 3, [0, 0])
     worker.send_chunk(first, 0, first.ids, first.logprobs, [0, 0])
-    assert worker.take("Acknowledged").fields == [[[first.id, 3]], []], (
-        "a duplicate is acknowledged and changes nothing"
-    )
+    assert worker.take("Answers").fields == [[[first.id, 3]], [], [], []], "a duplicate changes nothing"
     worker.send_chunk(first, 5, [7], [-1.0], [0, 0])
-    assert worker.take("ResendFrom").fields == [first.id, 3], "a gap is asked for"
-    worker.send("Scored", first.id, 1.0)
-    assert worker.take("ResendFrom").fields == [first.id, 3], "so is a last chunk"
+    assert worker.take("Answers").fields == [[], [], [[first.id, 3]], []], "a gap is asked for"
+    worker.report(["Scored", first.id, [1.0], [{}]])
+    assert worker.take("Answers").fields == [[], [], [[first.id, 3]], []], "so is a last chunk"
 
-    partial = worker.next_training_lease([0, 0])
-    worker.generate(partial, 4, [0, 0])
+    partial, other = worker.next_training_lease([0, 0]), worker.next_training_lease([0, 0])
+    rows = [row(other.id, 0, [7], [-1.0], [0, 0]), row(partial.id, 0, [2, 3], [-0.5, -0.25], [0, 0])]
+    worker.report(rows=[*rows, row(partial.id, 2, [4, 5], [-0.5, -0.25], [0, 0]), row(12345, 0, [1], [0.0], [0, 0])])
+    lengths, *rest = worker.take("Answers").fields
+    assert sorted(lengths) == sorted([[other.id, 1], [partial.id, 4]]), "one report, one answer"
+    assert rest == [[], [], [[12345, "the lease is not current"]]]
+    other.ids, other.logprobs, partial.ids = [7], [-1.0], [2, 3, 4, 5]
+    worker.acknowledged["generated"] += 5
     worker.leases.pop(partial.id)
     pending = learner.send("Fetch", 0)
     completed = make_batch(worker, [0, 0])
@@ -303,7 +335,7 @@ def test_a_client_written_from_the_page_carries_a_batch_from_prompt_to_consumed(
     round, worker.watermark = abort.fields
     assert abort.connection == "control" and round == 0 and partial.id <= worker.watermark
     worker.give_back(partial, "abort")
-    while worker.find("Grant"):
+    while worker.has_leases:
         lease = worker.next_lease()
         assert lease.id <= worker.watermark, "nothing of the next round before its version"
         worker.end(lease, [0, 0])
@@ -322,7 +354,7 @@ def test_a_client_written_from_the_page_carries_a_batch_from_prompt_to_consumed(
     stop = worker.take("Stop")
     assert stop.connection == "control" and stop.fields == ["seen enough"]
     worker.receive(100)
-    while worker.find("Grant"):
+    while worker.has_leases:
         worker.next_lease()
     for lease in list(worker.leases.values()):
         worker.give_back(lease, "leave")
@@ -333,7 +365,7 @@ def test_a_client_written_from_the_page_carries_a_batch_from_prompt_to_consumed(
     summary = assert_closed(broker.run_dir)
     assert summary["state"] == "stopped" and summary["steps"] == 1
     assert {name: summary["tokens"][name] for name in worker.acknowledged} == worker.acknowledged
-    assert summary["tokens"]["emitted_unacked"] == summary["tokens"]["refused"] == 0
+    assert (summary["tokens"]["emitted_unacked"], summary["tokens"]["refused"]) == (0, 1)
     assert not (broker.run_dir / "address").exists()
 
 
@@ -344,32 +376,40 @@ def test_what_the_page_calls_refused_is_refused(learner, worker):
     assert refused.connection == "control" and refused.fields[0].startswith("bad message: ")
     assert (refused.session, refused.sequence, refused.fields[1]) == (0, 0, 0)
 
-    damaged = pack("Chunk", lease.id, 0, [0, 0], "", arrays=[("i4", [3]), ("f4", [-1.0])], session=worker.session)
-    damaged[2] = struct.pack("<i", 4)
+    arrays = tables([row(lease.id, 0, [3], [-1.0], [0, 0])])
+    damaged = pack("Report", [], arrays=arrays, session=worker.session)
+    damaged[2] = bytes([damaged[2][0] ^ 1]) + damaged[2][1:]
+    empty = tables([row(lease.id, 0, [], [], [0, 0])])
     for message in (
         damaged,
         pack("Fetch", 0, session=worker.session),
-        pack("Scored", lease.id, float("nan"), session=worker.session),
-        pack("Scored", lease.id, session=worker.session),
-        pack("Scored", lease.id, 1.0, "more", session=worker.session),
-        pack("Chunk", lease.id, 0.0, [0, 0], "", session=worker.session),
-        pack("GiveBack", lease.id, 0, "boredom", "", session=worker.session),
+        pack("Report", [["Scored", lease.id, [1.0]]], session=worker.session),
+        pack("Report", [["Scored", lease.id, [1.0], [{}], "more"]], session=worker.session),
+        pack("Report", [["GiveBack", lease.id, 0, "boredom", ""]], session=worker.session),
+        pack("Report", [], arrays=arrays[:1], session=worker.session),
+        pack("Report", [], arrays=empty, session=worker.session),
         pack("Hurrah", session=worker.session),
     ):
         worker.sockets["data"].send_multipart(message)
         assert worker.take("Refused").fields[0].startswith("bad message: "), message
 
-    worker.sockets["data"].send_multipart(pack("Scored", lease.id, 1.0, session=987654, sequence=77))
+    closing = ["Scored", lease.id, [1.0], [{}]]
+    worker.sockets["data"].send_multipart(pack("Report", [closing], session=987654, sequence=77))
     refused = worker.take("Refused")
-    assert refused.fields == ["unknown session; say hello", lease.id] and refused.sequence == 77
+    assert refused.fields == ["unknown session; say hello", 0] and refused.sequence == 77
 
     worker.generate(lease, 1, [0, 0])
-    late = worker.send_chunk(lease, 1, [5] * 24, [-1.0] * 24, [0, 0])
-    refused = worker.take("Refused")
-    assert refused.fields == ["chunk refused: invalid", lease.id], "beyond the budget"
-    assert (refused.sequence, refused.session) == (late, worker.session)
+    worker.send_chunk(lease, 1, [5], [float("nan")], [0, 0])
+    [[lease_id, reason]] = worker.take("Answers").fields[3]
+    assert lease_id == lease.id and reason.startswith("bad row: ")
+    worker.report(["Scored", lease.id, [float("nan")], [{}]])
+    assert worker.take("Answers").fields[3][0][1].startswith("bad score: ")
+    worker.send_chunk(lease, 1, [5] * 24, [-1.0] * 24, [0, 0])
+    beyond = worker.take("Answers")
+    assert beyond.fields == [[], [], [], [[lease.id, "chunk refused: invalid"]]], "beyond the budget"
+    assert beyond.session == worker.session
     worker.send_chunk(lease, 1, [5], [-1.0], [0, 0])
-    assert worker.take("Refused").fields == ["the lease is not current", lease.id]
+    assert worker.take("Answers").fields[3] == [[lease.id, "the lease is not current"]]
 
     sequence = learner.send("Fetch", 7)
     refused = learner.take("Refused")
@@ -384,8 +424,8 @@ def test_a_new_hello_keeps_the_leases_that_it_lists(worker):
     assert welcome[0] == worker.session != old_session and welcome[5] == [12345]
     worker.send("Holding", [0, 0], 10, 0.0)
     worker.complete(kept, 2, [0, 0])
-    worker.send("GiveBack", dropped.id, 0, "abort", "")
-    assert worker.take("Refused").fields == ["the lease is not current", dropped.id]
+    worker.report(["GiveBack", dropped.id, 0, "abort", ""])
+    assert worker.take("Answers").fields[3] == [[dropped.id, "the lease is not current"]]
     worker.send("Heartbeat", [kept.id], 4, over="control")
     while not (renewed := worker.take("Renewed")).fields[0]:
         pass
@@ -418,6 +458,8 @@ def name_of(kind):
         return f"[{arguments[0]}]"
     if typing.get_origin(kind) is tuple:
         return f"({', '.join(arguments)})"
+    if typing.get_origin(kind) is types.UnionType and type(None) not in typing.get_args(kind):
+        return " or ".join(arguments)
     if typing.get_origin(kind) is dict:
         return f"{{{arguments[0]}: {arguments[1]}}}"
     if type(None) in typing.get_args(kind):
@@ -433,7 +475,8 @@ def test_the_page_names_every_message_with_its_fields_types_and_defaults_in_orde
 
     described = {name: fields for name, fields, _ in rows(PAGE)}
     assert len(described) == len(list(rows(PAGE))), "a message is described once"
-    kinds = [*wire.MESSAGES, *typing.get_args(AnyLaneMessage), wire.GroupHead, wire.SampleHead, TensorHead]
+    parts = [wire.Task, wire.Grant, wire.Scored, wire.GiveBack, wire.GroupHead, wire.SampleHead, TensorHead]
+    kinds = [*wire.MESSAGES, *typing.get_args(AnyLaneMessage), *parts]
     assert sorted(described) == sorted(kind.__name__ for kind in kinds)
     for kind in kinds:
         expected = []
@@ -478,10 +521,12 @@ def test_the_page_states_the_broker_s_limits_and_deadlines():
     limit = f"{to_broker.frames} frames, {to_broker.arrays} arrays and {to_broker.message_bytes >> 20} MiB"
     assert f"at most {limit}" in PROSE
     assert f"up to {wire.JOINED_BYTES >> 20} MiB to a frame" in PROSE
-    assert f"its body {to_broker.body_bytes >> 10} KiB · max(1, k), a chunk {limits.CHUNK_TOKENS:,} tokens" in PROSE
+    assert f"its body {to_broker.body_bytes >> 10} KiB · max(1, k)." in PROSE
+    of_a_report = f"{limits.REPORT_ROWS:,} rows, each of at most {limits.CHUNK_TOKENS:,} tokens"
+    assert f"at most {of_a_report}, and {limits.REPORT_CLOSINGS} closings" in PROSE
     assert f"a frame above {to_broker.frame_bytes >> 20} MiB costs" in PROSE
     assert f"a body has at most {from_broker.body_bytes >> 20} MiB · max(1, k)" in PROSE
     assert f"a frame {from_broker.frame_bytes >> 30} GiB" in PROSE
     assert f"at most {limits.METRICS} of them" in PROSE
     assert f"how many ids, from 1 to {limits.SUPPORT_IDS:,}" in PROSE
-    assert f"`state`, at most {limits.STATE_BYTES >> 10} KiB, is the environment's" in PROSE
+    assert f"Its state, at most {limits.STATE_BYTES >> 10} KiB, is the environment's" in PROSE

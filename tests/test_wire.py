@@ -10,23 +10,25 @@ from april import wire
 from april.wire import limits
 from april.wire.version import Version
 
+TASK = wire.Task(4, False, "12", "final_answer", temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)
 GRANT = wire.Grant(
-    lease_id=(3 << 32) | 7, group=4, index=1, scoring=False, evaluation=False, max_new_tokens=9,
-    seed=2**62, temperature=1.0, top_p=1.0, top_k=0, label="12", reward="final_answer", finish_reason="",
+    lease_id=(3 << 32) | 7, task=0, index=1, scoring=False, max_new_tokens=9, seed=2**62, finish_reason="",
+    hand_over=False, together=[], turns=0, turn_start=0, state=b"",
 )  # fmt: skip
+REPORT = wire.Report([wire.Scored(7, [1.0], [{"right": 1.0}]), wire.GiveBack(8, 3, "leave")])
 HEAD = wire.SampleHead(0, 3, 1.0, "stop", [(0, 3, Version(0, 1))])
 BATCH_ARRAYS = [np.arange(2, dtype="i4"), np.arange(3, dtype="i4"), np.ones(3, "f4")]
 EXAMPLES = [
     (wire.Hello("worker", "w0", "u", [1, 2]), []),
-    (GRANT, [np.arange(5, dtype="i4"), np.arange(2, dtype="i4")]),
-    (wire.Chunk(7, 0, Version(1, 2), "stop"), [np.arange(3, dtype="i4"), np.ones(3, "f4")]),
+    (wire.Grants([TASK], [GRANT]), [np.arange(5, dtype="i4"), np.arange(2, dtype="i4")]),
+    (REPORT, [np.arange(48, dtype="u1"), np.ones(24, "u1")]),
     (
         wire.Batch(4, 0, 1, [wire.GroupHead(9, 2, [HEAD])]),
         [np.arange(2, dtype="i4"), np.arange(3, dtype="i4"), np.zeros(3, "f4")],
     ),
     (wire.Consumed(4, {"loss": 0.5}), []),
     (wire.Status(), [np.frombuffer(b"{}", np.uint8)]),
-    (wire.Chunk(7, 0, Version(1, 2)), [np.empty(0, "i4"), np.empty(0, "f4")]),
+    (wire.Report(), [np.empty(0, "u1"), np.empty(0, "u1")]),
 ]
 
 
@@ -110,7 +112,7 @@ def test_arrays_are_joined_up_to_a_limit_and_a_larger_one_goes_alone(monkeypatch
 @pytest.mark.parametrize("split", [[8], [4, 4], [0, 8], [8, 0], [3, 5], [8, 1], [7]])
 def test_frames_hold_whole_arrays_and_nothing_else(split):
     """Two arrays of one token each in frames of these sizes."""
-    header, body, arrays = frames_of(wire.Chunk(7, 0, Version(1, 2)), [np.ones(1, "i4"), np.ones(1, "f4")])
+    header, body, arrays = frames_of(wire.Report(), [np.ones(1, "i4"), np.ones(1, "f4")])
     rest = iter(arrays + bytes(8))
     frames = [header, body, *(bytes(next(rest) for _ in range(size)) for size in split)]
     if split in ([8], [4, 4]):

@@ -1,6 +1,5 @@
 """What the journal and the dataset hold of a sample: prompts, tokens, rows, the states of environments."""
 
-from collections.abc import Iterable, Iterator
 from functools import lru_cache
 
 from zlib_ng.zlib_ng import crc32
@@ -11,7 +10,6 @@ from april.broker.ledger.samples import Sample
 from april.broker.prompts import PromptBook
 from april.data.rows import GROUP_REWARD, Row
 
-NOTHING = memoryview(b"")
 ROWS_CACHED = 16
 PROMPTS_CACHED, LONG_PROMPTS_CACHED, LONG_PROMPT_BYTES = 1024, 16, 16 << 10
 """short ones until their batch is delivered, long ones while the samples of their group are handed out"""
@@ -38,35 +36,31 @@ class Payloads:
         _, [(checksum, data)] = self.journal.read(reference)
         return wire.Packed("i4", checksum, data)
 
-    def chunks(self, sample: Sample) -> Iterator[list[wire.Packed]]:
-        """[ids, behaviour logprobs] of the acknowledged chunks of a sample, and their supports where they have some."""
-        with_support = self.is_cut and not sample.group.evaluation
-        for place in sample.places:
-            payload, end = self.journal.read_payload(place), 4 * place.tokens
-            ids = payload[:end]
-            if place.observed:
-                nobodys = memoryview(bytes(end))
-                parts = [ids, nobodys, nobodys, NOTHING] if with_support else [ids, nobodys]
-            elif with_support:
-                parts = [ids, payload[end : 2 * end], payload[2 * end : 3 * end], payload[3 * end :]]
-            else:
-                parts = [ids, payload[end:]]
-            kinds = zip(wire.CHUNK_ARRAYS, parts, strict=False)
-            yield [wire.Packed(dtype, crc32(data), data) for dtype, data in kinds]
-
     def response(self, sample: Sample) -> list[wire.Packed]:
-        """The same of all its acknowledged tokens."""
-        chunks = list(self.chunks(sample))
-        if len(chunks) == 1:
-            return chunks[0]
-        return [join(column) for column in zip(*chunks, strict=True)]
+        """Ids and behaviour log-probabilities of all acknowledged tokens, and their supports where they have some."""
+        with_support = self.is_cut and not sample.group.evaluation
+        columns: list[list[memoryview]] = [[], [], [], []] if with_support else [[], []]
+        for place, payload in self.journal.read_payloads(sample.places):
+            end = 4 * place.tokens
+            columns[0].append(payload[:end])
+            if place.observed:
+                for column in columns[1:3]:
+                    column.append(memoryview(bytes(end)))
+                continue
+            columns[1].append(payload[end : 2 * end])
+            if with_support:
+                columns[2].append(payload[2 * end : 3 * end])
+                columns[3].append(payload[3 * end :])
+        return [pack(dtype, pieces) for dtype, pieces in zip(wire.TOKEN_ARRAYS, columns, strict=False)]
+
+    def response_ids(self, sample: Sample) -> wire.Packed:
+        """int32 [T]: all its acknowledged tokens, without more."""
+        return pack("i4", [payload[: 4 * place.tokens] for place, payload in self.journal.read_payloads(sample.places)])
 
     def environment_state(self, sample: Sample) -> bytes:
         """What its environment has left behind its last observation."""
-        for place in reversed(list(sample.places)):
-            if place.observed:
-                return bytes(self.journal.read_payload(place)[4 * place.tokens :])
-        return b""
+        last = [place for place in sample.places if place.observed][-1:]
+        return b"".join(payload[4 * place.tokens :] for place, payload in self.journal.read_payloads(last))
 
     def _row_of(self, evaluation: bool, epoch: int, row: int) -> Row:
         return self.prompts.evaluation_rows[row] if evaluation else self.prompts.row(epoch, row)
@@ -80,7 +74,6 @@ class Payloads:
         return self.reward_of(self.row_of(evaluation, epoch, row)).startswith(GROUP_REWARD)
 
 
-def join(pieces: Iterable[wire.Packed]) -> wire.Packed:
-    pieces = list(pieces)
-    data = b"".join(piece.data for piece in pieces)
-    return wire.Packed(pieces[0].dtype, crc32(data), data)
+def pack(dtype: str, pieces: list[memoryview]) -> wire.Packed:
+    data = b"".join(pieces)
+    return wire.Packed(dtype, crc32(data), data)

@@ -44,8 +44,8 @@ BEHIND_S = 0.05
 """while messages wait to be handled, work is handed out only so often: what is done is acknowledged first"""
 
 MAY_SEND = {
-    "worker": {"Heartbeat", "Holding", "Lane", "Chunk", "Observation", "Scored", "ScoredTogether", "GiveBack"},
-    "scorer": {"Heartbeat", "Room", "Scored", "ScoredTogether", "GiveBack"},
+    "worker": {"Heartbeat", "Holding", "Lane", "Report"},
+    "scorer": {"Heartbeat", "Room", "Report"},
     "learner": {"Heartbeat", "LearnerStart", "Fetch", "Consumed", "Durable"},
     "monitor": {"Heartbeat", "StatusRequest", "StopRun", "Drain", "DeadLettersRequest", "Requeue"},
 }
@@ -142,12 +142,10 @@ class Service:
 
         `peer` is whom the connection's key belongs to, None without CURVE: then the role that a session states counts.
         """
-        lease_id = 0
         try:
             if peer and not peer.role:
                 raise AccessDenied("this key is not on the allow-list")
             received = wire.decode(frames, limits.FROM_PEER)
-            lease_id = getattr(received.message, "lease_id", 0)
             answer = self._answer_read_only if self.run.read_only else self._dispatch
             answer(route, received, now, peer)
         except AccessDenied as error:
@@ -159,7 +157,7 @@ class Service:
             self.sessions.refuse_protocol(error, f"{wire.DENIED}{reason}", route)
         except wire.WireError as error:
             self.books.audit.say("bad message: %s", error)
-            self.sessions.refuse(error.cause, f"bad message: {error}", route, lease_id)
+            self.sessions.refuse(error.cause, f"bad message: {error}", route)
 
     def _dispatch(self, route: bytes, received: wire.Received, now: float, peer: Peer | None) -> None:
         message = received.message
@@ -168,9 +166,8 @@ class Service:
         session = self.sessions.by_id.get(received.session)
         binds = isinstance(message, wire.Bind) and session is not None and session.control_route is None
         if session is None or not (binds or route in (session.data_route, session.control_route)):
-            lease_id = getattr(message, "lease_id", 0)
             reason = "unknown session; say hello"
-            return self.sessions.refuse("unknown session", reason, route, lease_id, received.session, received.sequence)
+            return self.sessions.refuse("unknown session", reason, route, received.session, received.sequence)
         if peer and (peer.key, peer.role) != (session.key, session.role):
             raise AccessDenied(f"the session belongs to another key, of a {session.role}")
         session.last_seen = now
@@ -223,7 +220,7 @@ class Service:
         if self._is_full(hello):
             count = self.config.security.max_sessions
             reason = f"the broker has {count} peers, all that 'security.max_sessions' allows; raise it"
-            return self.sessions.refuse("too many sessions", reason, route, 0, 0, received.sequence)
+            return self.sessions.refuse("too many sessions", reason, route, 0, received.sequence)
         session, lost = self.sessions.open(hello, route, now, peer.key if peer else ""), []
         if hello.role in HOLDERS:
             lost = self.holders[hello.role].hello(session, hello, now)

@@ -1,7 +1,7 @@
 """Who is connected: one session per peer, with a data and a control connection, and what it was last known to do."""
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,6 +14,58 @@ HOLDERS = ("worker", "scorer")
 """roles that hold leases"""
 PACE_S = 5.0
 """window over which a worker's speed is told"""
+
+
+@dataclass(slots=True)
+class NewLeases:
+    """A message of grants in the making."""
+
+    places: dict[int, int] = field(default_factory=dict)
+    """of the tasks, by group"""
+    tasks: list[wire.Task] = field(default_factory=list)
+    grants: list[wire.Grant] = field(default_factory=list)
+    prompts: list[wire.Packed] = field(default_factory=list)
+    responses: list[wire.Packed] = field(default_factory=list)
+
+    def add_task(self, task: wire.Task, prompt: wire.Packed) -> int:
+        """Returns its place."""
+        self.tasks.append(task)
+        self.prompts.append(prompt)
+        return self.places.setdefault(task.group, len(self.tasks) - 1)
+
+    def add(self, grant: wire.Grant, responses: list[wire.Packed]) -> None:
+        self.grants.append(grant)
+        self.responses += responses
+
+    @property
+    def arrays(self) -> list[wire.Packed]:
+        return [*self.prompts, *self.responses]
+
+
+@dataclass(slots=True)
+class Answers:
+    """What a holder of leases is told after the journal's next sync: what became of its reports, and new leases."""
+
+    lengths: dict[int, int] = field(default_factory=dict)
+    done: list[int] = field(default_factory=list)
+    resend: dict[int, int] = field(default_factory=dict)
+    refused: list[tuple[int, str]] = field(default_factory=list)
+    """as in `wire.Answers`, by lease"""
+    leases: list[NewLeases] = field(default_factory=list)
+
+    def new_leases(self) -> NewLeases:
+        """The message to which the next grant is added."""
+        if not self.leases or len(self.leases[-1].responses) >= limits.GRANT_ARRAYS:
+            self.leases.append(NewLeases())
+        return self.leases[-1]
+
+    def messages(self) -> Iterator[tuple[wire.Message, list[wire.Packed]]]:
+        """With their arrays."""
+        if self.lengths or self.done or self.resend or self.refused:
+            lengths, resend = list(self.lengths.items()), list(self.resend.items())
+            yield wire.Answers(lengths, self.done, resend, self.refused), []
+        for leases in self.leases:
+            yield wire.Grants(leases.tasks, leases.grants), leases.arrays
 
 
 @dataclass(slots=True)
@@ -36,9 +88,8 @@ class Session:
     sent_bytes: int = 0
     received_bytes: int = 0
     """of arrays: what was sent to it, and what it says has reached it"""
-    lengths: dict[int, int] = field(default_factory=dict)
-    done: list[int] = field(default_factory=list)
-    """what its next acknowledgement says: acknowledged tokens by lease, and the leases that are over"""
+    answers: Answers = field(default_factory=Answers)
+    """what it is told next of its leases"""
     recent: deque[tuple[float, int]] = field(default_factory=deque)
     """(time, tokens) of the chunks of the last seconds"""
 
@@ -96,7 +147,7 @@ class Sessions:
         self.outgoing: list[Outgoing] = []
         self.at_once: list[Outgoing] = []
         self._next = 1
-        self._acknowledging: dict[int, Session] = {}
+        self._answered: dict[int, Session] = {}
 
     def number_from(self, start: int) -> None:
         """A session's number is never used again, not even by a restarted broker."""
@@ -174,35 +225,48 @@ class Sessions:
         session.sent_bytes += sum(len(packed.data) for packed in arrays)
         self.at_once.append(Outgoing(session.data_route, message, list(arrays), session.id, sequence))
 
-    def refuse(
-        self, cause: str, reason: str, route: bytes, lease_id: int = 0, session: int = 0, sequence: int = 0
-    ) -> None:
+    def refuse(self, cause: str, reason: str, route: bytes, session: int = 0, sequence: int = 0) -> None:
         """The answer to a message that is not accepted, and its counter; `cause` is never a peer's own text."""
         self.refusals[cause] += 1
-        self.outgoing.append(Outgoing(route, wire.Refused(reason, lease_id), [], session, sequence))
+        self.outgoing.append(Outgoing(route, wire.Refused(reason), [], session, sequence))
 
     def has_credit(self, session: Session, credit_bytes: int) -> bool:
         """Whether it has taken enough of what it was sent to be sent more; one message may exceed the credit."""
         return session.sent_bytes - session.received_bytes < credit_bytes
 
+    def answers_to(self, session: Session) -> Answers:
+        """What it is told next of its leases, to be added to."""
+        self._answered[session.id] = session
+        return session.answers
+
     def acknowledge(self, session: Session, lease_id: int, length: int | None = None) -> None:
         """The tokens of a lease below `length` are safe after the next sync, or its end is (None)."""
+        answers = self.answers_to(session)
         if length is None:
-            session.done.append(lease_id)
+            answers.done.append(lease_id)
         else:
-            session.lengths[lease_id] = length
-        self._acknowledging[session.id] = session
+            answers.lengths[lease_id] = length
+
+    def ask_again(self, session: Session, lease_id: int, length: int) -> None:
+        """For what lies behind that length."""
+        self.answers_to(session).resend[lease_id] = length
+
+    def refuse_report(self, session: Session, lease_id: int, reason: str) -> None:
+        """What was reported of one lease is not accepted; counted by what the reason says before it is particular."""
+        self.refusals[reason.split(":")[0]] += 1
+        self.answers_to(session).refused.append((lease_id, reason))
 
     def take_outgoing(self) -> list[Outgoing]:
-        """What is to be sent now, connection by connection: its acknowledgement, then the rest."""
+        """What is to be sent now, connection by connection: what became of its reports, then the rest."""
         by_route: dict[bytes, list[Outgoing]] = {}
-        for session in self._acknowledging.values():
-            message = wire.Acknowledged(list(session.lengths.items()), session.done)
-            by_route.setdefault(session.data_route, []).append(Outgoing(session.data_route, message, [], session.id))
-            session.lengths, session.done = {}, []
+        for session in self._answered.values():
+            answers, session.answers = session.answers, Answers()
+            for message, arrays in answers.messages():
+                route = session.data_route
+                by_route.setdefault(route, []).append(Outgoing(route, message, [*arrays], session.id))
         for outgoing in self.outgoing:
             by_route.setdefault(outgoing.route, []).append(outgoing)
-        self._acknowledging, self.outgoing = {}, []
+        self._answered, self.outgoing = {}, []
         return [outgoing for of_route in by_route.values() for outgoing in of_route]
 
     def answer_heartbeat(self, session: Session, lost: list[int]) -> None:

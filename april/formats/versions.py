@@ -15,7 +15,7 @@ from april import __version__
 from april.config import ConfigError
 from april.wire import PROTOCOL
 
-PROTOCOLS = {4: "0.2"}
+PROTOCOLS = {5: "0.2"}
 """number -> the last April that speaks it; those before 4 belong to nothing that was ever installed"""
 FILE = "format"
 FIRST = 1

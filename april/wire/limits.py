@@ -20,17 +20,22 @@ class Limits:
     """once for every array of the message, at least once"""
 
 
-FROM_PEER = Limits(frame_bytes=4 << 20, frames=3, arrays=4, message_bytes=8 << 20, body_bytes=256 << 10)
-"""to the broker or the learner's publisher: the largest are chunks, four arrays at most"""
+FROM_PEER = Limits(frame_bytes=4 << 20, frames=4, arrays=2, message_bytes=8 << 20, body_bytes=256 << 10)
+"""to the broker or the learner's publisher: the largest are reports, rows and their payloads"""
+REPORT_BYTES, REPORT_ROWS, REPORT_CLOSINGS = FROM_PEER.frame_bytes, 8192, 64
+"""most that a report has; a worker splits what is more between two rows"""
 FROM_BROKER = Limits(frame_bytes=1 << 30, frames=2 + 0xFFFF, arrays=0xFFFF, message_bytes=16 << 30, body_bytes=64 << 20)
 """to a peer: the largest are batches, two or four arrays for each sample, and the manifests of large models"""
 
-UPLOAD_QUEUE_MESSAGES = 128
+GRANT_ARRAYS = 4096
+"""responses of a message of grants; further grants go into another one"""
+UPLOAD_QUEUE_MESSAGES = 32
 """messages of one connection that wait in the receiver's memory; more wait in the sender's"""
 HANDSHAKE_S = 10.0
 """a connection that has not said who it is by then is closed"""
 
 CHUNK_TOKENS = 1 << 18
+"""of one row"""
 TOP_K = 1024
 """of training samples whose distribution is cut"""
 SUPPORT_IDS = 4096

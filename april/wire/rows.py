@@ -10,6 +10,7 @@ import struct
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
 from zlib_ng.zlib_ng import crc32
 
 from april.wire.version import Version
@@ -20,11 +21,18 @@ CHUNK, OBSERVATION = 0, 1
 LARGEST = (1 << 32) - 1
 """of what a row can say; whatever is larger is as far from where a response can be"""
 ENDINGS = ("", "stop", "length")
-"""what the numbers in `finish` stand for"""
+"""what the numbers in `finish` stand for: "" while a response goes on, or else how it ended"""
 ROW = struct.Struct("<QdIIIIIIBBBB4x")
 """the fields of `Row`, little-endian, and four bytes of nothing: 48 bytes"""
 SIZE, FINISH, OVER = 6, 9, 43
 """places of `size` and `finish` in a row, and the byte that holds `over`"""
+TABLE = np.dtype(
+    [("lease_id", "<u8"), ("time", "<f8")]
+    + [(name, "<u4") for name in ("start", "tokens", "branch", "step", "size", "checksum")]
+    + [(name, "u1") for name in ("kind", "finish", "failed", "over")]
+    + [("", "V4")]
+)
+"""the same for numpy, which sees the columns of a table so"""
 
 
 class Row(NamedTuple):
@@ -72,7 +80,13 @@ def chunk_row(
 
 
 def observation_row(
-    lease_id: int, start: int, count: int, finish_reason: str, payload: Buffer, failed: bool = False, time: float = 0.0
+    lease_id: int,
+    start: int,
+    count: int,
+    finish_reason: str,
+    payload: Buffer,
+    failed: bool = False,
+    time: float = 0.0,
 ) -> Row:
     finish, start = ENDINGS.index(finish_reason), min(start, LARGEST)
     return Row(lease_id, time, start, count, 0, 0, len(payload), crc32(payload), OBSERVATION, finish, failed, 0)
@@ -91,7 +105,7 @@ def padded(size: int) -> int:
     return (size + 3) & ~3
 
 
-def select_rows(table: bytearray, payload: Buffer, taken: Sequence[bool]) -> tuple[bytearray, bytes]:
+def select_rows(table: Buffer, payload: Buffer, taken: Sequence[bool]) -> tuple[bytearray, bytes]:
     """The rows of a table that are `taken`, and their payloads."""
     rows, payloads, view, offset = bytearray(), [], memoryview(payload), 0
     for place, take in enumerate(taken):

@@ -61,6 +61,7 @@ class Refused(Message):
 
     reason: str
     lease_id: int = 0
+    """of older protocols; always 0"""
 
 
 class Stop(Message):

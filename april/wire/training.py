@@ -7,6 +7,9 @@ import msgspec
 from april.wire.message import Message, Name
 from april.wire.version import Number, Version
 
+TOKEN_ARRAYS = ("i4", "f4", "i4", "i4")
+"""dtypes of a sample's arrays: ids and their behaviour log-probabilities [T], and where the distribution is cut the
+numbers of ids in the supports [T] and those ids"""
 Discard = Literal["", "nonfinite"]
 """why a batch was passed over; "" if it was trained"""
 
@@ -49,7 +52,7 @@ class GroupHead(msgspec.Struct, array_like=True, frozen=True):
 
 class Batch(Message):
     """The answer to Fetch, in one or more parts: some of the `total` groups of a step, from the `first` on.
-    Arrays of each group: the prompt int32, then of each of its samples those of a chunk: all with supports, or none."""
+    Arrays of each group: the prompt int32, then of each of its samples `TOKEN_ARRAYS`: all with supports, or none."""
 
     step: int
     first: int

@@ -2,14 +2,12 @@
 
 from typing import Literal
 
+import msgspec
+
 from april.wire.message import Message, Name
 from april.wire.version import Number, Version
 
-Ending = Literal["", "stop", "length"]
-""""" while a response goes on, or else how it ended"""
 GiveBackCause = Literal["abort", "leave", "generation_failed", "environment_failed", "scoring_failed"]
-CHUNK_ARRAYS = ("i4", "f4", "i4", "i4")
-"""dtypes of a chunk's arrays; the last two only where the distribution is cut"""
 
 
 class Holding(Message):
@@ -26,34 +24,18 @@ class Room(Message):
     capacity: Number
 
 
-class Grant(Message):
-    """A lease. Arrays: the prompt int32 [P], then the response so far in pieces, int32 each; with `together` the whole
-    responses of a group instead, one array each."""
+class Task(msgspec.Struct, array_like=True, frozen=True):
+    """What the samples of a group have in common."""
 
-    lease_id: int
     group: int
-    index: int
-    scoring: bool
     evaluation: bool
-    max_new_tokens: int
-    seed: int
+    label: str
+    reward: str
+    """name of the verifier"""
     temperature: float
     top_p: float
     top_k: int
-    label: str
-    reward: str
-    finish_reason: str
-    hand_over: bool = False
-    """the lease ends with the last chunk; somebody else scores the response"""
-    together: list[str] = []
-    """finish reasons of the responses that are scored together"""
-    turns: Number = 0
-    """of the policy that the environment has answered"""
-    turn_start: Number = 0
-    """response tokens before the turn under way"""
-    state: bytes = b""
-    """of the environment behind its last observation"""
-    min_p: float = 0.0
+    min_p: float
 
     @property
     def is_cut(self) -> bool:
@@ -61,64 +43,84 @@ class Grant(Message):
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
-class Chunk(Message):
-    """New tokens of a leased sample; a finish reason (stop | length) says that they are its last.
-    Arrays: ids int32 [T], behaviour logprobs float32 [T]; of training samples in a run that cuts the distribution, also
-    how many ids each was drawn from, int32 [T], and those ids one token behind the other, int32."""
+class Grant(msgspec.Struct, array_like=True, frozen=True):
+    """A lease."""
 
     lease_id: int
-    start: Number
-    version: Version
-    finish_reason: Ending = ""
+    task: int
+    """place of its task in the message"""
+    index: int
+    scoring: bool
+    max_new_tokens: int
+    seed: int
+    finish_reason: str
+    hand_over: bool
+    """the lease ends with the last tokens; somebody else scores the response"""
+    together: list[str]
+    """finish reasons of the responses that are scored together"""
+    turns: int
+    """of the policy that the environment has answered"""
+    turn_start: int
+    """response tokens before the turn under way"""
+    state: bytes
+    """of the environment behind its last observation"""
+
+    @property
+    def responses(self) -> int:
+        """How many arrays of the message are its own."""
+        return len(self.together) or 1
 
 
-class Observation(Message):
-    """What the environment has answered to a turn; a finish reason says that the response ends with it.
-    Array: ids int32 [T], which are not trained."""
+class Grants(Message):
+    """Leases, those of one group with one task. Arrays, int32: the prompt [P] of each task, then of each grant the
+    response so far [T], or, with `together`, the whole responses of its group, one array each."""
 
-    lease_id: int
-    start: Number
-    state: bytes = b""
-    finish_reason: Ending = ""
-    failed: bool = False
-    """the environment has not answered; the tokens say so to the policy"""
+    tasks: list[Task]
+    grants: list[Grant]
 
 
-class Acknowledged(Message):
-    """What is on disk: all tokens of a lease below a length, and the `done` leases' Scored or GiveBack."""
-
-    lengths: list[tuple[int, int]]
-    """(lease id, length)"""
-    done: list[int]
-
-
-class ResendFrom(Message):
-    lease_id: int
-    start: int
-
-
-class Scored(Message):
-    lease_id: int
-    reward: float
-    details: dict[Name, float] = {}
-    """what the reward is made of"""
-
-
-class ScoredTogether(Message):
-    """The scores of all responses of a grant with `together`, in their order."""
+class Scored(msgspec.Struct, tag=True, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """The end of a lease: the score of its response, or those of all responses of a grant with `together`."""
 
     lease_id: int
     rewards: list[float]
     details: list[dict[Name, float]]
+    """what each reward is made of"""
 
 
-class GiveBack(Message):
-    """The worker stops working on a sample."""
+class GiveBack(msgspec.Struct, tag=True, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """The end of a lease: its holder stops working on the sample."""
 
     lease_id: int
     length: Number
+    """response tokens, those of this report included"""
     cause: GiveBackCause
     error: str = ""
+
+
+Closing = Scored | GiveBack
+
+
+class Report(Message):
+    """All that a worker or scorer has to say of its leases: new tokens, and behind them the leases that end.
+
+    Arrays, uint8, unless nothing is new: rows (`wire.rows`), and their payloads.
+    """
+
+    closings: list[Closing] = []
+
+
+class Answers(Message):
+    """What became of reports since the last one, sent when it is on disk."""
+
+    lengths: list[tuple[int, int]] = []
+    """(lease id, response tokens that are on disk)"""
+    done: list[int] = []
+    """leases that have ended as they were reported to"""
+    resend: list[tuple[int, int]] = []
+    """(lease id, length): what lies behind that length is missing; its tokens are wanted from there on"""
+    refused: list[tuple[int, str]] = []
+    """(lease id, reason): the lease is not this holder's any more"""
 
 
 class Abort(Message):

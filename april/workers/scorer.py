@@ -11,8 +11,9 @@ from april.config import Config
 from april.connections.broker import HEARTBEAT_S, BrokerConnection
 from april.data.tokenizer import Tokenizer
 from april.processes import clock
+from april.workers.reports import Reports
 from april.workers.rewards.messages import GroupScore, Score
-from april.workers.scoring import Scoring, closing
+from april.workers.scoring import Scoring, closing, leases_of
 
 log = logging.getLogger(__name__)
 
@@ -25,8 +26,9 @@ class Scorer:
         self.config = config
         self.connection = connection
         self.scoring = Scoring(config, Tokenizer(config.model.path))
-        self.closings: dict[int, wire.Message | None] = {}
-        """by the id of each lease: what was handed in for it and not yet acknowledged; None while it is scored"""
+        self.reports = Reports(connection)
+        self.leases: set[int] = set()
+        """ids of those whose score is not on the broker's disk"""
         self.scores = 0
         """handed in"""
         self.renew_s = config.broker.renew_s
@@ -53,6 +55,7 @@ class Scorer:
         self.connection.check_alive()
         for score in self.scoring.poll():
             self._hand_in(score)
+        self.reports.send()
         self._heartbeat()
 
     def close(self) -> None:
@@ -60,19 +63,19 @@ class Scorer:
         self.connection.close()
 
     def _say_hello(self) -> None:
-        welcome = self.connection.hello(list(self.closings))
+        welcome = self.connection.hello(list(self.leases))
         self.renew_s = welcome.renew_s
         for lease_id in welcome.lost:
             self._drop(lease_id)
         self.connection.send(wire.Room(self.config.scorer.leases))
-        for message in filter(None, self.closings.values()):
-            self.connection.send(message)
+        for lease_id in self.leases:
+            self.reports.send_again(lease_id)
 
     def _heartbeat(self) -> None:
         now = clock.now()
         if now < self._next_heartbeat:
             return
-        leases = list(self.closings) if now >= self._next_renewal else []
+        leases = list(self.leases) if now >= self._next_renewal else []
         if leases:
             self._next_renewal = now + self.renew_s
         self._next_heartbeat = now + HEARTBEAT_S
@@ -81,10 +84,14 @@ class Scorer:
     def _handle(self, received: wire.Received) -> None:
         message = received.message
         match message:
-            case wire.Grant():
-                self.closings[message.lease_id] = None
-                self.scoring.submit(message, received.arrays, message.finish_reason)
-            case wire.Acknowledged():
+            case wire.Grants():
+                for lease in leases_of(received):
+                    self.leases.add(lease.grant.lease_id)
+                    self.scoring.submit(lease, lease.grant.finish_reason)
+            case wire.Answers():
+                for lease_id, reason in message.refused:
+                    log.warning("refused: %s", reason)
+                    self._drop(lease_id)
                 for lease_id in message.done:
                     self._drop(lease_id)
             case wire.Cancel(tokens) | wire.Renewed(tokens):
@@ -96,17 +103,19 @@ class Scorer:
                 self._say_hello()
             case wire.Refused() if "unknown session" not in message.reason:
                 log.warning("refused: %s", message.reason)
-                self._drop(message.lease_id)
+                for lease_id in self.reports.unanswered():
+                    self._drop(lease_id)
 
     def _hand_in(self, score: Score | GroupScore) -> None:
         """A score whose lease has ended meanwhile counts no longer."""
-        if score.key not in self.closings:
+        if score.key not in self.leases:
             return
-        message = self.closings[score.key] = closing(score)
-        if isinstance(message, wire.GiveBack):
-            log.warning("a response or group goes back, scoring_failed: %s", message.error)
+        ending = closing(score)
+        if isinstance(ending, wire.GiveBack):
+            log.warning("a response or group goes back, scoring_failed: %s", ending.error)
         self.scores += 1
-        self.connection.send(message)
+        self.reports.close(ending)
 
     def _drop(self, lease_id: int) -> None:
-        self.closings.pop(lease_id, None)
+        self.leases.discard(lease_id)
+        self.reports.forget(lease_id)

@@ -1,5 +1,8 @@
 """What workers and scorers have in common: leased responses go to the verifiers, messages come of their scores."""
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
 import numpy as np
 
 from april import wire
@@ -10,10 +13,27 @@ from april.workers.rewards.messages import GroupScore, Item, RewardRules, Score
 from april.workers.rewards.pool import RewardPool
 
 
+class Lease(NamedTuple):
+    grant: wire.Grant
+    task: wire.Task
+    tokens: list[np.ndarray]
+    """int32: the prompt, then the response in pieces, as they come with a grant and grow; with `together` the whole
+    responses of the group instead"""
+
+
+def leases_of(received: wire.Received) -> Iterator[Lease]:
+    """Those of a message of grants."""
+    grants, arrays = received.message, received.arrays
+    at = len(grants.tasks)
+    for grant in grants.grants:
+        yield Lease(grant, grants.tasks[grant.task], [arrays[grant.task], *arrays[at : at + grant.responses]])
+        at += grant.responses
+
+
 class Scoring:
     """The verifiers' processes of a worker or scorer; they are started at once, or with the first response.
 
-    scoring.submit(grant, [prompt, *pieces of the response], "stop")    # or the responses of grant.together
+    scoring.submit(Lease(grant, task, [prompt, *pieces of the response]), "stop")
     for score in scoring.poll():                      # never waits
         connection.send(closing(score, length))
     """
@@ -34,25 +54,23 @@ class Scoring:
         """Responses that were submitted and have not come back."""
         return self.pool.pending if self.pool else 0
 
-    def submit(
-        self, grant: wire.Grant, tokens: list[np.ndarray], finish_reason: str, state: bytes | None = None
-    ) -> None:
-        """`tokens`: the prompt, then the response in pieces, as they come with a grant and grow; of a grant on a group
-        the prompt and its responses, whose finish reasons it has. `state`: of the environment at the end, where that
-        is not the grant's."""
+    def submit(self, lease: Lease, finish_reason: str, state: bytes | None = None) -> None:
+        """`state`: of the environment at the end, where that is not the grant's; of a lease on a group, the finish
+        reasons of its responses are the grant's."""
+        grant, task, tokens = lease
         pool = self.pool or self._start()
         prompt = self.tokenizer.decode(tokens[0])
         if grant.together:
             responses = zip(tokens[1:], grant.together, strict=True)
             items = [
-                Item(place, grant.reward, self.tokenizer.decode(ids), grant.label, reason, prompt, len(ids))
+                Item(place, task.reward, self.tokenizer.decode(ids), task.label, reason, prompt, len(ids))
                 for place, (ids, reason) in enumerate(responses)
             ]
-            return pool.submit_group(grant.lease_id, grant.reward, items)
+            return pool.submit_group(grant.lease_id, task.reward, items)
         response = np.concatenate(tokens[1:])
         text = self.tokenizer.decode(response)
         state = grant.state if state is None else state
-        pool.submit(grant.lease_id, grant.reward, text, grant.label, finish_reason, prompt, len(response), state)
+        pool.submit(grant.lease_id, task.reward, text, task.label, finish_reason, prompt, len(response), state)
 
     def poll(self) -> list[Score | GroupScore]:
         """What the verifiers have said since the last call; the key of a score is the id of its lease."""
@@ -63,15 +81,14 @@ class Scoring:
             self.pool.close()
 
 
-def closing(score: Score | GroupScore, length: int = 0) -> wire.Scored | wire.ScoredTogether | wire.GiveBack:
+def closing(score: Score | GroupScore, length: int = 0) -> wire.Closing:
     """What ends the lease; `length`: of the response, as far as this process has generated it."""
     if isinstance(score, GroupScore):
         rewards = [one.reward for one in score.scores if one.reward is not None]
-        details = [one.details for one in score.scores]
-        return wire.ScoredTogether(score.key, rewards, details)
+        return wire.Scored(score.key, rewards, [one.details for one in score.scores])
     if score.reward is None:
         return wire.GiveBack(score.key, length, "scoring_failed", score.error or "no reward")
-    return wire.Scored(score.key, score.reward, score.details)
+    return wire.Scored(score.key, [score.reward], [score.details])
 
 
 def reward_rules(config: Config) -> RewardRules:

@@ -6,7 +6,7 @@ verifiers run in processes of their own.
 """
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -21,8 +21,9 @@ from april.wire.version import Version
 from april.workers.engines.base import Chunk, Engine, EngineError, Request
 from april.workers.engines.intake import Intake
 from april.workers.engines.proof import WrongWeights
+from april.workers.reports import Reports
 from april.workers.rewards.messages import GroupScore, Score
-from april.workers.scoring import Scoring, closing
+from april.workers.scoring import Lease, Scoring, closing, leases_of
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ class Work:
     """A leased sample in this worker's hands."""
 
     grant: wire.Grant
+    task: wire.Task
     tokens: list[np.ndarray]
     """the prompt, then the response in pieces, as they came and grew"""
     length: int
@@ -53,10 +55,6 @@ class Work:
     """response tokens before the turn under way"""
     state: bytes
     """of the environment behind its last observation"""
-    unacknowledged: list[tuple[wire.Chunk | wire.Observation, list[np.ndarray]]] = field(default_factory=list)
-    """what may have to be sent again"""
-    closing: wire.Message | None = None
-    """Scored or GiveBack, sent and not yet answered"""
 
     @property
     def left(self) -> int:
@@ -88,6 +86,7 @@ class Worker:
         self.tokenizer = Tokenizer(config.model.path)
         self.turns = Turns(config, self.tokenizer)
         self.scoring = Scoring(config, self.tokenizer, at_once=config.reward.where == "worker")
+        self.reports = Reports(connection)
         self.works: dict[int, Work] = {}
         self.acknowledged_tokens = 0
         self.watermark = 0
@@ -132,9 +131,12 @@ class Worker:
             self._observe(observed)
         for score in self.scoring.poll():
             self._hand_in(score)
+        self.reports.send()
         self._heartbeat()
 
     def _generate(self) -> None:
+        if self._is_ahead:
+            return
         for chunk in self.engine.step():
             self._send_new(chunk)
         for lease_id, error in self.engine.failures():
@@ -142,7 +144,12 @@ class Worker:
         self._report_room()
 
     def _can_generate(self) -> bool:
-        return bool(self.engine.live) and self.engine.version is not None
+        return bool(self.engine.live) and self.engine.version is not None and not self._is_ahead
+
+    @property
+    def _is_ahead(self) -> bool:
+        """Whether more waits for the broker's disk than it may."""
+        return self.reports.unacknowledged_bytes >= self.config.worker.unacked_mb << 20
 
     def _patience_ms(self) -> int:
         """How long to wait for messages: not at all between decode steps, briefly while verifiers or environments
@@ -160,8 +167,8 @@ class Worker:
         if self.engine.version is not None:
             self._report_holding(0.0)
         self._hand_back_aborted()
-        for work in self.works.values():
-            self._send_again(work, 0)
+        for lease_id in self.works:
+            self.reports.send_again(lease_id)
 
     def _leave(self) -> None:
         """Hand in what there is, so that nothing generated is lost, and say goodbye."""
@@ -170,6 +177,7 @@ class Worker:
             self._send_new(chunk)
         for lease_id in list(self.works):
             self._give_back(lease_id, "leave")
+        self.reports.send(all_of_it=True)
         self._close_span()
         self.connection.send(wire.Heartbeat([], self.engine.generated_tokens))
         self.connection.send(wire.Goodbye())
@@ -198,16 +206,11 @@ class Worker:
     def _handle(self, received: wire.Received) -> None:
         message = received.message
         match message:
-            case wire.Grant():
-                self._accept(message, received.arrays)
-            case wire.Acknowledged():
-                for lease_id, length in message.lengths:
-                    self._acknowledged(lease_id, length)
-                for lease_id in message.done:
-                    self.works.pop(lease_id, None)
-            case wire.ResendFrom():
-                if work := self.works.get(message.lease_id):
-                    self._send_again(work, message.start)
+            case wire.Grants():
+                for lease in leases_of(received):
+                    self._accept(lease)
+            case wire.Answers():
+                self._take_answers(message)
             case wire.Abort():
                 self.watermark = max(self.watermark, message.watermark)
                 self._hand_back_aborted()
@@ -225,13 +228,28 @@ class Worker:
             case wire.Refused() if self.connection.is_disowned(received):
                 self._say_hello()
             case wire.Refused() if "unknown session" not in message.reason:
-                log.warning("refused: %s", message.reason, extra=self._ids(message.lease_id))
-                self._drop(message.lease_id)
+                log.warning("refused: %s", message.reason)
+                for lease_id in self.reports.unanswered():
+                    self._drop(lease_id)
 
-    def _accept(self, grant: wire.Grant, pieces: list[np.ndarray]) -> None:
+    def _take_answers(self, answers: wire.Answers) -> None:
+        for lease_id, length in answers.lengths:
+            self.acknowledged_tokens += self.reports.acknowledge(lease_id, length)
+        for lease_id in answers.done:
+            self.works.pop(lease_id, None)
+            self.reports.forget(lease_id)
+        for lease_id, length in answers.resend:
+            self.reports.send_again(lease_id, length)
+        for lease_id, reason in answers.refused:
+            log.warning("refused: %s", reason, extra=self._ids(lease_id))
+            self._drop(lease_id)
+
+    def _accept(self, lease: Lease) -> None:
+        grant, task, pieces = lease
         length = sum(map(len, pieces[1:]))
         work = Work(
             grant=grant,
+            task=task,
             tokens=pieces,
             length=length,
             budget=length + grant.max_new_tokens,
@@ -242,39 +260,33 @@ class Worker:
         )
         self.works[grant.lease_id] = work
         if grant.scoring:
-            self.scoring.submit(grant, pieces, grant.finish_reason)
-        elif grant.lease_id <= self.watermark and not grant.evaluation:
+            self.scoring.submit(lease, grant.finish_reason)
+        elif grant.lease_id <= self.watermark and not task.evaluation:
             self._give_back(grant.lease_id, "abort")
         else:
             self._go_on(work)
 
     def _go_on(self, work: Work) -> None:
         """Have the turn under way sampled, or answered if it is over."""
-        grant, turn = work.grant, work.turn
+        grant, task, turn = work.grant, work.task, work.turn
         if self.turns.is_over(turn):
-            return self.turns.ask(grant.lease_id, turn, work.turns, work.state, work.tokens[0], grant.label)
+            return self.turns.ask(grant.lease_id, turn, work.turns, work.state, work.tokens[0], task.label)
         request = Request(
             id=grant.lease_id,
             tokens=np.concatenate(work.tokens),
             max_new_tokens=int(min(work.left, self.turns.room(turn))),
             seed=grant.seed,
-            temperature=grant.temperature,
-            top_p=grant.top_p,
-            top_k=grant.top_k,
-            min_p=grant.min_p,
-            with_support=grant.is_cut and not grant.evaluation,
+            temperature=task.temperature,
+            top_p=task.top_p,
+            top_k=task.top_k,
+            min_p=task.min_p,
+            with_support=task.is_cut and not task.evaluation,
             stop_token_ids=self.turns.stops,
         )
         try:
             self.engine.submit(request)
         except EngineError as error:
             self._give_back(grant.lease_id, "generation_failed", str(error))
-
-    def _acknowledged(self, lease_id: int, length: int) -> None:
-        if work := self.works.get(lease_id):
-            done = [entry for entry in work.unacknowledged if entry[0].start < length]
-            self.acknowledged_tokens += sum(len(arrays[0]) for sent, arrays in done if isinstance(sent, wire.Chunk))
-            del work.unacknowledged[: len(done)]
 
     # --- tokens ---------------------------------------------------------------------------------------------
 
@@ -283,19 +295,21 @@ class Worker:
         if work is None:
             return
         start = work.length
-        ended: wire.Ending = chunk.finish_reason or ""
+        ended: str = chunk.finish_reason or ""
         work.append(chunk.tokens)
         if ended and self.turns.is_over(work.turn):
             ended = "" if work.left else "length"
-        support = [chunk.support.counts, chunk.support.ids] if chunk.support else []
-        self._send(work, wire.Chunk(chunk.id, start, chunk.version, ended), [chunk.tokens, chunk.logprobs, *support])
+        waits = self._end(work, ended)
+        self.reports.add_chunk(
+            chunk.id, start, chunk.tokens, chunk.logprobs, chunk.version, ended, chunk.support, awaits_score=waits
+        )
         if chunk.finish_reason and not ended:
             self._go_on(work)
 
     def _observe(self, observed: Observed) -> None:
         """Put an observation behind its turn, and go on; one for a sample that has been handed back comes too late."""
         lease_id, work = observed.key, self.works.get(observed.key)
-        if work is None or work.closing:
+        if work is None or self.reports.is_closing(lease_id):
             return
         if not len(observed.tokens):
             return self._give_back(lease_id, "environment_failed", observed.error)
@@ -303,26 +317,21 @@ class Worker:
             log.warning("an observation says that %s", observed.error, extra=self._ids(lease_id))
         start, tokens = work.length, observed.tokens[: work.left]
         work.observe(tokens, observed.state)
-        ended: wire.Ending = "stop" if observed.done else "" if work.left else "length"
-        self._send(work, wire.Observation(lease_id, start, observed.state, ended, observed.failed), [tokens])
+        ended: str = "stop" if observed.done else "" if work.left else "length"
+        waits = self._end(work, ended)
+        self.reports.add_observation(
+            lease_id, start, tokens, observed.state, ended, observed.failed, awaits_score=waits
+        )
         if not ended:
             self._go_on(work)
 
-    def _send(self, work: Work, message: wire.Chunk | wire.Observation, arrays: list[np.ndarray]) -> None:
-        """Tell the broker what has come behind the response, and score it where it ends with that."""
-        work.unacknowledged.append((message, arrays))
-        self.connection.send(message, arrays)
-        if message.finish_reason:
-            work.finished = True
-            if not work.grant.hand_over:
-                self.scoring.submit(work.grant, work.tokens, message.finish_reason, work.state)
-
-    def _send_again(self, work: Work, start: int) -> None:
-        for message, arrays in work.unacknowledged:
-            if message.start >= start:
-                self.connection.send(message, arrays)
-        if work.closing:
-            self.connection.send(work.closing)
+    def _end(self, work: Work, ended: str) -> bool:
+        """Score the response if it has ended; whether its last tokens wait for that."""
+        work.finished = work.finished or bool(ended)
+        if not ended or work.grant.hand_over:
+            return False
+        self.scoring.submit(Lease(work.grant, work.task, work.tokens), ended, work.state)
+        return True
 
     def _is_handed_over(self, lease_id: int) -> bool:
         """Whether the last chunk of a response that others score is on its way: its acknowledgement will come."""
@@ -333,14 +342,14 @@ class Worker:
         work = self.works.get(score.key)
         if work is None:
             return
-        work.closing = closing(score, work.length)
-        if isinstance(work.closing, wire.GiveBack):
-            log.warning("a sample goes back, scoring_failed: %s", work.closing.error, extra=self._ids(score.key))
-        self.connection.send(work.closing)
+        ending = closing(score, work.length)
+        if isinstance(ending, wire.GiveBack):
+            log.warning("a sample goes back, scoring_failed: %s", ending.error, extra=self._ids(score.key))
+        self.reports.close(ending)
 
     def _hand_back_aborted(self) -> None:
         """Every training sample at or below the watermark that still generates goes back with its tokens."""
-        aborted = [t for t, work in self.works.items() if t <= self.watermark and not work.grant.evaluation]
+        aborted = [t for t, work in self.works.items() if t <= self.watermark and not work.task.evaluation]
         for chunk in self.engine.cancel_all(aborted):
             self._send_new(chunk)
         for lease_id in aborted:
@@ -351,21 +360,23 @@ class Worker:
         for chunk in self.engine.cancel(lease_id):
             self._send_new(chunk)
         work = self.works.get(lease_id)
-        if work is None or work.closing or self._is_handed_over(lease_id) or (work.finished and cause == "abort"):
+        if work is None or self.reports.is_closing(lease_id) or self._is_handed_over(lease_id):
+            return
+        if work.finished and cause == "abort":
             return
         error = clip(error)
         if error:
             log.warning("a sample goes back, %s: %s", cause, error, extra=self._ids(lease_id))
-        work.closing = wire.GiveBack(lease_id, work.length, cause, error)
-        self.connection.send(work.closing)
+        self.reports.close(wire.GiveBack(lease_id, work.length, cause, error))
 
     def _ids(self, lease_id: int) -> dict[str, int]:
         """What a log line says of the sample behind a lease."""
         work = self.works.get(lease_id)
-        return {"group": work.grant.group, "sample": work.grant.index} if work else {}
+        return {"group": work.task.group, "sample": work.grant.index} if work else {}
 
     def _drop(self, lease_id: int) -> None:
         """The lease has ended: what is generated for it no longer counts."""
+        self.reports.forget(lease_id)
         if self.works.pop(lease_id, None):
             self.engine.cancel(lease_id)
 

@@ -31,6 +31,7 @@ from april.policy.model import build_tokenizer
 from april.security.keygen import make_folder
 from april.security.keys import load_keys
 from april.wire.version import Version
+from april.workers.reports import Reports
 
 from .load import PROMPT_TOKENS, RECORD_TOKENS, BenchmarkError, Crew, Load, Measured, Window, measured, record
 
@@ -66,14 +67,20 @@ max_steps = 1000000
 """
 
 
-def write_run(folder: Path, schedule: str, response_tokens: int = RECORD_TOKENS, keys: Path | None = None) -> Path:
+def write_run(
+    folder: Path,
+    schedule: str,
+    response_tokens: int = RECORD_TOKENS,
+    keys: Path | None = None,
+    prompt_tokens: int = PROMPT_TOKENS,
+) -> Path:
     """The configuration of a run with a tokeniser and prompts; returns the TOML file. `keys`: a folder to make."""
     policy = folder / "policy"
     build_tokenizer().save_pretrained(policy)
-    context = PROMPT_TOKENS + response_tokens
+    context = prompt_tokens + response_tokens
     (policy / "config.json").write_bytes(orjson.dumps({"model_type": "qwen3", "max_position_embeddings": context}))
     rng = np.random.default_rng(0)
-    prompts = ["".join(rng.choice(list(ALPHABET), PROMPT_TOKENS)) for _ in range(PROMPTS)]
+    prompts = ["".join(rng.choice(list(ALPHABET), prompt_tokens)) for _ in range(PROMPTS)]
     lines = [orjson.dumps({"prompt": prompt, "label": "0"}) + b"\n" for prompt in prompts]
     (folder / "prompts.jsonl").write_bytes(b"".join(lines))
     if keys:
@@ -82,7 +89,7 @@ def write_run(folder: Path, schedule: str, response_tokens: int = RECORD_TOKENS,
     path.write_text(f"""
 run = {{ name = "broker", dir = "{folder}/runs" }}
 model = {{ path = "{policy}" }}
-data = {{ path = "{folder}/prompts.jsonl", max_prompt_tokens = {PROMPT_TOKENS} }}
+data = {{ path = "{folder}/prompts.jsonl", max_prompt_tokens = {prompt_tokens} }}
 sampling = {{ max_response_tokens = {response_tokens} }}
 learner = {{ ranks = 1 }}
 {f'security = {{ keys = "{keys}" }}' if keys else ""}
@@ -201,6 +208,7 @@ def produce(ready, window: Window, door: Door, number: int, in_flight: int, fron
     member = Member(door, "worker", f"producer-{number}")
     connection = member.connection
     ids, logprobs = record(number)
+    reports = Reports(connection)
     held = Version(0, -1)
     sent_at: dict[int, float] = {}
     submit_ms = []
@@ -212,12 +220,15 @@ def produce(ready, window: Window, door: Door, number: int, in_flight: int, fron
             connection.send(wire.Holding(held, in_flight))
         for received in connection.receive(POLL_MS):
             match received.message:
-                case wire.Grant(lease_id=lease_id):
-                    sent_at[lease_id] = time.monotonic()
-                    connection.send(wire.Chunk(lease_id, 0, held, "stop"), [ids, logprobs])
-                    connection.send(wire.Scored(lease_id, 1.0))
-                case wire.Acknowledged(done=done):
+                case wire.Grants(grants=grants):
+                    for grant in grants:
+                        sent_at[grant.lease_id] = time.monotonic()
+                        reports.add_chunk(grant.lease_id, 0, ids, logprobs, held, "stop")
+                        reports.close(wire.Scored(grant.lease_id, [1.0], [{}]))
+                case wire.Answers(done=done):
                     now = time.monotonic()
+                    for lease_id in done:
+                        reports.forget(lease_id)
                     times_ms = [(now - sent_at.pop(lease_id)) * 1000 for lease_id in done]
                     if window.covers(now):
                         submit_ms += times_ms
@@ -225,6 +236,7 @@ def produce(ready, window: Window, door: Door, number: int, in_flight: int, fron
                     pass
                 case unwanted:
                     raise BenchmarkError(f"the broker answers a producer with {unwanted}")
+        reports.send()
     member.leave()
     return np.array(submit_ms)
 

@@ -11,6 +11,7 @@ import zmq
 
 from april import wire
 from april.broker.desks.learner import PART_BYTES
+from april.wire import rows
 from april.wire.version import Version
 
 from .april_side import BATCH_GROUPS, GROUP_SIZE
@@ -25,7 +26,7 @@ PART_GROUPS = math.ceil(PART_BYTES / (GROUP_SIZE * RECORD_BYTES))
 BATCH_RECORDS = BATCH_GROUPS * GROUP_SIZE
 TOKEN = 1 << 32
 
-HOLDING, CHUNK, SCORED, CONSUMED, FETCH = (bytes([kind]) * wire.HEADER.size for kind in range(5))
+HOLDING, REPORT, CONSUMED, FETCH = (bytes([kind]) * wire.HEADER.size for kind in range(4))
 """headers that tell the kinds of messages apart without decoding them"""
 
 
@@ -76,7 +77,7 @@ def route(ready, window: Window, address_file: Path, load: Load) -> None:
             match kind:
                 case _ if kind == HOLDING:
                     free_slots += [peer] * load.in_flight
-                case _ if kind == SCORED:
+                case _ if kind == REPORT:
                     finished += 1
                     outgoing += [(peer, frames) for frames in acknowledgements]
                     free_slots.append(peer)
@@ -99,14 +100,15 @@ def route(ready, window: Window, address_file: Path, load: Load) -> None:
 def broker_messages() -> tuple[list[list], list, list, list]:
     """Frames of: the acknowledgements of a record, a grant, the answer to Consumed or Durable, a part of a batch."""
     prompt = np.zeros(PROMPT_TOKENS, np.int32)
-    done = [wire.encode(wire.Acknowledged([(TOKEN, RECORD_TOKENS)], [TOKEN]))]
-    grant = wire.Grant(TOKEN, 1, 1, False, False, RECORD_TOKENS, 1 << 62, 1.0, 1.0, 0, "0", "final_answer", "")
+    done = [wire.encode(wire.Answers([(TOKEN, RECORD_TOKENS)], [TOKEN]))]
+    task = wire.Task(1, False, "0", "final_answer", 1.0, 1.0, 0, 0.0)
+    grant = wire.Grant(TOKEN, 0, 1, False, RECORD_TOKENS, 1 << 62, "", False, [], 0, 0, b"")
     sample = wire.SampleHead(1, RECORD_TOKENS, 1.0, "stop", [(0, RECORD_TOKENS, Version(0, 1))])
     head = wire.GroupHead(1, PROMPT_TOKENS, [sample] * GROUP_SIZE)
     ids, logprobs = record(0)
     arrays = [prompt, *[ids, logprobs] * GROUP_SIZE]
     part = wire.encode(wire.Batch(1, 0, BATCH_GROUPS, [head] * PART_GROUPS), arrays * PART_GROUPS)
-    return done, wire.encode(grant, [prompt]), wire.encode(wire.Accepted()), part
+    return done, wire.encode(wire.Grants([task], [grant]), [prompt, prompt[:0]]), wire.encode(wire.Accepted()), part
 
 
 def connect(address: str) -> zmq.Socket:
@@ -126,15 +128,16 @@ def received(socket: zmq.Socket) -> list[list[bytes]]:
 
 def produce(ready, window: Window, address: str, number: int) -> None:
     socket = connect(address)
-    chunk = [CHUNK, *wire.encode(wire.Chunk(TOKEN, 0, Version(0, 1), "stop"), list(record(number)))[1:]]
-    scored = [SCORED, wire.encode(wire.Scored(TOKEN, 1.0))[1]]
+    payload = b"".join(map(np.ndarray.tobytes, record(number)))
+    row = rows.pack_rows([rows.chunk_row(TOKEN, 0, RECORD_TOKENS, Version(0, 1), "stop", payload)])
+    arrays = [np.frombuffer(part, np.uint8) for part in (row, payload)]
+    reported = [REPORT, *wire.encode(wire.Report([wire.Scored(TOKEN, [1.0], [{}])]), arrays)[1:]]
     socket.send_multipart([HOLDING, b""])
     ready()
     while not window.over():
         for frames in received(socket):
             if len(frames) == 3:
-                socket.send_multipart(chunk, copy=False)
-                socket.send_multipart(scored)
+                socket.send_multipart(reported, copy=False)
 
 
 def consume(ready, window: Window, address: str) -> list[tuple[float, int]]:

@@ -7,7 +7,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.sharedctypes import RawArray
 from pathlib import Path
@@ -42,9 +42,6 @@ class Load:
 
     def __str__(self) -> str:
         return f"{self.producers}x{self.in_flight}"
-
-    def for_s(self, window_s: float) -> "Load":
-        return replace(self, window_s=window_s)
 
 
 @dataclass(frozen=True)

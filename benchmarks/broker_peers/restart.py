@@ -19,14 +19,15 @@ from april.broker.service import Service
 from april.config import Config, load
 from april.connections.broker import BrokerConnection
 from april.processes import clock
+from april.wire.rows import chunk_row, pack_rows
 from april.wire.version import Version
 
 from .april_side import Broker, write_run
 from .load import PROCESSES, BenchmarkError
 
 GROUP_SIZE = 8
-CHUNK_TOKENS = 512
-"""the default of `worker.chunk_tokens`"""
+CHUNK_TOKENS, TABLE_ROWS = 60, 256
+"""what a sequence samples in a report's time, and sequences of a worker"""
 RESPONSE_TOKENS = 1 << 20
 SYNC_BYTES = 4 << 20
 START_S = 300.0
@@ -71,10 +72,14 @@ def _write_and_die(pipe, config: Config, size_bytes: int) -> None:
     while sample := service.schedule.next_sample(ledger, 0):
         ledger.lease(sample, f"worker-{sample.index}", 0, clock.now() + 60)
     payload = os.urandom(8 * CHUNK_TOKENS)
-    length = 0
+    length, leases = 0, list(ledger.leases)
     while True:
-        for lease_id in ledger.leases:
-            ledger.add_chunk(lease_id, length, CHUNK_TOKENS, Version(0, 0), payload=payload)
+        for first in range(0, len(leases), TABLE_ROWS):
+            rows = [
+                chunk_row(lease_id, length, CHUNK_TOKENS, Version(0, 0), "", payload)
+                for lease_id in leases[first : first + TABLE_ROWS]
+            ]
+            ledger.add_chunks(pack_rows(rows), len(rows) * payload)
             if journal.unsynced_bytes < SYNC_BYTES:
                 continue
             journal.sync()

@@ -3,7 +3,16 @@
 from collections import Counter, deque
 
 from april import wire
-from tests.broker.conversation import Conversation, FakeLearner, FakeScorer, FakeWorker, Peer, chunk_arrays
+from tests.broker.conversation import (
+    Conversation,
+    FakeLearner,
+    FakeScorer,
+    FakeWorker,
+    Peer,
+    chunk_arrays,
+    granted,
+    observation,
+)
 from tests.broker.hostile import encode
 
 
@@ -53,7 +62,7 @@ class Arena(Conversation):
         self.learner.train()
         self.monitor.say(wire.StatusRequest())
         for peer in self.everyone:
-            peer.inbox = peer.take(wire.Grant)
+            peer.inbox = peer.take(wire.Grants)
 
     def leases_of(self, holder):
         return [lease_id for lease_id, lease in self.ledger.leases.items() if lease.worker == holder.uid]
@@ -79,12 +88,15 @@ class Holder(Remembered):
         self.received_bytes = 0
         self.held = {}
         """grant and acknowledged length by token"""
+        self.rows, self.closings = [], []
+        """of its next report"""
 
     def work(self):
         arena, chance = self.conversation, self.conversation.chance
-        for received in self.take(wire.Grant):
+        for received in self.take(wire.Grants):
             self.received_bytes += received.array_bytes
-            self.held[received.message.lease_id] = (received.message, sum(len(piece) for piece in received.arrays[1:]))
+            for grant in granted(received):
+                self.held[grant.lease_id] = (grant, sum(len(piece) for piece in grant.arrays[1:]))
         for lease_id in [lease_id for lease_id in self.held if lease_id not in arena.ledger.leases]:
             arena.ended.append(lease_id)
             del self.held[lease_id]
@@ -93,15 +105,16 @@ class Holder(Remembered):
             self.say_room(chance.choice([2, 3, 6, 2**53]))
         for grant, length in chance.sample(list(self.held.values()), min(4, len(self.held))):
             self.go_on(grant, length, chance)
+        if self.rows or self.closings:
+            self.report(self.rows, self.closings)
+        self.rows, self.closings = [], []
 
-    def score(self, grant, chance):
+    def judge(self, grant, chance):
         if chance.random() < 0.05:
-            self.say(wire.GiveBack(grant.lease_id, 0, "scoring_failed", "tired"))
-        elif grant.together:
-            rewards = [chance.random() for _ in grant.together]
-            self.say(wire.ScoredTogether(grant.lease_id, rewards, [{}] * len(rewards)))
+            self.closings.append(wire.GiveBack(grant.lease_id, 0, "scoring_failed", "tired"))
         else:
-            self.say(wire.Scored(grant.lease_id, chance.random(), {"right": 1.0}))
+            rewards = [chance.random() for _ in grant.together or [0]]
+            self.closings.append(wire.Scored(grant.lease_id, rewards, [{"right": 1.0}] * len(rewards)))
 
 
 class Worker(Holder, FakeWorker):
@@ -116,21 +129,22 @@ class Worker(Holder, FakeWorker):
 
     def go_on(self, grant, length, chance):
         if grant.scoring:
-            self.score(grant, chance)
+            self.judge(grant, chance)
         elif grant.lease_id <= self.conversation.ledger.watermark and not grant.evaluation:
-            self.say(wire.GiveBack(grant.lease_id, length, "abort"))
+            self.closings.append(wire.GiveBack(grant.lease_id, length, "abort"))
         elif chance.random() < 0.5 and grant.max_new_tokens > length + 3:
-            self.chunk(grant, length, 2)
+            self.rows.append(self.new_tokens(grant, length, 2))
             self.held[grant.lease_id] = (grant, length + 2)
             if self.conversation.config.environment.name:
-                self.say(wire.Observation(grant.lease_id, length + 2, b"state"), chunk_arrays(length + 2, 1)[:1])
+                self.rows.append(observation(grant.lease_id, length + 2, chunk_arrays(length + 2, 1)[0], b"state"))
                 self.held[grant.lease_id] = (grant, length + 3)
         elif chance.random() < 0.05:
-            self.say(wire.GiveBack(grant.lease_id, length, chance.choice(["leave", "generation_failed"]), "tired"))
+            cause = chance.choice(["leave", "generation_failed"])
+            self.closings.append(wire.GiveBack(grant.lease_id, length, cause, "tired"))
         else:
-            self.chunk(grant, length, 1, "stop")
+            self.rows.append(self.new_tokens(grant, length, 1, "stop"))
             if not grant.hand_over:
-                self.score(grant, chance)
+                self.judge(grant, chance)
 
 
 class Scorer(Holder, FakeScorer):
@@ -138,7 +152,7 @@ class Scorer(Holder, FakeScorer):
         self.say(wire.Room(capacity))
 
     def go_on(self, grant, length, chance):
-        self.score(grant, chance)
+        self.judge(grant, chance)
 
 
 class Learner(Remembered, FakeLearner):

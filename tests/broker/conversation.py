@@ -1,6 +1,7 @@
 """A broker without sockets, and peers that talk to it frame by frame."""
 
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -8,7 +9,9 @@ from april import wire
 from april.broker.journal.journal import Journal
 from april.broker.prompts import PromptBook
 from april.broker.service import Service
+from april.wire.rows import chunk_row, observation_row, pack_rows, padded
 from april.wire.version import Version
+from april.workers.scoring import leases_of
 
 LEARNERS = itertools.count()
 
@@ -84,7 +87,33 @@ class Peer:
         return found
 
 
-class FakeWorker(Peer):
+class Holder(Peer):
+    def grants(self):
+        """Each with what its task says, and its arrays: prompt, then responses."""
+        return [grant for received in self.take(wire.Grants) for grant in granted(received)]
+
+    def report(self, rows=(), closings=()):
+        """`rows`: with their payloads."""
+        arrays = []
+        if rows:
+            payload = b"".join(payload.ljust(padded(len(payload)), b"\0") for _, payload in rows)
+            table = pack_rows([row for row, _ in rows])
+            arrays = [np.frombuffer(table, "u1"), np.frombuffer(payload, "u1")]
+        self.say(wire.Report(list(closings)), arrays)
+
+    def score(self, grant, reward=1.0, **details):
+        self.report(closings=[wire.Scored(grant.lease_id, [reward], [details])])
+
+    def give_back(self, grant, length, cause, error=""):
+        self.report(closings=[wire.GiveBack(grant.lease_id, length, cause, error)])
+
+    def told(self, what):
+        """What the answers since the last call say: their `lengths`, `done`, `resend` or `refused`, one after the
+        other; the rest of them is lost."""
+        return [entry for received in self.take(wire.Answers) for entry in getattr(received.message, what)]
+
+
+class FakeWorker(Holder):
     def __init__(self, conversation, name="w0", uid=None):
         super().__init__(conversation, "worker", name, uid)
 
@@ -97,21 +126,22 @@ class FakeWorker(Peer):
         self.version = Version(0, step)
         self.say(wire.Holding(self.version, capacity))
 
-    def grants(self):
-        return [received.message for received in self.take(wire.Grant)]
-
     def chunk(self, grant, start, count, finish_reason="", version=None):
-        message = wire.Chunk(grant.lease_id, start, version or self.version, finish_reason)
+        self.report([self.new_tokens(grant, start, count, finish_reason, version)])
+
+    def new_tokens(self, grant, start, count, finish_reason="", version=None):
+        """A row and its payload."""
         arrays = chunk_arrays(start, count)
         cut = self.conversation.config.sampling.is_cut and not grant.evaluation
-        self.say(message, [*arrays, *support_arrays(arrays[0])] if cut else arrays)
+        arrays = [*arrays, *support_arrays(arrays[0])] if cut else arrays
+        return chunk(grant.lease_id, start, version or self.version, arrays, finish_reason)
 
     def complete(self, grant, count=4, reward=1.0, **details):
         self.chunk(grant, 0, count, "stop")
-        self.say(wire.Scored(grant.lease_id, reward, details))
+        self.score(grant, reward, **details)
 
 
-class FakeScorer(Peer):
+class FakeScorer(Holder):
     def __init__(self, conversation, name="s0", uid=None):
         super().__init__(conversation, "scorer", name, uid)
 
@@ -119,9 +149,6 @@ class FakeScorer(Peer):
         welcome = self.hello(leases)
         self.say(wire.Room(capacity))
         return welcome
-
-    def grants(self):
-        return [received.message for received in self.take(wire.Grant)]
 
 
 class FakeLearner(Peer):
@@ -170,6 +197,34 @@ def support_arrays(ids):
     """(counts, support ids): the first token as if drawn from itself alone, the next from one id more, and so on."""
     rows = [[0] * place + [token] for place, token in enumerate(ids.tolist())]
     return np.array([len(row) for row in rows], "i4"), np.array([one for row in rows for one in row], "i4")
+
+
+def chunk(lease_id, start, version, arrays, finish_reason=""):
+    """A row and its payload."""
+    payload = b"".join(array.tobytes() for array in arrays)
+    return chunk_row(lease_id, start, len(arrays[0]), version, finish_reason, payload, 1.0), payload
+
+
+def one_row(lease_id, start, count):
+    """A report of new tokens under the first version, and its arrays."""
+    row, payload = chunk(lease_id, start, Version(0, 0), chunk_arrays(start, count))
+    return wire.Report(), [np.frombuffer(pack_rows([row]), "u1"), np.frombuffer(payload, "u1")]
+
+
+def observation(lease_id, start, ids, state=b"", finish_reason="", failed=False):
+    payload = ids.tobytes() + state
+    return observation_row(lease_id, start, len(ids), finish_reason, payload, failed, 1.0), payload
+
+
+def granted(received):
+    return [
+        SimpleNamespace(**fields(lease.task), **fields(lease.grant), arrays=lease.tokens)
+        for lease in leases_of(received)
+    ]
+
+
+def fields(struct):
+    return {name: getattr(struct, name) for name in struct.__struct_fields__}
 
 
 def training(grants):

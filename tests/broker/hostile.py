@@ -11,7 +11,9 @@ from april import wire
 from april.security.allow_list import Peer
 from april.weights.lane_messages import LaneAlive, LaneFailed, LaneJoin
 from april.wire import limits
+from april.wire.rows import pack_rows, padded
 from april.wire.version import Version
+from tests.broker.conversation import chunk, observation
 
 EXTREMES = [0, 1, -1, 2, 2**31, -(2**31), 2**32, 2**53, 2**53 + 1, 2**63 - 1, -(2**63), 2**64 - 1]
 JUNK = [
@@ -31,45 +33,48 @@ JUNK = [
     {"a": 1},
     "\n",
 ]
-LEASED = {
-    "Chunk": lambda c, lease_id: wire.Chunk(
-        lease_id, c.choice([0, 1, 7, 2**53]), Version(0, 0), c.choice(["", "stop"])
-    ),
-    "Scored": lambda c, lease_id: wire.Scored(lease_id, c.choice([0.0, -1e308, float("nan"), float("inf")])),
-    "ScoredTogether": lambda c, lease_id: wire.ScoredTogether(lease_id, [c.choice([0.0, float("nan")])] * 2, [{}, {}]),
-    "Observation": lambda c, lease_id: wire.Observation(lease_id, c.choice([0, 1, 7, 2**53]), b"state"),
-    "GiveBack": lambda c, lease_id: wire.GiveBack(lease_id, c.choice([0, 2**53]), "abort", "e" * c.choice([0, 9999])),
-}
-"""messages about a lease, from what draws and the lease"""
-ARRAYS = {"Chunk": [np.ones(3, "i4"), np.full(3, -1.0, "f4")], "Observation": [np.ones(3, "i4")]}
+TOKENS = [np.ones(3, "i4"), np.full(3, -1.0, "f4")]
+ABSURD = [0.0, -1e308, float("nan"), float("inf")]
+CLOSINGS = [
+    lambda c, lease_id: wire.Scored(lease_id, [c.choice(ABSURD)] * c.choice([1, 2]), [{}] * c.choice([1, 2])),
+    lambda c, lease_id: wire.GiveBack(lease_id, c.choice([0, 2**53]), "abort", "e" * c.choice([0, 9999])),
+]
+ROWS = [
+    lambda c, lease_id: chunk(lease_id, c.choice([0, 1, 7, 2**53]), Version(0, 0), TOKENS, c.choice(["", "stop"])),
+    lambda c, lease_id: observation(lease_id, c.choice([0, 1, 7, 2**53]), TOKENS[0], b"state"),
+]
+"""what a report may say of a lease, from what draws and the lease"""
 ONLY_FOR = {
     "worker": [
         wire.Holding(Version(0, 0), 4),
         wire.Lane("generate", 0.0, 1.0),
-        wire.Chunk(1, 0, Version(0, 0)),
-        wire.Observation(1, 0),
-        wire.Scored(1, 1.0),
-        wire.ScoredTogether(1, [1.0], [{}]),
-        wire.GiveBack(1, 0, "leave"),
+        wire.Report([wire.Scored(1, [1.0], [{}])]),
+        wire.Report([wire.GiveBack(1, 0, "leave")]),
     ],
     "scorer": [wire.Room(4)],
     "learner": [wire.LearnerStart(0, ""), wire.Fetch(0), wire.Consumed(0, {"loss": 1.0}), wire.Durable(0, 0)],
     "monitor": [wire.StatusRequest(), wire.StopRun("enough"), wire.Drain(True), wire.Requeue([1])],
     "broker": [
         wire.Welcome(1, "", 1, 0, 0, [], 1.0, ""),
-        wire.Acknowledged([], [1]),
+        wire.Answers([], [1]),
         wire.Accepted(),
         wire.Batch(0, 0, 0, []),
         wire.Stop(""),
     ],
     "lanes": [LaneJoin("u", "n", "cpu", None), LaneAlive("l"), LaneFailed("l", "e")],
 }
+LARGEST_LEASE = 2**64 - 1
 NOT_REPEATED = (wire.Hello, wire.Goodbye, wire.LearnerStart, wire.StopRun)
 """said again, these mean something new"""
 
 
 def encode(message, arrays=(), session=0, sequence=1):
     return [bytes(frame) for frame in wire.encode(message, list(arrays), session, sequence)]
+
+
+def report(row, payload):
+    """The frames' arrays of one row."""
+    return [np.frombuffer(pack_rows([row]), "u1"), np.frombuffer(payload.ljust(padded(len(payload)), b"\0"), "u1")]
 
 
 def decodes(frames):
@@ -175,9 +180,12 @@ class Attacker:
         """A lease of another worker or scorer, of nobody, or one that ended long ago."""
         holder, other = self.chance.sample(self.arena.holders, 2)
         tokens = {*EXTREMES[:-1], *self.arena.leases_of(other), *self.arena.ended} - {*self.arena.leases_of(holder)}
-        kind = self.chance.choice(list(LEASED))
-        message = LEASED[kind](self.chance, self.chance.choice(sorted(tokens)))
-        frames = encode(message, ARRAYS.get(kind, ()), holder.session)
+        lease_id, make = self.chance.choice(sorted(tokens)), self.chance.choice([*CLOSINGS, *ROWS])
+        if make in ROWS:
+            message, arrays = wire.Report(), report(*make(self.chance, lease_id & LARGEST_LEASE))
+        else:
+            message, arrays = wire.Report([make(self.chance, lease_id)]), []
+        frames = encode(message, arrays, holder.session)
         return holder.name.encode() + b"/data", frames, None, "refused"
 
     def absurd_learner(self):
@@ -211,9 +219,8 @@ class Attacker:
     def absurd_tokens(self):
         """Chunks and observations that make no sense where the lease is the worker's own."""
         worker = self.chance.choice(self.arena.workers)
-        lease_id, ids, logprobs = self.arena.a_lease_of(worker), np.ones(3, "i4"), np.full(3, -1.0, "f4")
+        lease_id, (ids, logprobs) = self.arena.a_lease_of(worker), TOKENS
         of_a_chunk = [
-            [],
             [ids],
             [ids, logprobs[:2]],
             [-ids, logprobs],
@@ -221,7 +228,6 @@ class Attacker:
             [ids, np.nan * logprobs],
             [logprobs, ids],
             [ids[:0], logprobs[:0]],
-            [np.frombuffer(b"abc", "u1"), logprobs],
             [ids, logprobs, ids],
             [ids, logprobs, ids, 2 * ids],
             [ids, logprobs, ids, ids[:2]],
@@ -230,15 +236,30 @@ class Attacker:
             [ids, logprobs, np.array([-1, 3, 1], "i4"), ids],
             [ids, logprobs, np.array([2, 1, 1], "i4"), np.array([1, 2**20, 1, 1], "i4")],
         ]
-        of_an_observation = [[], [logprobs], [-ids], [2**20 * ids], [ids[:0]], [ids, logprobs]]
-        message, arrays = self.chance.choice(
+        row, payload = self.chance.choice(
             [
-                (wire.Chunk(lease_id, 0, Version(0, 0)), self.chance.choice(of_a_chunk)),
-                (wire.Observation(lease_id, 0), self.chance.choice(of_an_observation)),
-                (wire.Observation(lease_id, 0, bytes(limits.STATE_BYTES + 1)), [ids]),
+                chunk(lease_id, 0, Version(0, 0), self.chance.choice(of_a_chunk)),
+                observation(lease_id, 0, self.chance.choice([-ids, 2**20 * ids, ids[:0]])),
+                observation(lease_id, 0, ids, bytes(limits.STATE_BYTES + 1)),
             ]
         )
-        return worker.name.encode() + b"/data", encode(message, arrays, worker.session), None, "refused"
+        good, said = chunk(lease_id, 0, Version(0, 0), TOKENS)
+        arrays = self.chance.choice(
+            [
+                report(row, payload),
+                report(good._replace(checksum=good.checksum ^ 1), said),
+                report(good._replace(kind=9), said),
+                report(good._replace(finish=9), said),
+                report(good._replace(over=1), said),
+                report(good._replace(size=good.size + 4), said),
+                report(good._replace(tokens=2**31), said),
+                report(good._replace(time=float("nan")), said),
+                report(good, said)[:1],
+                [*report(good, said)[:1], np.ones(6, "i4")],
+                [report(good, said)[0][:47], report(good, said)[1]],
+            ]
+        )
+        return worker.name.encode() + b"/data", encode(wire.Report(), arrays, worker.session), None, "refused"
 
     def absurd_scores(self):
         """Scores that make no sense where the lease is the holder's own."""
@@ -246,17 +267,17 @@ class Attacker:
         lease_id, many = self.arena.a_lease_of(holder), {f"d{number}": 0.0 for number in range(limits.DETAILS + 1)}
         message = self.chance.choice(
             [
-                wire.Scored(lease_id, bad),
-                wire.Scored(lease_id, 1.0, many),
-                wire.Scored(lease_id, 1.0, {"right": bad}),
-                wire.ScoredTogether(lease_id, [1.0, bad], [{}, {}]),
-                wire.ScoredTogether(lease_id, [1.0, 1.0], [{}, many]),
-                wire.ScoredTogether(lease_id, [1.0, 1.0], [{}]),
-                wire.ScoredTogether(lease_id, [1.0] * 7, [{}] * 7),
-                wire.ScoredTogether(lease_id, [], []),
+                wire.Scored(lease_id, [bad], [{}]),
+                wire.Scored(lease_id, [1.0], [many]),
+                wire.Scored(lease_id, [1.0], [{"right": bad}]),
+                wire.Scored(lease_id, [1.0, bad], [{}, {}]),
+                wire.Scored(lease_id, [1.0, 1.0], [{}, many]),
+                wire.Scored(lease_id, [1.0, 1.0], [{}]),
+                wire.Scored(lease_id, [1.0] * 7, [{}] * 7),
+                wire.Scored(lease_id, [], []),
             ]
         )
-        return holder.name.encode() + b"/data", encode(message, (), holder.session), None, "refused"
+        return holder.name.encode() + b"/data", encode(wire.Report([message]), (), holder.session), None, "refused"
 
     def repeated(self):
         """A valid message again, as it was."""

@@ -15,7 +15,7 @@ from april import wire
 from april.broker import server
 from april.connections.broker import BrokerConnection, BrokerUnreachable
 from april.wire.version import Version
-from tests.broker.conversation import chunk_arrays
+from tests.broker.conversation import one_row
 from tests.broker.fuzz_sockets import serving
 from tests.run.processes import APRIL, Job, wait_until
 
@@ -61,9 +61,9 @@ def generate_three(worker, learner):
     """The token of a lease of which three tokens are acknowledged."""
     assert isinstance(learner.request(wire.LearnerStart(0, "tcp://127.0.0.1:9"), 10.0).message, wire.LearnerStarted)
     worker.send(wire.Holding(Version(0, 0), 4))
-    lease_id = wait_for(worker, wire.Grant).message.lease_id
-    worker.send(wire.Chunk(lease_id, 0, Version(0, 0)), chunk_arrays(0, 3))
-    assert wait_for(worker, wire.Acknowledged).message.lengths == [(lease_id, 3)]
+    lease_id = wait_for(worker, wire.Grants).message.grants[0].lease_id
+    worker.send(*one_row(lease_id, 0, 3))
+    assert wait_for(worker, wire.Answers).message.lengths == [(lease_id, 3)]
     return lease_id
 
 
@@ -82,11 +82,11 @@ def test_a_full_disk_costs_nothing_that_was_acknowledged_and_ends_by_itself(brok
     lease_id = generate_three(worker, join(broker.address, "learner"))
 
     limit_files(broker, sum(path.stat().st_size for path in (broker.run_dir / "journal").glob("*.msgpack")))
-    worker.send(wire.Chunk(lease_id, 3, Version(0, 0)), chunk_arrays(3, 2))
+    worker.send(*one_row(lease_id, 3, 2))
     while (status := status_of(monitor))["state"] != "read only":
         pass
     assert "cannot be written" in status["read_only"] and "READ ONLY" in broker.output
-    wait_for(worker, wire.Renewed, never=wire.Acknowledged)  # peers learn that the broker lives
+    wait_for(worker, wire.Renewed, never=wire.Answers)  # peers learn that the broker lives
     with pytest.raises(BrokerUnreachable):
         BrokerConnection(broker.address, "worker", "late", uuid.uuid4().hex, patience_s=60.0).hello([], timeout_s=1.0)
 
@@ -94,8 +94,8 @@ def test_a_full_disk_costs_nothing_that_was_acknowledged_and_ends_by_itself(brok
     assert "unknown session" in wait_for(worker, wire.Refused).message.reason
     welcome = worker.hello([lease_id], acknowledged_tokens=3)
     assert (welcome.start, welcome.lost) == (2, [])
-    worker.send(wire.Chunk(lease_id, 3, Version(0, 0)), chunk_arrays(3, 2))
-    assert (lease_id, 5) in wait_for(worker, wire.Acknowledged).message.lengths
+    worker.send(*one_row(lease_id, 3, 2))
+    assert (lease_id, 5) in wait_for(worker, wire.Answers).message.lengths
     monitor.hello([])
     status = status_of(monitor)
     assert (status["state"], status["read_only"], status["ledger_closed"]) == ("running", "", True)
@@ -114,17 +114,17 @@ def test_an_i_o_error_costs_nothing_that_was_acknowledged_and_waits_for_a_restar
         lease_id = generate_three(worker, join(live.address, "learner"))
         with monkeypatch.context() as broken:
             broken.setattr(os, call, break_down)
-            worker.send(wire.Chunk(lease_id, 3, Version(0, 0)), chunk_arrays(3, 2))
+            worker.send(*one_row(lease_id, 3, 2))
             while status_of(monitor)["state"] != "read only":
                 pass
-        wait_for(worker, wire.Renewed, never=wire.Acknowledged)
+        wait_for(worker, wire.Renewed, never=wire.Answers)
         status = status_of(monitor)
         assert (status["state"], "Input/output error" in status["read_only"]) == ("read only", True), "a mended disk"
     with serving(config):
         welcome = worker.hello([lease_id], acknowledged_tokens=3)
         assert (welcome.start, welcome.lost) == (2, [])
-        worker.send(wire.Chunk(lease_id, 3, Version(0, 0)), chunk_arrays(3, 2))
-        assert (lease_id, 5) in wait_for(worker, wire.Acknowledged).message.lengths
+        worker.send(*one_row(lease_id, 3, 2))
+        assert (lease_id, 5) in wait_for(worker, wire.Answers).message.lengths
 
 
 def test_a_run_that_is_stopped_while_the_disk_is_full_stays_stopped_when_it_has_room(config_file, join, monkeypatch):
@@ -137,7 +137,7 @@ def test_a_run_that_is_stopped_while_the_disk_is_full_stays_stopped_when_it_has_
         lease_id = generate_three(worker, join(live.address, "learner"))
         with monkeypatch.context() as full:
             full.setattr(os, "fdatasync", no_room)
-            worker.send(wire.Chunk(lease_id, 3, Version(0, 0)), chunk_arrays(3, 2))
+            worker.send(*one_row(lease_id, 3, 2))
             while status_of(monitor)["state"] != "read only":
                 pass
             monitor.request(wire.StopRun("enough"), 10.0)

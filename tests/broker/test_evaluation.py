@@ -87,7 +87,7 @@ def test_a_result_names_every_version_that_its_samples_were_drawn_under(config_f
     learner.consume(0)
     worker.hold(1)
     worker.chunk(late, 2, 2, "stop")
-    worker.say(wire.Scored(late.lease_id, 1.0))
+    worker.report(closings=[wire.Scored(late.lease_id, [1.0], [{}])])
     result = talk.ledger.evaluated[0]
     assert (result["version"], result["versions"]) == ([0, 1], [[0, 0], [0, 1]])
     talk.restart_broker()

@@ -78,7 +78,7 @@ def test_a_crowd_that_gets_room_at_once_is_filled_over_several_turns_each_with_i
     talk = Conversation(configuration.load(config_file, CONTINUOUS))
     worker, synced = FakeWorker(talk), talk.deliver
     turns = []
-    monkeypatch.setattr(talk, "deliver", lambda: (synced(), turns.append(len(worker.inbox))))
+    monkeypatch.setattr(talk, "deliver", lambda: (synced(), turns.append(len(talk.ledger.leases))))
     worker.join(capacity=14)
     granted = [after - before for before, after in pairwise(turns) if after > before][-4:]
     assert granted == [4, 4, 4, 2]
@@ -93,7 +93,7 @@ def test_a_worker_that_is_behind_with_its_weights_keeps_no_other_waiting(config_
     assert learner.fetch(0)
     learner.consume(0)
     for lease_id in list(talk.ledger.leases):
-        behind.say(wire.GiveBack(lease_id, talk.ledger.leases[lease_id].sample.length, "abort"))
+        behind.report(closings=[wire.GiveBack(lease_id, talk.ledger.leases[lease_id].sample.length, "abort")])
     assert not samples(behind.grants()), "batch 1 is made with newer weights than it has"
     ahead = FakeWorker(talk, "ahead")
     ahead.join(step=1)
@@ -115,7 +115,7 @@ def two(config_file):
         for grant in worker.grants():
             if worker is left and not grant.evaluation:
                 worker.chunk(grant, 0, 5)
-            worker.say(wire.GiveBack(grant.lease_id, 5 * (worker is left and not grant.evaluation), "abort"))
+            worker.give_back(grant, 5 * (worker is left and not grant.evaluation), "abort")
     talk.ledger.end_drain()
     return talk, right, left
 
@@ -174,7 +174,7 @@ def test_a_run_without_rounds_comes_to_its_end(talk, worker, learner):
         staleness.append(orjson.loads(line)["staleness"]["max"])
     assert worker.take(wire.Abort), "what is unfinished at the last batch comes back"
     for lease_id in list(talk.ledger.leases):
-        worker.say(wire.GiveBack(lease_id, talk.ledger.leases[lease_id].sample.length, "abort"))
+        worker.report(closings=[wire.GiveBack(lease_id, talk.ledger.leases[lease_id].sample.length, "abort")])
     work_until(worker, lambda: talk.service.run.over)
     assert talk.service.run.state == "finished" and max(staleness) <= 1 and talk.ledger.closed
     assert [entry["step"] for entry in talk.ledger.evaluated.values()] == [0, 3]
@@ -196,6 +196,6 @@ def test_a_run_may_go_on_under_another_schedule(talk, worker, learner, config_fi
         assert learner.fetch(step)
         learner.consume(step)
         for lease_id in list(again.ledger.leases):
-            worker.say(wire.GiveBack(lease_id, again.ledger.leases[lease_id].sample.length, "abort"))
+            worker.report(closings=[wire.GiveBack(lease_id, again.ledger.leases[lease_id].sample.length, "abort")])
         worker.hold(step + 1)
     assert again.ledger.closed and not again.ledger.discarded

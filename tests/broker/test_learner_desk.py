@@ -58,7 +58,7 @@ def test_a_learner_from_an_older_checkpoint_gets_the_same_deliveries_again(talk,
     for step in range(2):
         make_batch(worker)
         for lease_id in list(talk.ledger.leases):
-            worker.say(wire.GiveBack(lease_id, talk.ledger.leases[lease_id].sample.length, "abort"))
+            worker.report(closings=[wire.GiveBack(lease_id, talk.ledger.leases[lease_id].sample.length, "abort")])
         batches.append(learner.fetch(step))
         learner.consume(step)
         if step == 0:
@@ -182,7 +182,7 @@ def test_what_a_checkpoint_holds_leaves_memory_without_a_garbage_collection(talk
 def test_the_next_batch_may_be_asked_for_while_another_is_trained(talk, worker, learner):
     make_batch(worker)
     for lease_id in list(talk.ledger.leases):
-        worker.say(wire.GiveBack(lease_id, talk.ledger.leases[lease_id].sample.length, "abort"))
+        worker.report(closings=[wire.GiveBack(lease_id, talk.ledger.leases[lease_id].sample.length, "abort")])
     learner.fetch(0)
     learner.say(wire.Fetch(1))
     assert not learner.take(wire.Batch) and not learner.take(wire.Refused)

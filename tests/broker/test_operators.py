@@ -57,13 +57,13 @@ def requeue(operator, *groups):
 def kill_one(worker):
     """Fail a training sample for good; returns its grant and the others."""
     dead, *others = finish_evaluation(worker)
-    worker.say(wire.GiveBack(dead.lease_id, 0, "generation_failed", "engine fell over"))
+    worker.report(closings=[wire.GiveBack(dead.lease_id, 0, "generation_failed", "engine fell over")])
     return dead, others
 
 
 def is_done(worker, grant):
     """Whether the broker has acknowledged the end of the lease."""
-    return any(grant.lease_id in received.message.done for received in worker.take(wire.Acknowledged))
+    return grant.lease_id in worker.told("done")
 
 
 # --- drain --------------------------------------------------------------------------------------------------
@@ -77,7 +77,7 @@ def test_a_drained_broker_has_everything_back_and_hands_out_nothing(talk, operat
     (abort,) = worker.take(wire.Abort)
     assert all(grant.lease_id <= abort.message.watermark for grant in grants)
     for grant in grants:
-        worker.say(wire.GiveBack(grant.lease_id, 3 if grant is grants[0] else 0, "abort"))
+        worker.report(closings=[wire.GiveBack(grant.lease_id, 3 if grant is grants[0] else 0, "abort")])
     found = status(operator)
     assert (found["drain"], found["phase"], found["leases"]) == ("drained", "drained", 0)
     assert found["tokens"]["open"] == 3 and found["dead_letters"]["total"] == 0
@@ -91,10 +91,10 @@ def test_after_a_drain_partials_go_first_and_the_round_goes_on(operator, worker)
     round = status(operator)["round"]
     drain(operator)
     for grant in grants:
-        worker.say(wire.GiveBack(grant.lease_id, 3 if grant is grants[0] else 0, "abort"))
+        worker.report(closings=[wire.GiveBack(grant.lease_id, 3 if grant is grants[0] else 0, "abort")])
     drain(operator, on=False)
-    first = worker.take(wire.Grant)[0]
-    assert (first.message.group, first.message.index) == (grants[0].group, grants[0].index)
+    first = worker.grants()[0]
+    assert (first.group, first.index) == (grants[0].group, grants[0].index)
     assert sum(len(piece) for piece in first.arrays[1:]) == 3
     assert (status(operator)["round"], status(operator)["drain"]) == (round, "")
 
@@ -120,13 +120,13 @@ def test_a_lease_that_its_worker_still_holds_after_the_restart_is_handed_back(ta
     worker = FakeWorker(talk)
     welcome = worker.hello([grant.lease_id for grant in grants])
     assert welcome.lost == [] and grants[0].lease_id <= welcome.watermark
-    worker.say(wire.GiveBack(grants[0].lease_id, 0, "abort"))
+    worker.report(closings=[wire.GiveBack(grants[0].lease_id, 0, "abort")])
     assert is_done(worker, grants[0])
 
 
 def test_a_delivered_batch_stays_and_is_trained_while_drained(talk, operator, worker):
     for grant in make_batch(worker):
-        worker.say(wire.GiveBack(grant.lease_id, 0, "abort"))
+        worker.report(closings=[wire.GiveBack(grant.lease_id, 0, "abort")])
     drain(operator)
     learner = FakeLearner(talk)
     learner.join()
@@ -187,7 +187,7 @@ def test_a_requeued_group_is_drawn_again_once_also_after_a_restart(talk, operato
 def test_requeueing_names_all_that_can_be_when_none_is_named(operator, worker):
     dead, others = kill_one(worker)
     second = next(grant for grant in others if grant.group != dead.group)
-    worker.say(wire.GiveBack(second.lease_id, 0, "scoring_failed", "no verifier"))
+    worker.report(closings=[wire.GiveBack(second.lease_id, 0, "scoring_failed", "no verifier")])
     assert requeue(operator) == [dead.group, second.group]
 
 

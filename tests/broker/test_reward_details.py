@@ -2,14 +2,13 @@
 
 import orjson
 
-from april import wire
 from april.broker.ledger.samples import Sample
 from tests.broker.conversation import finish_evaluation, training
 
 
 def score(worker, grant, reward, **details):
     worker.chunk(grant, 0, 4, "stop")
-    worker.say(wire.Scored(grant.lease_id, reward, details))
+    worker.score(grant, reward, **details)
 
 
 def test_what_rewards_are_made_of_is_recorded_with_the_step_and_outlasts_a_restart(talk, worker, learner):
@@ -46,8 +45,8 @@ def test_details_that_are_too_many_or_no_numbers_are_refused(talk, worker):
     grant = training(worker.grants())[0]
     worker.chunk(grant, 0, 4, "stop")
     for details in ({f"d{n}": 0.0 for n in range(17)}, {"d": float("nan")}):
-        worker.say(wire.Scored(grant.lease_id, 1.0, details))
-        assert "details" in worker.take(wire.Refused)[-1].message.reason
+        worker.score(grant, 1.0, **details)
+        assert "details" in worker.told("refused")[-1][1]
     assert talk.ledger.leases[grant.lease_id].sample.reward is None
 
 
@@ -55,6 +54,6 @@ def test_a_reward_with_which_no_mean_can_be_taken_is_refused(talk, worker):
     grant = training(worker.grants())[0]
     worker.chunk(grant, 0, 4, "stop")
     for reward, details in ((1.7e308, {}), (float("inf"), {}), (float("nan"), {}), (1.0, {"d": -1.7e308})):
-        worker.say(wire.Scored(grant.lease_id, reward, details))
-        assert "finite" in worker.take(wire.Refused)[-1].message.reason
+        worker.score(grant, reward, **details)
+        assert "finite" in worker.told("refused")[-1][1]
     assert talk.ledger.leases[grant.lease_id].sample.reward is None

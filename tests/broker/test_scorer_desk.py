@@ -29,10 +29,8 @@ def test_the_lease_of_a_worker_ends_with_the_response_and_a_scorer_gets_another(
     grant = training(worker.grants())[0]
     assert grant.hand_over and not grant.scoring
     worker.chunk(grant, 0, 4, "stop")
-    ((acknowledged,),) = [[received.message for received in worker.take(wire.Acknowledged)]]
-    assert acknowledged == wire.Acknowledged([(grant.lease_id, 4)], [grant.lease_id])
-    (received,) = scorer.take(wire.Grant)
-    given = received.message
+    assert worker.take(wire.Answers)[-1].message == wire.Answers([(grant.lease_id, 4)], [grant.lease_id])
+    (given,) = scorer.grants()
     assert given.scoring and not given.hand_over and given.lease_id > grant.lease_id
     assert (given.group, given.index, given.label, given.finish_reason) == (
         grant.group,
@@ -40,9 +38,9 @@ def test_the_lease_of_a_worker_ends_with_the_response_and_a_scorer_gets_another(
         grant.label,
         "stop",
     )
-    assert received.arrays[1].tolist() == chunk_arrays(0, 4)[0].tolist()
-    scorer.say(wire.Scored(given.lease_id, 0.25, {"right": 0.25}))
-    assert scorer.take(wire.Acknowledged)[0].message.done == [given.lease_id]
+    assert given.arrays[1].tolist() == chunk_arrays(0, 4)[0].tolist()
+    scorer.score(given, 0.25, right=0.25)
+    assert scorer.told("done") == [given.lease_id]
     sample = sample_of(talk, grant)
     assert (sample.state, sample.reward, sample.details) == (SampleState.DONE, 0.25, {"right": 0.25})
 
@@ -60,7 +58,7 @@ def test_workers_get_nothing_to_score_and_scorers_nothing_to_generate(talk, work
 def test_a_worker_cannot_score_what_it_has_handed_over(talk, worker):
     grant = training(worker.grants())[0]
     worker.complete(grant)
-    assert worker.take(wire.Refused)[0].message.reason == "the lease is not current"
+    assert worker.told("refused")[0][1] == "the lease is not current"
     assert sample_of(talk, grant).state is SampleState.GENERATED
 
 
@@ -76,9 +74,9 @@ def test_a_lost_scorer_s_responses_are_scored_by_another_with_all_their_tokens(t
     assert (second.group, second.index, second.scoring) == (grant.group, grant.index, True)
     assert "scorer s0 was lost" in sample_of(talk, grant).last_error
     scorer.hello([first.lease_id])
-    scorer.say(wire.Scored(first.lease_id, 1.0))
-    assert scorer.take(wire.Refused)[0].message.reason == "the lease is not current"
-    other.say(wire.Scored(second.lease_id, 0.5))
+    scorer.report(closings=[wire.Scored(first.lease_id, [1.0], [{}])])
+    assert scorer.told("refused")[0][1] == "the lease is not current"
+    other.report(closings=[wire.Scored(second.lease_id, [0.5], [{}])])
     assert sample_of(talk, grant).reward == 0.5
 
 
@@ -87,7 +85,7 @@ def test_a_failed_score_is_tried_again_and_dead_in_the_end(talk, worker, scorer)
     worker.chunk(grant, 0, 4, "stop")
     for _ in range(talk.config.broker.attempts):
         (given,) = scorer.grants()
-        scorer.say(wire.GiveBack(given.lease_id, 0, "scoring_failed", "no such unit"))
+        scorer.report(closings=[wire.GiveBack(given.lease_id, 0, "scoring_failed", "no such unit")])
         talk.tick()
     (letter,) = talk.ledger.dead_letters.letters
     assert (letter.group, letter.index, letter.error) == (grant.group, grant.index, "no such unit")
@@ -112,7 +110,7 @@ def test_a_restarted_broker_leaves_scorers_what_they_hold(talk, worker, scorer):
     talk.restart_broker()
     again = FakeScorer(talk)
     assert again.join(leases=[given.lease_id]).lost == []
-    again.say(wire.Scored(given.lease_id, 1.0))
+    again.report(closings=[wire.Scored(given.lease_id, [1.0], [{}])])
     assert sample_of(talk, grant).state is SampleState.DONE
     worker = FakeWorker(talk)
     assert worker.join(leases=[grant.lease_id]).lost == [grant.lease_id]
@@ -138,7 +136,7 @@ def test_a_broker_whose_workers_score_gives_scorers_nothing(config_file):
     worker.join()
     grant, other = training(worker.grants())[:2]
     worker.chunk(grant, 0, 4, "stop")
-    worker.say(wire.GiveBack(grant.lease_id, 4, "scoring_failed", "no such unit"))
+    worker.report(closings=[wire.GiveBack(grant.lease_id, 4, "scoring_failed", "no such unit")])
     worker.complete(other)
     assert [one.scoring for one in worker.grants() if (one.group, one.index) == (grant.group, grant.index)] == [True]
     assert scorer.grants() == []
@@ -168,17 +166,15 @@ def test_a_group_waits_until_it_is_whole_and_goes_to_one_scorer_as_one_lease(con
     assert [scorer.grants() for scorer in scorers] == [[], []]
     worker.chunk(second, 0, 2)
     worker.chunk(second, 2, 3, "length")
-    (received,) = [received for scorer in scorers for received in scorer.take(wire.Grant)]
-    grant = received.message
+    (grant,) = [grant for scorer in scorers for grant in scorer.grants()]
     assert (grant.group, grant.scoring, grant.together) == (first.group, True, ["stop", "length"])
-    assert [array.tolist() for array in received.arrays[1:]] == [chunk_arrays(0, n)[0].tolist() for n in (4, 5)]
+    assert [array.tolist() for array in grant.arrays[1:]] == [chunk_arrays(0, n)[0].tolist() for n in (4, 5)]
     scorer = next(one for one in scorers if talk.ledger.held.get(one.uid))
-    scorer.say(wire.Scored(grant.lease_id, 1.0))
-    assert "wants the scores of all" in scorer.take(wire.Refused)[0].message.reason
-    scorer.say(wire.ScoredTogether(grant.lease_id, [1.0], [{}]))
-    assert "one for each of its responses" in scorer.take(wire.Refused)[0].message.reason
-    scorer.say(wire.ScoredTogether(grant.lease_id, [0.0, 1.0], [{"place": 1.0}, {"place": 0.0}]))
-    assert scorer.take(wire.Acknowledged)[0].message.done == [grant.lease_id]
+    for rewards, details in (([1.0], [{}]), ([1.0, 1.0], [{}]), ([1.0] * 3, [{}] * 3)):
+        scorer.report(closings=[wire.Scored(grant.lease_id, rewards, details)])
+        assert "for each response" in scorer.told("refused")[0][1]
+    scorer.report(closings=[wire.Scored(grant.lease_id, [0.0, 1.0], [{"place": 1.0}, {"place": 0.0}])])
+    assert scorer.told("done") == [grant.lease_id]
     samples = talk.ledger.groups[grant.group].samples
     assert [(sample.reward, sample.details) for sample in samples] == [(0.0, {"place": 1.0}), (1.0, {"place": 0.0})]
 
@@ -196,11 +192,11 @@ def test_without_scorers_a_worker_scores_the_group(config_file):
     talk.restart_broker()
     worker = FakeWorker(talk)
     assert worker.join(leases=[grant.lease_id]).lost == []
-    worker.say(wire.GiveBack(grant.lease_id, 6, "scoring_failed", "no such judge"))
+    worker.report(closings=[wire.GiveBack(grant.lease_id, 6, "scoring_failed", "no such judge")])
     worker.chunk(training(worker.grants())[0], 0, 3, "stop")
     (again,) = [one for one in worker.grants() if one.scoring]
     assert (again.group, again.together) == (grant.group, ["stop", "stop"])
-    worker.say(wire.ScoredTogether(again.lease_id, [0.0, 1.0], [{}, {}]))
+    worker.report(closings=[wire.Scored(again.lease_id, [0.0, 1.0], [{}, {}])])
     assert [sample.attempts for sample in talk.ledger.groups[grant.group].samples] == [1, 1]
     assert talk.ledger.groups[grant.group].state == "ready"
 
@@ -215,7 +211,7 @@ def test_a_group_that_cannot_be_scored_is_a_dead_letter(config_file):
         worker.chunk(grant, 0, 3, "stop")
     for _ in range(talk.config.broker.attempts):
         (grant,) = scorer.grants()
-        scorer.say(wire.GiveBack(grant.lease_id, 0, "scoring_failed", "no such judge"))
+        scorer.report(closings=[wire.GiveBack(grant.lease_id, 0, "scoring_failed", "no such judge")])
         talk.tick()
     assert scorer.grants() == []
     (letter,) = talk.ledger.dead_letters.letters

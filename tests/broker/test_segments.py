@@ -27,7 +27,7 @@ def test_tokens_that_follow_under_the_same_version_join_the_last_segment(spans):
     for tokens, gap, branch, step in spans:
         start, version = end + gap, Version(branch, step)
         end = start + tokens
-        compact.extend_by(start, end, version)
+        compact.extend_by(start, end, *version)
         if plain and plain[-1][1:] == (start, version):
             plain[-1] = (plain[-1][0], end, version)
         else:

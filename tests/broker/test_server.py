@@ -15,7 +15,7 @@ from april.connections import sockets
 from april.connections.broker import BrokerConnection
 from april.processes import clock
 from april.wire.version import Version
-from tests.broker.conversation import chunk_arrays
+from tests.broker.conversation import one_row
 
 
 class HeldBack:
@@ -75,7 +75,7 @@ def take_chunks(server, count):
         assert time.monotonic() < deadline, f"{len(chunks)} of {count} chunks"
         if server.socket.poll(100):
             route, *frames = sockets.receive(server.socket)
-            if isinstance(wire.decode(frames).message, wire.Chunk):
+            if isinstance(wire.decode(frames).message, wire.Report):
                 chunks.append((route.bytes, frames))
             else:
                 server.service.handle(route.bytes, frames, clock.now())
@@ -92,10 +92,10 @@ def test_what_comes_during_a_sync_is_handled_and_nothing_is_acknowledged_before_
     learner.send(wire.LearnerStart(0, "tcp://127.0.0.1:9"))
     exchange(server, learner, wire.LearnerStarted)
     worker.send(wire.Holding(Version(0, 0), 4))
-    grant = exchange(server, worker, wire.Grant).message
+    [grant, *_] = exchange(server, worker, wire.Grants).message.grants
     disk = HeldBack(monkeypatch)
     for start in range(4):
-        worker.send(wire.Chunk(grant.lease_id, start, Version(0, 0)), chunk_arrays(start, 1))
+        worker.send(*one_row(grant.lease_id, start, 1))
     chunks, has_message = take_chunks(server, 4), sockets.has_message
 
     def handle_one(server):
@@ -118,15 +118,15 @@ def test_what_comes_during_a_sync_is_handled_and_nothing_is_acknowledged_before_
         while sample.length < 2 and time.monotonic() < deadline:
             time.sleep(0.01)
         assert sample.length == 2, "the second chunk is handled while the first is on its way to the disk"
-        assert not any(isinstance(received.message, wire.Acknowledged) for received in worker.receive(200))
+        assert not any(isinstance(received.message, wire.Answers) for received in worker.receive(200))
         assert chunks_acknowledged(server) == 0
         disk.permitted.set()
         turning.join()
         while chunks:
             server.serve_once()
-    acknowledged = exchange(server, worker, wire.Acknowledged).message.lengths
+    acknowledged = exchange(server, worker, wire.Answers).message.lengths
     while acknowledged[-1] != (grant.lease_id, 4):
-        acknowledged += exchange(server, worker, wire.Acknowledged).message.lengths
+        acknowledged += exchange(server, worker, wire.Answers).message.lengths
     assert acknowledged == sorted(set(acknowledged))
     assert chunks_acknowledged(server) == 4
 
@@ -135,7 +135,7 @@ def test_what_comes_during_a_sync_is_handled_and_nothing_is_acknowledged_before_
 def test_a_worker_that_never_reads_loses_its_session_before_the_broker_its_memory(server, connect):
     worker = connect("worker")
     for lease_id in range(20_000):
-        worker.send(wire.Scored(lease_id, 1.0))
+        worker.send(wire.Report([wire.Scored(lease_id, [1.0], [{}])]))
         if lease_id % 100 == 0:
             server.serve_once()
             assert sum(map(len, server._late.values())) <= OUTBOX_MESSAGES

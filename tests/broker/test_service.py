@@ -1,5 +1,7 @@
 """The conversation as a whole: sessions, roles, restarts, and how a run ends; without sockets."""
 
+import math
+
 import numpy as np
 import orjson
 import pytest
@@ -7,6 +9,7 @@ import pytest
 from april import config as configuration
 from april import wire
 from april.broker.journal.journal import JournalError
+from april.wire.rows import chunk_row, pack_rows
 from april.wire.version import Version
 from tests.broker.conversation import (
     Conversation,
@@ -28,7 +31,7 @@ def test_a_failed_sync_acknowledges_nothing(talk, worker, monkeypatch):
     monkeypatch.setattr("april.broker.journal.journal.os.fdatasync", fail)
     with pytest.raises(JournalError, match="No space left"):
         worker.chunk(grant, 0, 3)
-    assert worker.take(wire.Acknowledged) == []
+    assert worker.take(wire.Answers) == []
 
 
 def test_a_reconnected_peer_has_to_say_hello_before_it_is_heard(talk, worker):
@@ -56,7 +59,7 @@ def test_a_run_in_which_every_sample_fails_is_given_up(talk, worker, learner):
         if talk.service.run.over:
             break
         for grant in worker.grants():
-            worker.say(wire.GiveBack(grant.lease_id, 0, "scoring_failed", "the verifier is broken"))
+            worker.report(closings=[wire.GiveBack(grant.lease_id, 0, "scoring_failed", "the verifier is broken")])
     assert talk.service.run.state == "failed" and "the verifier is broken" in talk.service.run.over
     assert worker.take(wire.Stop) and talk.ledger.closed
 
@@ -68,7 +71,7 @@ def test_no_lease_of_the_next_round_before_its_version_and_the_longest_partials_
     learner.consume(0)
     for number, grant in enumerate(aborted):
         worker.chunk(grant, 0, number + 1)
-        worker.say(wire.GiveBack(grant.lease_id, number + 1, "abort"))
+        worker.report(closings=[wire.GiveBack(grant.lease_id, number + 1, "abort")])
     assert training(worker.grants()) == []
     worker.hold(1)
     resumed = training(worker.grants())
@@ -123,26 +126,38 @@ def test_a_journal_of_another_run_is_refused(talk, config_file, change):
 def test_peers_may_send_only_what_their_role_permits(talk, worker, learner):
     worker.say(wire.Fetch(0))
     assert "not for a worker" in worker.take(wire.Refused)[-1].message.reason
-    learner.say(wire.Scored(1, 1.0))
+    learner.say(wire.Report())
     assert "not for a learner" in learner.take(wire.Refused)[-1].message.reason
+
+
+PAYLOAD = np.ones(2, "i4").tobytes() + np.zeros(2, "f4").tobytes()
+LAST = chunk_row(1, 0, 2, Version(0, 0), "stop", PAYLOAD)
+
+
+def reported(row, payload=PAYLOAD):
+    return [np.frombuffer(pack_rows([row]), "u1"), np.frombuffer(payload, "u1")]
 
 
 @pytest.mark.parametrize(
     ("message", "arrays"),
     [
-        (wire.Chunk(1, 0, Version(0, 0)), []),
-        (wire.Chunk(1, 0, Version(0, 0)), [np.ones(2, "f4"), np.ones(2, "f4")]),
-        (wire.Chunk(1, 0, Version(0, 0)), [np.ones(2, "i4"), np.ones(3, "f4")]),
-        (wire.Chunk(1, 0, Version(0, 0), "maybe"), [np.ones(2, "i4"), np.ones(2, "f4")]),
-        (wire.Chunk(1, 0, Version(0, 0)), [-np.ones(2, "i4"), np.ones(2, "f4")]),
-        (wire.Chunk(1, 0, Version(0, 0)), [np.ones(2, "i4"), np.full(2, np.nan, "f4")]),
-        (wire.Chunk(1, 0, Version(0, 0)), [np.ones(0, "i4"), np.ones(0, "f4")]),
-        (wire.Chunk(1, -1, Version(0, 0)), [np.ones(2, "i4"), np.ones(2, "f4")]),
-        (wire.Chunk(1, 0, Version(0, 2**60)), [np.ones(2, "i4"), np.ones(2, "f4")]),
+        (wire.Report(), [np.ones(48, "u1")]),
+        (wire.Report(), [np.ones(2, "f4"), np.ones(2, "f4")]),
+        (wire.Report(), [np.zeros(0, "u1"), np.zeros(0, "u1")]),
+        (wire.Report(), [np.zeros(47, "u1"), np.zeros(8, "u1")]),
+        (wire.Report(), reported(LAST, b"1234")),
+        (wire.Report(), reported(LAST, bytes(20))),
+        (wire.Report(), reported(LAST._replace(tokens=0))),
+        (wire.Report(), reported(LAST._replace(tokens=5))),
+        (wire.Report(), reported(LAST._replace(kind=7))),
+        (wire.Report(), reported(LAST._replace(finish=3))),
+        (wire.Report(), reported(LAST._replace(over=1))),
+        (wire.Report(), reported(LAST._replace(time=math.nan))),
+        (wire.Report([wire.GiveBack(1, 0, "leave")] * 65), []),
         (wire.Holding(Version(0, 0), -1), []),
         (wire.Heartbeat([], 2**63), []),
-        (wire.Scored(1, float("nan")), []),
-        (wire.GiveBack(1, 0, "boredom"), []),
+        (wire.Report([wire.GiveBack(1, 0, "boredom")]), []),
+        (wire.Report([wire.GiveBack(1, -1, "leave")]), []),
         (wire.Hello("king", "k", "k"), []),
         (wire.Welcome(1, "", 0, 0, 0, [], 1.0, ""), []),
     ],
@@ -219,7 +234,7 @@ def test_the_run_ends_when_its_steps_are_trained_and_the_last_evaluation_is_in(t
     for step in range(3):
         make_batch(worker)
         for lease_id in list(talk.ledger.leases):
-            worker.say(wire.GiveBack(lease_id, talk.ledger.leases[lease_id].sample.length, "abort"))
+            worker.report(closings=[wire.GiveBack(lease_id, talk.ledger.leases[lease_id].sample.length, "abort")])
         assert learner.fetch(step)
         learner.consume(step)
         learner.say(wire.Fetch(step + 1))

@@ -20,7 +20,7 @@ def talk(config_file):
 def train(talk, worker, learner, step):
     make_batch(worker)
     for lease_id in list(talk.ledger.leases):
-        worker.say(wire.GiveBack(lease_id, talk.ledger.leases[lease_id].sample.length, "abort"))
+        worker.report(closings=[wire.GiveBack(lease_id, talk.ledger.leases[lease_id].sample.length, "abort")])
     learner.fetch(step)
     learner.consume(step)
     worker.hold(step + 1)

@@ -11,9 +11,11 @@ from tests.broker.conversation import (
     Conversation,
     FakeLearner,
     FakeWorker,
+    chunk,
     chunk_arrays,
     finish_evaluation,
     make_batch,
+    observation,
     support_arrays,
     training,
 )
@@ -37,20 +39,20 @@ def test_a_grant_says_what_to_draw_from(worker):
 def test_supports_are_kept_over_partials_and_restarts_and_delivered_behind_the_tokens(talk, worker, learner):
     grant = finish_evaluation(worker)[0]
     worker.chunk(grant, 0, 3)
-    worker.say(wire.Observation(grant.lease_id, 3), [chunk_arrays(3, 2)[0]])
+    worker.report([observation(grant.lease_id, 3, chunk_arrays(3, 2)[0])])
     talk.restart_broker()
     worker = FakeWorker(talk, worker.name)
     worker.join(leases=[grant.lease_id])
-    worker.say(wire.GiveBack(grant.lease_id, 5, "leave"))
+    worker.report(closings=[wire.GiveBack(grant.lease_id, 5, "leave")])
     mine = (grant.group, grant.index)
-    granted = {(one.message.group, one.message.index): one for one in worker.take(wire.Grant)}
+    granted = {(one.group, one.index): one for one in worker.grants()}
     resumed = granted.pop(mine)
-    assert [array.tolist() for array in resumed.arrays[1:]] == [[2, 3, 4], [5, 6]], "ids alone"
-    worker.chunk(resumed.message, 5, 2, "stop")
-    worker.say(wire.Scored(resumed.message.lease_id, 1.0))
+    assert [array.tolist() for array in resumed.arrays[1:]] == [[2, 3, 4, 5, 6]], "ids alone"
+    worker.chunk(resumed, 5, 2, "stop")
+    worker.report(closings=[wire.Scored(resumed.lease_id, [1.0], [{}])])
     learner = FakeLearner(talk, learner.name)
     learner.hello()
-    others = training(one.message for one in granted.values())
+    others = training(granted.values())
     while not talk.ledger.next_step:
         worker.complete(others.pop(0))
         others += training(worker.grants())
@@ -59,7 +61,7 @@ def test_supports_are_kept_over_partials_and_restarts_and_delivered_behind_the_t
     for group in batch.groups:
         next(rest)
         for sample in group.samples:
-            found[group.group, sample.index] = [next(rest) for _ in wire.CHUNK_ARRAYS]
+            found[group.group, sample.index] = [next(rest) for _ in wire.TOKEN_ARRAYS]
     assert list(rest) == []
     assert found[mine] == [
         [2, 3, 4, 5, 6, 7, 8], [-0.5] * 3 + [0.0] * 2 + [-0.5] * 2, [1, 2, 3, 0, 0, 1, 2], [2, 0, 3, 0, 0, 4, 7, 0, 8],
@@ -75,7 +77,8 @@ def amiss(counts, support):
     ("arrays", "why"),
     [
         (chunk_arrays(0, 3), "come with their supports"),
-        ([*chunk_arrays(0, 3), np.ones(3, "i4")], "and their supports, if any"),
+        ([*chunk_arrays(0, 3), np.ones(3, "i4")], "drawn among them"),
+        ([chunk_arrays(0, 3)[0]], "come with their supports"),
         (amiss([1, 1, 1], [2, 3, 5]), "drawn among them"),
         (amiss([1, 2, 1], [2, 3, 4]), "drawn among them"),
         (amiss([1, 1], [2, 3]), "drawn among them"),
@@ -88,22 +91,22 @@ def amiss(counts, support):
 )
 def test_what_is_no_support_of_its_tokens_is_refused(talk, worker, arrays, why):
     grant, before = finish_evaluation(worker)[0], talk.journal.end
-    worker.say(wire.Chunk(grant.lease_id, 0, worker.version), arrays)
-    assert why in worker.take(wire.Refused)[-1].message.reason and talk.journal.end == before
+    worker.report([chunk(grant.lease_id, 0, worker.version, arrays)])
+    assert why in worker.told("refused")[-1][1] and talk.journal.end == before
     worker.chunk(grant, 0, 3)
-    assert worker.take(wire.Acknowledged)[-1].message.lengths == [(grant.lease_id, 3)], "as if nothing had been said"
+    assert worker.told("lengths") == [(grant.lease_id, 3)], "as if nothing had been said"
 
 
 def test_nobody_else_s_tokens_have_supports(config_file):
     """Those of evaluation, and those of a run that draws from the whole distribution."""
-    for overrides, evaluation in ((CUT, True), (CUT[-4:], False)):
+    for overrides, evaluation, wrong in ((CUT, True, "no others do"), (CUT[-4:], False, "no more")):
         talk = Conversation(configuration.load(config_file, ["--run.name", f"run-{evaluation}", *overrides]))
         worker = FakeWorker(talk)
         worker.join()
         grant = next(grant for grant in worker.grants() if grant.evaluation == evaluation)
         ids, logprobs = chunk_arrays(0, 3)
-        worker.say(wire.Chunk(grant.lease_id, 0, worker.version), [ids, logprobs, *support_arrays(ids)])
-        assert "no others do" in worker.take(wire.Refused)[-1].message.reason
+        worker.report([chunk(grant.lease_id, 0, worker.version, [ids, logprobs, *support_arrays(ids)])])
+        assert wrong in worker.told("refused")[-1][1]
 
 
 def test_a_run_does_not_change_between_whole_and_cut(config_file):

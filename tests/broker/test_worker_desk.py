@@ -11,6 +11,7 @@ from tests.broker.conversation import (
     Conversation,
     FakeLearner,
     FakeWorker,
+    chunk,
     finish_evaluation,
     make_batch,
     training,
@@ -30,8 +31,9 @@ def test_a_worker_without_weights_or_control_connection_gets_nothing(talk):
 
 
 def test_a_grant_carries_prompt_label_and_budget(talk, worker):
-    received = worker.take(wire.Grant)[-1]
-    grant, [tokens] = received.message, received.arrays
+    grant = worker.grants()[-1]
+    tokens, response = grant.arrays
+    assert not len(response)
     text = talk.service.prompts.tokenizer.decode(tokens)
     assert len(tokens) == len(text) and text.endswith("=")
     assert grant.max_new_tokens == 24 and grant.label.isdigit() and grant.reward == "final_answer"
@@ -41,26 +43,27 @@ def test_a_chunk_is_acknowledged_only_after_it_is_on_disk(talk, worker):
     grant = worker.grants()[0]
     size = talk.journal.bytes_on_disk
     worker.chunk(grant, 0, 3)
-    assert worker.take(wire.Acknowledged)[-1].message == wire.Acknowledged([(grant.lease_id, 3)], [])
+    assert worker.take(wire.Answers)[-1].message == wire.Answers([(grant.lease_id, 3)])
     assert sum(path.stat().st_size for path in talk.journal.folder.glob("*.msgpack")) > size
 
 
 def test_an_id_beyond_the_vocabulary_is_refused(talk, worker):
     grant = worker.grants()[0]
-    for largest, answer in ((talk.config.vocabulary, wire.Refused), (talk.config.vocabulary - 1, wire.Acknowledged)):
-        worker.say(wire.Chunk(grant.lease_id, 0, worker.version), [np.array([largest], "i4"), np.zeros(1, "f4")])
-        assert worker.take(answer)
+    for largest, answer in ((talk.config.vocabulary - 1, "lengths"), (talk.config.vocabulary, "refused")):
+        arrays = [np.array([largest], "i4"), np.zeros(1, "f4")]
+        worker.report([chunk(grant.lease_id, largest % 2, worker.version, arrays)])
+        assert worker.told(answer)
 
 
 def test_a_chunk_again_is_a_duplicate_a_gap_is_asked_for(worker):
     grant = worker.grants()[0]
     worker.chunk(grant, 0, 3)
     worker.chunk(grant, 0, 3)
-    assert [ack.message.lengths for ack in worker.take(wire.Acknowledged)] == [[(grant.lease_id, 3)]] * 2
+    assert worker.told("lengths") == [(grant.lease_id, 3)] * 2
     worker.chunk(grant, 5, 2)
-    assert worker.take(wire.ResendFrom)[-1].message == wire.ResendFrom(grant.lease_id, 3)
-    worker.say(wire.GiveBack(grant.lease_id, 5, "abort"))
-    assert worker.take(wire.ResendFrom)[-1].message.start == 3
+    assert worker.told("resend")[-1] == (grant.lease_id, 3)
+    worker.report(closings=[wire.GiveBack(grant.lease_id, 5, "abort")])
+    assert worker.told("resend")[-1][1] == 3
 
 
 def test_a_chunk_that_comes_again_counts_once(talk, worker):
@@ -73,17 +76,16 @@ def test_a_chunk_that_comes_again_counts_once(talk, worker):
 def test_a_score_ahead_of_its_tokens_asks_for_them(worker):
     grant = worker.grants()[0]
     worker.chunk(grant, 0, 3)
-    worker.say(wire.Scored(grant.lease_id, 1.0))
-    assert worker.take(wire.ResendFrom)[-1].message.start == 3
+    worker.report(closings=[wire.Scored(grant.lease_id, [1.0], [{}])])
+    assert worker.told("resend")[-1][1] == 3
 
 
 def test_an_older_holder_is_refused_for_ever_and_its_tokens_counted(talk, worker):
     grant = worker.grants()[0]
     worker.chunk(grant, 0, 3)
-    worker.say(wire.GiveBack(grant.lease_id, 3, "generation_failed", "engine fell over"))
+    worker.report(closings=[wire.GiveBack(grant.lease_id, 3, "generation_failed", "engine fell over")])
     worker.chunk(grant, 3, 4)
-    refusal = worker.take(wire.Refused)[-1].message
-    assert refusal.lease_id == grant.lease_id and "not current" in refusal.reason
+    assert worker.told("refused") == [(grant.lease_id, "the lease is not current")]
     assert talk.service.sessions.refused_tokens() == 4
     assert talk.ledger.closed
 
@@ -92,7 +94,7 @@ def test_a_budget_that_is_exceeded_is_a_failed_lease_not_more_tokens(talk, worke
     grant = worker.grants()[0]
     generated = talk.ledger.tokens["generated"] + talk.ledger.tokens["evaluation"]
     worker.chunk(grant, 0, 25)
-    assert "invalid" in worker.take(wire.Refused)[-1].message.reason
+    assert "invalid" in worker.told("refused")[-1][1]
     assert talk.ledger.tokens["generated"] + talk.ledger.tokens["evaluation"] == generated
     assert grant.lease_id not in talk.ledger.leases
 
@@ -101,7 +103,7 @@ def test_the_budget_counts_what_was_acknowledged_before(talk, worker):
     grant = worker.grants()[0]
     worker.chunk(grant, 0, 20)
     worker.chunk(grant, 20, 5)
-    assert "invalid" in worker.take(wire.Refused)[-1].message.reason
+    assert "invalid" in worker.told("refused")[-1][1]
     assert talk.ledger.tokens["generated"] + talk.ledger.tokens["evaluation"] == 20
 
 
@@ -110,7 +112,7 @@ def test_a_lease_is_its_holder_s_alone(talk, worker):
     other = FakeWorker(talk, "w1")
     other.join()
     other.chunk(grant, 0, 3)
-    assert "not current" in other.take(wire.Refused)[-1].message.reason
+    assert "not current" in other.told("refused")[-1][1]
     assert talk.ledger.tokens["generated"] + talk.ledger.tokens["evaluation"] == 0
 
 
@@ -128,13 +130,13 @@ def test_a_lease_s_number_is_never_used_again(talk, worker):
 def test_a_full_budget_without_a_finish_reason_is_refused(worker):
     grant = worker.grants()[0]
     worker.chunk(grant, 0, 24)
-    assert "invalid" in worker.take(wire.Refused)[-1].message.reason
+    assert "invalid" in worker.told("refused")[-1][1]
 
 
 def test_a_version_that_was_never_published_is_refused(talk, worker):
     grant = worker.grants()[0]
     worker.chunk(grant, 0, 3, version=Version(0, 1))
-    assert "invalid" in worker.take(wire.Refused)[-1].message.reason
+    assert "invalid" in worker.told("refused")[-1][1]
     worker.say(wire.Holding(Version(0, 1), 5))
     assert "never published" in worker.take(wire.Refused)[-1].message.reason
     assert next(iter(talk.service.sessions.workers())).version == Version(0, 0)
@@ -153,9 +155,9 @@ def test_a_lost_worker_s_sample_goes_on_elsewhere_with_every_acknowledged_token(
     talk.now += 9.0
     other.join()
     talk.tick(2.0)
-    resumed = {(g.message.group, g.message.index): g for g in other.take(wire.Grant)}[grant.group, grant.index]
+    resumed = {(g.group, g.index): g for g in other.grants()}[grant.group, grant.index]
     assert np.concatenate(resumed.arrays[1:]).tolist() == [2, 3, 4, 5, 6]
-    assert resumed.message.max_new_tokens == 19 and resumed.message.seed == grant.seed
+    assert resumed.max_new_tokens == 19 and resumed.seed == grant.seed
     worker.chunk(grant, 5, 1)
     assert "unknown session" in worker.take(wire.Refused)[-1].message.reason
 
@@ -167,7 +169,7 @@ def test_a_sample_that_came_in_several_chunks_goes_on_with_all_of_them(talk, wor
     worker.say(wire.Goodbye())
     other = FakeWorker(talk, "w1")
     other.join()
-    resumed = {(g.message.group, g.message.index): g for g in other.take(wire.Grant)}[grant.group, grant.index]
+    resumed = {(g.group, g.index): g for g in other.grants()}[grant.group, grant.index]
     assert np.concatenate(resumed.arrays[1:]).tolist() == [2, 3, 4, 5, 6, 7]
 
 
@@ -197,13 +199,11 @@ def test_what_was_generated_but_not_scored_is_only_scored_again(talk, worker):
     worker.chunk(grant, 0, 5, "stop")
     successor = FakeWorker(talk, "w0", uid="another-process")
     successor.join()
-    again = next(
-        g for g in successor.take(wire.Grant) if (g.message.group, g.message.index) == (grant.group, grant.index)
-    )
-    assert again.message.scoring and again.message.finish_reason == "stop"
+    again = next(g for g in successor.grants() if (g.group, g.index) == (grant.group, grant.index))
+    assert again.scoring and again.finish_reason == "stop"
     assert [len(array) for array in again.arrays[1:]] == [5]
-    successor.say(wire.Scored(again.message.lease_id, 0.0))
-    assert successor.take(wire.Acknowledged)[-1].message.done == [again.message.lease_id]
+    successor.report(closings=[wire.Scored(again.lease_id, [0.0], [{}])])
+    assert successor.told("done") == [again.lease_id]
 
 
 def test_a_sample_that_keeps_failing_is_dead_and_its_group_discarded_with_the_reason(talk, worker):
@@ -213,12 +213,12 @@ def test_a_sample_that_keeps_failing_is_dead_and_its_group_discarded_with_the_re
             break
         for grant in worker.grants():
             if grant.group == group:
-                worker.say(wire.GiveBack(grant.lease_id, 0, "generation_failed", "no"))
+                worker.report(closings=[wire.GiveBack(grant.lease_id, 0, "generation_failed", "no")])
             else:
                 worker.complete(grant)
         for lease_id, lease in list(talk.ledger.leases.items()):
             if lease.sample.group.id == group:
-                worker.say(wire.GiveBack(lease_id, lease.sample.length, "generation_failed", "no"))
+                worker.report(closings=[wire.GiveBack(lease_id, lease.sample.length, "generation_failed", "no")])
     assert talk.ledger.counts["dead_sample"] == 1
     assert talk.ledger.closed
 
@@ -230,7 +230,7 @@ def test_a_discarded_group_s_other_samples_are_cancelled(talk, worker):
     lease_id = grants[0].lease_id
     while lease_id in talk.ledger.leases:
         sample = talk.ledger.leases[lease_id].sample
-        worker.say(wire.GiveBack(lease_id, 0, "generation_failed", "no"))
+        worker.report(closings=[wire.GiveBack(lease_id, 0, "generation_failed", "no")])
         lease_id = sample.lease_id
     assert {lease_id for cancel in worker.take(wire.Cancel) for lease_id in cancel.message.leases} >= set(siblings)
 
@@ -271,7 +271,7 @@ def test_an_older_version_than_the_lease_s_is_refused(talk, worker, learner):
     fresh.join(step=1)
     grant = training(fresh.grants())[0]
     fresh.chunk(grant, 24 - grant.max_new_tokens, 1, version=Version(0, 0))
-    assert fresh.take(wire.Refused)
+    assert fresh.told("refused")
 
 
 def test_leases_of_workers_that_do_not_come_back_end_after_a_restart(talk, worker):
@@ -308,7 +308,7 @@ def test_with_a_smaller_least_group_the_dead_sample_s_tokens_are_counted_apart(c
     learner.join()
     victim = finish_evaluation(worker)[0]
     worker.chunk(victim, 0, 5)
-    worker.say(wire.GiveBack(victim.lease_id, 5, "generation_failed", "no"))
+    worker.report(closings=[wire.GiveBack(victim.lease_id, 5, "generation_failed", "no")])
     for lease in [lease for lease in talk.ledger.leases.values() if not lease.sample.group.evaluation]:
         worker.complete(SimpleNamespace(lease_id=lease.id, evaluation=False))
     batch = None

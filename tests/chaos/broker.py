@@ -72,7 +72,7 @@ reports: dict[tuple[int, int], list] = {}
 def promises(outgoing) -> list[list]:
     """What a message tells its peer to rely on."""
     message = outgoing.message
-    if isinstance(message, wire.Acknowledged):
+    if isinstance(message, wire.Answers):
         done = [["done", lease_id] for lease_id in message.done]
         return [["chunk", lease_id, length] for lease_id, length in message.lengths] + done
     if isinstance(message, wire.Batch):

@@ -110,7 +110,7 @@ class Table:
 
     def start_worker(self, capacity=64, chunk_tokens=1, step=0):
         path = self.config.model.path
-        engine = TorchEngine(path, capacity, chunk_tokens=chunk_tokens, chunk_s=1000.0)
+        engine = TorchEngine(path, capacity, chunk_tokens=chunk_tokens, report_s=1000.0)
         engine.load_weights(Version(0, step), self.weights)
         self.worker = Worker(self.config, engine, Line(self.talk, f"uid-{next(UIDS)}"), [])
         self.worker._say_hello()

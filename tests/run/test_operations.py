@@ -55,7 +55,7 @@ def test_an_operator_drains_restarts_and_requeues(start_broker, run_dir, capsys,
     run, peers = str(run_dir), Peers(broker.address)
     try:
         dead = peers.worker.next_training_lease([0, 0])
-        peers.worker.send("GiveBack", dead.id, 0, "generation_failed", "engine fell over")
+        peers.worker.report(["GiveBack", dead.id, 0, "generation_failed", "engine fell over"])
         peers.worker.done(dead)
         while (kept := peers.worker.next_training_lease([0, 0])).sample[0] == dead.sample[0]:
             peers.worker.leases.pop(kept.id)
@@ -77,7 +77,7 @@ def test_an_operator_drains_restarts_and_requeues(start_broker, run_dir, capsys,
         def drained():
             """Grants that were under way may come after the abort."""
             peers.beat()
-            while peers.worker.find("Grant"):
+            while peers.worker.has_leases:
                 peers.worker.end(peers.worker.next_lease(), [0, 0])
             return "nothing leased" in said(capsys, "status", run)
 
@@ -98,7 +98,7 @@ def test_an_operator_drains_restarts_and_requeues(start_broker, run_dir, capsys,
     peers = Peers(again.address)
     try:
         peers.worker.receive(1000)
-        assert not peers.worker.find("Grant")
+        assert not peers.worker.has_leases
         assert "handed out again" in said(capsys, "drain", run, "--end")
         resumed = peers.worker.next_training_lease([0, 0])
         assert (resumed.sample, resumed.ids) == (kept.sample, kept.ids), "partials go first, with what is durable"

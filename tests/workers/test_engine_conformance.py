@@ -53,7 +53,7 @@ def bench(request, tiny_model):
     made = []
 
     def make(version: Version | None = V0, **options):
-        options = {"slots": 8, "chunk_tokens": 7, "chunk_s": 1e9} | options
+        options = {"slots": 8, "chunk_tokens": 7, "report_s": 1e9} | options
         engine = start(tiny_model(), request, **options)
         made.append(engine)
         if version is not None:

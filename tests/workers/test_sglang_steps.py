@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.timeout(900), pytest.mark.sglang]
 def fleet(sglang_server, tiny_model, monkeypatch):
     """Two engines, here on one server; the first hands a request over at its end, the second in chunks of 5."""
     loop, news = asyncio.new_event_loop(), News()
-    options = {"url": sglang_server.url, "stream_tokens": 5, "chunk_s": 1e9, "loop": loop, "news": news}
+    options = {"url": sglang_server.url, "stream_tokens": 5, "report_s": 1e9, "loop": loop, "news": news}
     parts = [SGLangEngine(tiny_model().folder, VOCABULARY, 640, chunk_tokens=n, **options) for n in (1000, 5)]
     for part in parts:
         part.load_weights(V0, tiny_model().weights())

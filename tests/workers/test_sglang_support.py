@@ -41,7 +41,7 @@ def make_engine(sglang_server, tiny_model):
     made = []
 
     def make(**options):
-        options = {"slots": 64, "chunk_tokens": 7, "chunk_s": 1e9, "stream_tokens": 5} | options
+        options = {"slots": 64, "chunk_tokens": 7, "report_s": 1e9, "stream_tokens": 5} | options
         made.append(SGLangEngine(tiny_model().folder, VOCABULARY, 640, url=sglang_server.url, **options))
         made[-1].load_weights(V0, tiny_model().weights())
         return made[-1]

@@ -34,7 +34,7 @@ def make_engine(sglang_server, tiny_model):
     made = []
 
     def make(**options):
-        options = {"slots": 8, "chunk_tokens": 50, "stream_tokens": 5, "chunk_s": 1e9} | options
+        options = {"slots": 8, "chunk_tokens": 50, "stream_tokens": 5, "report_s": 1e9} | options
         made.append(SGLangEngine(tiny_model().folder, VOCABULARY, 640, url=sglang_server.url, **options))
         return made[-1]
 

@@ -34,7 +34,7 @@ def make_engine(tiny_model):
 
     def make(model=None, version: Version | None = V0, **options):
         model = model or tiny_model()
-        engine = TorchEngine(model.folder, **{"slots": 8, "chunk_tokens": 7, "chunk_s": 1e9} | options)
+        engine = TorchEngine(model.folder, **{"slots": 8, "chunk_tokens": 7, "report_s": 1e9} | options)
         made.append(engine)
         if version is not None:
             engine.load_weights(version, model.weights())
@@ -46,7 +46,7 @@ def make_engine(tiny_model):
 
 
 def test_a_chunk_is_due_after_its_time(make_engine):
-    engine = make_engine(chunk_tokens=1000, chunk_s=0.0)
+    engine = make_engine(chunk_tokens=1000, report_s=0.0)
     streams = drive(engine, [Request(1, prompt(), 9)])
     assert [len(chunk.tokens) for chunk in streams[1].chunks] == [1] * 9
 

@@ -46,7 +46,8 @@ class Connection:
 
     def receive(self, timeout_ms):
         message = self.script.pop(0)
-        prompt = [np.arange(3, dtype="i4")] if isinstance(message, wire.Grant) else []
+        nothing = [np.arange(3, dtype="i4"), np.empty(0, "i4")]
+        prompt = nothing if isinstance(message, wire.Grants) else []
         return [SimpleNamespace(message=message, arrays=prompt, session=0)]
 
     def send(self, message, arrays=()):
@@ -60,10 +61,12 @@ class Connection:
 
 
 def grant(lease, evaluation=False):
-    return wire.Grant(
-        lease, group=0, index=lease, scoring=False, evaluation=evaluation, max_new_tokens=9, seed=lease,
-        temperature=1.0, top_p=1.0, top_k=0, label="", reward="exact", finish_reason="",
+    task = wire.Task(0, evaluation, label="", reward="exact", temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)
+    grant = wire.Grant(
+        lease, task=0, index=lease, scoring=False, max_new_tokens=9, seed=lease, finish_reason="",
+        hand_over=False, together=[], turns=0, turn_start=0, state=b"",
     )  # fmt: skip
+    return wire.Grants([task], [grant])
 
 
 @pytest.fixture
@@ -74,7 +77,8 @@ def given_back(config_file):
     def run(*script):
         connection = Connection(script)
         Worker(config, Engine(), connection, []).run()
-        ended = [message for message in connection.sent if isinstance(message, wire.GiveBack)]
+        reports = [message for message in connection.sent if isinstance(message, wire.Report)]
+        ended = [closing for report in reports for closing in report.closings]
         return [lease for lease in range(10) if wire.GiveBack(lease, 0, "abort") in ended]
 
     return run

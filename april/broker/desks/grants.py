@@ -4,29 +4,28 @@ import hashlib
 
 from april import wire
 from april.broker.books import Books
-from april.broker.ledger.samples import Lease
+from april.broker.ledger.samples import Group, Lease
 from april.broker.sessions import Session
 
 
 def send_grant(books: Books, session: Session, lease: Lease) -> None:
-    sample, group, sampling, payloads = lease.sample, lease.sample.group, books.config.sampling, books.payloads
-    drawn = books.config.evaluation if group.evaluation else sampling
-    row = payloads.row_of(group.evaluation, group.epoch, group.row)
+    """With the next grants to its holder; what the samples of a group have in common goes with the first of them."""
+    sample, group, payloads = lease.sample, lease.sample.group, books.payloads
+    leases = books.sessions.answers_to(session).new_leases()
+    task, arrays = leases.places.get(group.id), [payloads.response_ids(one) for one in lease.samples]
+    session.sent_bytes += sum(len(array.data) for array in arrays)
+    if task is None:
+        prompt = payloads.prompt(group.prompt)
+        task = leases.add_task(task_of(books, group), prompt)
+        session.sent_bytes += len(prompt.data)
     observations = sample.observations if sample.length else []
     grant = wire.Grant(
         lease_id=lease.id,
-        group=group.id,
+        task=task,
         index=sample.index,
         scoring=lease.scoring,
-        evaluation=group.evaluation,
-        max_new_tokens=sampling.max_response_tokens - sample.length,
+        max_new_tokens=books.config.sampling.max_response_tokens - sample.length,
         seed=sample_seed(books.config.seed, group.id, sample.index),
-        temperature=drawn.temperature,
-        top_p=drawn.top_p,
-        top_k=drawn.top_k,
-        min_p=0.0 if group.evaluation else sampling.min_p,
-        label=row.label,
-        reward=payloads.reward_of(row),
         finish_reason=sample.finish_reason,
         hand_over=not lease.scoring and books.ledger.is_handed_over(group),
         together=[one.finish_reason for one in lease.samples] if lease.on_group else [],
@@ -34,11 +33,23 @@ def send_grant(books: Books, session: Session, lease: Lease) -> None:
         turn_start=observations[-1][1] if observations else 0,
         state=payloads.environment_state(sample) if observations else b"",
     )
-    if lease.on_group:
-        pieces = [payloads.response(one)[0] for one in lease.samples]
-    else:
-        pieces = [ids for ids, *_ in payloads.chunks(sample)]
-    books.sessions.send(session, grant, [payloads.prompt(group.prompt), *pieces])
+    leases.add(grant, arrays)
+
+
+def task_of(books: Books, group: Group) -> wire.Task:
+    row = books.payloads.row_of(group.evaluation, group.epoch, group.row)
+    sampling = books.config.sampling
+    drawn = books.config.evaluation if group.evaluation else sampling
+    return wire.Task(
+        group=group.id,
+        evaluation=group.evaluation,
+        label=row.label,
+        reward=books.payloads.reward_of(row),
+        temperature=drawn.temperature,
+        top_p=drawn.top_p,
+        top_k=drawn.top_k,
+        min_p=0.0 if group.evaluation else sampling.min_p,
+    )
 
 
 def sample_seed(run_seed: int, group: int, index: int) -> int:

@@ -11,6 +11,8 @@ from april.wire import limits
 
 log = logging.getLogger(__name__)
 
+NOT_CURRENT = "the lease is not current"
+
 
 class HolderDesk:
     def __init__(self, books: Books):
@@ -79,54 +81,61 @@ class HolderDesk:
         self.ledger.renew(list(mine), now + self.config.broker.lease_s)
         self.sessions.answer_heartbeat(session, [lease_id for lease_id in message.leases if lease_id not in mine])
 
-    def on_Scored(self, session: Session, received: wire.Received, now: float) -> None:
-        message = received.message
-        check_rewards([message.reward], [message.details])
-        if not self._holds(session.uid, message.lease_id):
-            return self._refuse(session, received, "the lease is not current")
-        verdict = self.ledger.score(message.lease_id, message.reward, message.details)
-        if verdict is Verdict.GAP:
-            sample = self.ledger.leases[message.lease_id].sample
-            return self.sessions.send(session, wire.ResendFrom(message.lease_id, sample.length))
-        if verdict is Verdict.INVALID:
-            raise wire.WireError("a lease on a group wants the scores of all its responses")
-        self.sessions.acknowledge(session, message.lease_id)
+    def on_Report(self, session: Session, received: wire.Received, now: float) -> None:
+        """New tokens first, then the leases that end behind them."""
+        if len(received.message.closings) > limits.REPORT_CLOSINGS:
+            raise wire.WireError(f"a report ends at most {limits.REPORT_CLOSINGS} leases")
+        if received.packed:
+            self.take_rows(session, received.packed, now)
+        for closing in received.message.closings:
+            if not self._holds(session.uid, closing.lease_id):
+                self.refuse(session, closing.lease_id, NOT_CURRENT)
+            elif isinstance(closing, wire.Scored):
+                self._take_score(session, closing)
+            else:
+                self._take_back(session, closing, now)
 
-    def on_ScoredTogether(self, session: Session, received: wire.Received, now: float) -> None:
-        message = received.message
-        check_rewards(message.rewards, message.details)
-        if not self._holds(session.uid, message.lease_id):
-            return self._refuse(session, received, "the lease is not current")
-        if self.ledger.score_group(message.lease_id, message.rewards, message.details) is Verdict.INVALID:
-            raise wire.WireError("scores of a group are for a lease on it, one for each of its responses")
-        self.sessions.acknowledge(session, message.lease_id)
+    def take_rows(self, session: Session, packed: list[wire.Packed], now: float) -> None:
+        """The new tokens of a report."""
+        raise wire.WireError(f"a {session.role} generates nothing")
 
-    def on_GiveBack(self, session: Session, received: wire.Received, now: float) -> None:
-        message = received.message
-        if not self._holds(session.uid, message.lease_id):
-            return self._refuse(session, received, "the lease is not current")
-        lease = self.ledger.leases[message.lease_id]
+    def _take_score(self, session: Session, scored: wire.Scored) -> None:
+        lease = self.ledger.leases[scored.lease_id]
+        fault = fault_of_score(scored, len(lease.samples))
+        if fault:
+            return self.refuse(session, lease.id, f"bad score: {fault}")
+        if lease.on_group:
+            self.ledger.score_group(lease.id, scored.rewards, scored.details)
+        elif self.ledger.score(lease.id, scored.rewards[0], scored.details[0]) is Verdict.GAP:
+            return self.sessions.ask_again(session, lease.id, lease.sample.length)
+        self.sessions.acknowledge(session, lease.id)
+
+    def _take_back(self, session: Session, back: wire.GiveBack, now: float) -> None:
+        lease = self.ledger.leases[back.lease_id]
         sample = lease.sample
-        if not lease.scoring and message.length > sample.length:
-            return self.sessions.send(session, wire.ResendFrom(message.lease_id, sample.length))
-        error = limits.clip(message.error)
+        if not lease.scoring and back.length > sample.length:
+            return self.sessions.ask_again(session, lease.id, sample.length)
+        error = limits.clip(back.error)
         if error:
             ids = {"worker": session.name, "group": sample.group.id, "sample": sample.index}
-            log.warning("sample %d.%d came back: %s: %s", ids["group"], ids["sample"], message.cause, error, extra=ids)
-        if message.cause == "environment_failed":
-            self.recorder.observed(0, failed=True)
-        self.ledger.end_lease(message.lease_id, message.cause, error, now)
-        self.sessions.acknowledge(session, message.lease_id)
+            log.warning("sample %d.%d came back: %s: %s", ids["group"], ids["sample"], back.cause, error, extra=ids)
+        if back.cause == "environment_failed":
+            self.recorder.observed(0, 0, failed=1)
+        self.ledger.end_lease(lease.id, back.cause, error, now)
+        self.sessions.acknowledge(session, lease.id)
 
-    def _refuse(self, session: Session, received: wire.Received, reason: str, tokens: int = 0) -> None:
+    def refuse(self, session: Session, lease_id: int, reason: str, tokens: int = 0) -> None:
+        """What was reported of a lease is not taken, so many sampled tokens among it."""
         self.sessions.tallies[session.uid].refused += tokens
-        self.sessions.refuse(
-            reason, reason, session.data_route, received.message.lease_id, session.id, received.sequence
-        )
+        self.sessions.refuse_report(session, lease_id, reason)
 
 
-def check_rewards(rewards: list[float], details: list[dict[str, float]]) -> None:
-    if not all(map(limits.is_reward, rewards)):
-        raise wire.WireError(f"a reward is a finite number up to {limits.REWARD:g}")
-    if any(len(one) > limits.DETAILS or not all(map(limits.is_reward, one.values())) for one in details):
-        raise wire.WireError(f"a reward has at most {limits.DETAILS} details, finite numbers up to {limits.REWARD:g}")
+def fault_of_score(scored: wire.Scored, responses: int) -> str:
+    """What is wrong with the scores of so many responses."""
+    if not len(scored.rewards) == len(scored.details) == responses:
+        return "a reward, with its details, is for each response of the lease"
+    if not all(map(limits.is_reward, scored.rewards)):
+        return f"a reward is a finite number up to {limits.REWARD:g}"
+    if any(len(one) > limits.DETAILS or not all(map(limits.is_reward, one.values())) for one in scored.details):
+        return f"a reward has at most {limits.DETAILS} details, finite numbers up to {limits.REWARD:g}"
+    return ""

@@ -149,7 +149,7 @@ class LearnerDesk:
     def _refuse(self, session: Session, received: wire.Received, reason: str) -> None:
         log.warning("learner refused: %s", reason, extra={"role": "learner"})
         cause = f"{type(received.message).__name__} out of order"
-        self.sessions.refuse(cause, reason, session.data_route, 0, session.id, received.sequence)
+        self.sessions.refuse(cause, reason, session.data_route, session.id, received.sequence)
 
 
 def done_samples(group: Group) -> list[Sample]:

@@ -112,7 +112,7 @@ class MonitorDesk:
     def _answer_json(self, session: Session, received: wire.Received, answer: wire.Message, content: dict) -> None:
         if not self.sessions.has_credit(session, self.books.credit_bytes):
             reason = "answers beyond 'broker.credit_mb' are unread; read them, and say so in a heartbeat"
-            return self.sessions.refuse("unread", reason, session.data_route, 0, session.id, received.sequence)
+            return self.sessions.refuse("unread", reason, session.data_route, session.id, received.sequence)
         data = np.frombuffer(orjson.dumps(content), np.uint8)
         self.sessions.send(session, answer, [data], received.sequence)
 

@@ -2,19 +2,22 @@
 
 import heapq
 import math
+from collections.abc import Iterable
+from itertools import compress
+from typing import Any
 
 import numpy as np
 
 from april import wire
 from april.broker.books import Books
 from april.broker.desks.grants import send_grant
-from april.broker.desks.holders import HolderDesk
+from april.broker.desks.holders import NOT_CURRENT, HolderDesk
+from april.broker.desks.reports import RowChecks, read_report
 from april.broker.ledger.ledger import Verdict
 from april.broker.ledger.samples import Lease, Sample
 from april.broker.schedules.schedule import choose_sample
 from april.broker.sessions import Session
-from april.data.support import Support
-from april.wire import limits, rows
+from april.wire.rows import CHUNK
 
 PASS_GRANTS = 256
 """most that are granted in one pass: a crowd that gets room all at once does not keep other messages waiting"""
@@ -24,7 +27,7 @@ class WorkerDesk(HolderDesk):
     def __init__(self, books: Books):
         super().__init__(books)
         self.max_leases = books.config.security.max_leases
-        self.largest_id = (books.config.vocabulary or 1 << 31) - 1
+        self.checks = RowChecks(books.config)
         self.newest_step = 0
         """of the versions that workers have reported"""
         self.hungry: dict[int, Session] = {}
@@ -62,85 +65,55 @@ class WorkerDesk(HolderDesk):
             raise wire.WireError("a span has finite ends")
         self.recorder.lane(session.name, message.kind, message.start, message.end)
 
-    def on_Chunk(self, session: Session, received: wire.Received, now: float) -> None:
-        message = received.message
-        dtypes = tuple(packed.dtype for packed in received.packed)
-        if dtypes not in (wire.CHUNK_ARRAYS, wire.CHUNK_ARRAYS[:2]):
-            raise wire.WireError("a chunk carries ids int32, logprobs float32, and their supports, if any, int32")
-        ids, logprobs, *support = received.arrays
-        if not len(ids) or ids.shape != logprobs.shape or not np.isfinite(logprobs).all():
-            raise wire.WireError("a chunk has at least one token, and a finite logprob for each")
-        self._check_tokens(ids)
-        if support:
-            self._check_support(ids, Support(*support))
-        if not self._holds(session.uid, message.lease_id):
-            return self._refuse(session, received, "the lease is not current", len(ids))
-        lease = self.ledger.leases[message.lease_id]
-        if bool(support) != (self.config.sampling.is_cut and not lease.sample.group.evaluation):
-            raise wire.WireError("training tokens come with their supports where the distribution is cut, no others do")
-        payload = b"".join(packed.data for packed in received.packed)
-        row = rows.chunk_row(
-            message.lease_id, message.start, len(ids), message.version, message.finish_reason, payload, now
-        )
-        [verdict] = self.ledger.add_chunks(rows.pack_rows([row]), payload)
-        if verdict is Verdict.OK:
-            self.sessions.tallies[session.uid].acknowledged += len(ids)
-            session.acknowledged(now, len(ids))
-            self.recorder.tokens(len(ids), lease.sample.group.evaluation)
-        self._answer(session, received, lease, verdict, len(ids), now)
+    def take_rows(self, session: Session, packed: list[wire.Packed], now: float) -> None:
+        """Each row is taken or not by itself."""
+        table, payload = read_report(packed)
+        lease_ids = table["lease_id"].tolist()
+        leases = [self.ledger.leases.get(lease_id) for lease_id in lease_ids]
+        wrong = self.checks.faults(table, payload, leases)
+        verdicts = self.ledger.add_chunks(packed[0].data, payload.data, session.uid, wrong, payload.checksum)
+        answers = self.sessions.answers_to(session)
+        for place, (lease_id, lease, verdict) in enumerate(zip(lease_ids, leases, verdicts, strict=True)):
+            if verdict is Verdict.OK and lease is not None:
+                answers.lengths[lease_id] = lease.sample.length
+            else:
+                self._answer_refused(session, lease_id, lease, verdict, wrong.get(place, ""), table[place], now)
+        taken = [verdict is Verdict.OK for verdict in verdicts]
+        table = table[taken]
+        ended = table["lease_id"][table["finish"] > 0].tolist()
+        answers.done += [lease_id for lease_id in ended if lease_id not in self.ledger.leases]
+        self._count(session, table, compress(leases, taken), now)
 
-    def on_Observation(self, session: Session, received: wire.Received, now: float) -> None:
-        message = received.message
-        if not self.config.environment.name:
-            raise wire.WireError("this run has no environment")
-        if [packed.dtype for packed in received.packed] != ["i4"]:
-            raise wire.WireError("an observation carries ids int32")
-        [ids] = received.arrays
-        if not len(ids) or len(message.state) > limits.STATE_BYTES:
-            raise wire.WireError(
-                f"an observation has at least one token, and a state of at most {limits.STATE_BYTES} bytes"
-            )
-        self._check_tokens(ids)
-        if not self._holds(session.uid, message.lease_id):
-            return self._refuse(session, received, "the lease is not current")
-        lease, payload = self.ledger.leases[message.lease_id], bytes(received.packed[0].data) + message.state
-        row = rows.observation_row(
-            message.lease_id, message.start, len(ids), message.finish_reason, payload, message.failed, now
-        )
-        [verdict] = self.ledger.add_chunks(rows.pack_rows([row]), payload)
-        if verdict is Verdict.OK:
-            self.recorder.observed(len(ids), message.failed)
-        self._answer(session, received, lease, verdict, 0, now)
+    def _count(self, session: Session, table: np.ndarray, leases: Iterable[Lease | None], now: float) -> None:
+        """What was taken."""
+        evaluated = np.array([lease.sample.group.evaluation for lease in leases if lease], bool)
+        sampled, tokens = table["kind"] == CHUNK, table["tokens"].astype(np.int64)
+        uses = [sampled & ~evaluated, sampled & evaluated]
+        chunks, accepted = [int(use.sum()) for use in uses], [int(tokens[use].sum()) for use in uses]
+        self.sessions.tallies[session.uid].acknowledged += sum(accepted)
+        session.acknowledged(now, sum(accepted))
+        self.recorder.accept(chunks, accepted)
+        if not sampled.all():
+            answered = table[~sampled]
+            self.recorder.observed(len(answered), int(answered["tokens"].sum()), int(answered["failed"].sum()))
 
-    def _check_tokens(self, ids: np.ndarray) -> None:
-        self._check_ids(ids)
-        if len(ids) > limits.CHUNK_TOKENS:
-            raise wire.WireError(f"a chunk has at most {limits.CHUNK_TOKENS} tokens")
-
-    def _check_ids(self, ids: np.ndarray) -> None:
-        if ids.view("<u4").max() > self.largest_id:  # a negative one is larger than any
-            raise wire.WireError(f"the policy's token ids are from 0 to {self.largest_id}")
-
-    def _check_support(self, ids: np.ndarray, support: Support) -> None:
-        if not support.holds(ids) or support.counts.max() > limits.SUPPORT_IDS:
-            raise wire.WireError(
-                f"a support has at most {limits.SUPPORT_IDS} ids, and the token that was drawn among them"
-            )
-        self._check_ids(support.ids)
-
-    def _answer(
-        self, session: Session, received: wire.Received, lease: Lease, verdict: Verdict, sampled: int, now: float
+    def _answer_refused(
+        self, session: Session, lease_id: int, lease: Lease | None, verdict: Verdict, fault: str, row: Any, now: float
     ) -> None:
-        """Say what became of a chunk or an observation; `sampled`: the tokens that count as refused if they are."""
-        lease_id = received.message.lease_id
-        if verdict is Verdict.GAP:
-            return self.sessions.send(session, wire.ResendFrom(lease_id, lease.sample.length))
-        if verdict not in (Verdict.OK, Verdict.DUPLICATE):
-            self.ledger.end_lease(lease_id, "generation_failed", f"chunk refused: {verdict}", now)
-            return self._refuse(session, received, f"chunk refused: {verdict}", sampled)
-        self.sessions.acknowledge(session, lease_id, lease.sample.length)
-        if lease_id not in self.ledger.leases:
-            self.sessions.acknowledge(session, lease_id)
+        """Say what became of a row that was not taken."""
+        sampled = int(row["tokens"]) if row["kind"] == CHUNK else 0
+        if lease is None or not self._holds(session.uid, lease_id):
+            self.refuse(session, lease_id, NOT_CURRENT, sampled)
+        elif verdict is Verdict.DUPLICATE:
+            self.sessions.acknowledge(session, lease_id, lease.sample.length)
+        elif verdict is Verdict.GAP:
+            self.sessions.ask_again(session, lease_id, lease.sample.length)
+        elif fault:
+            self.refuse(session, lease_id, f"bad row: {fault}", sampled)
+        elif verdict is not Verdict.DROPPED:
+            reason = f"chunk refused: {verdict}"
+            self.ledger.end_lease(lease_id, "generation_failed", reason, now)
+            self.refuse(session, lease_id, reason, sampled)
 
     # --- leases ---------------------------------------------------------------------------------------------
 

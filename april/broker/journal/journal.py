@@ -33,12 +33,13 @@ FILE_RECORDS = 250_000
 """a file ends after this many records at the latest, each row of a table counted as one: they bound the time of a
 restart as the bytes do"""
 READ_BYTES = 4 << 20
-CACHED_BYTES, LET_GO_BYTES = 64 << 20, 1 << 20
+CACHED_BYTES, LET_GO_BYTES = 1 << 30, 1 << 20
 """of what was written last, the system keeps so much in its page cache for reading; older pages are let go, so much at
 a time, and used again: taking fresh memory for every record costs more than copying it"""
 KEPT_BYTES, KEPT_FROM = 64 << 20, 16 << 10
-"""the last records of at least so many bytes stay in memory, so many bytes of them: most are
-read once and soon, and the page cache would have them copied and checked again"""
+"""the last records of at least so many bytes a row stay in memory, so many bytes of them: most are read once and soon,
+and the page cache would have them copied and checked again. Small rows are read when their response is whole, much
+later: from the page cache"""
 UNCACHED_FROM = 128 << 10
 """where most of what is synced at once, and at least so many bytes of it, stays in memory anyway, it is written past
 the page cache"""
@@ -135,7 +136,7 @@ class Journal:
         reference = (self.end, length)
         self._pending += pieces
         self._unwritten[self.end] = event, list(arrays), length
-        if length >= KEPT_FROM:
+        if length >= KEPT_FROM * event.weight:
             self._keep(reference)
         self._records += event.weight
         self.end += length
@@ -279,20 +280,24 @@ class Journal:
             raise self._damaged(position)
         return self._decoder.decode(record.event), record.arrays
 
-    def read_payload(self, place: Place) -> memoryview:
-        """A row's own bytes, whatever else its record holds, held against its own checksum."""
-        if appended := self._in_memory(place.record):
-            _, [*_, (_, data)], length = appended
-            begin = place.offset - (length - len(data))
-            return memoryview(data)[begin : begin + place.size]
-        payload = self._read(place.record + place.offset, place.size)
-        if len(payload) != place.size or crc32(payload) != place.checksum:
-            raise self._damaged(place.record)
-        return memoryview(payload)
+    def read_payloads(self, places: Iterable[Place]) -> Iterator[tuple[Place, memoryview]]:
+        """The own bytes of rows, whatever else their records hold, each held against its own checksum."""
+        kept, starts, files = self._kept, self._starts, self._files
+        for place in places:
+            record, offset, size, checksum, _, _ = place
+            if record >= self._synced or record in kept:
+                _, [*_, (_, data)], length = self._unwritten.get(record) or self._in_sync.get(record) or kept[record]
+                begin = offset - (length - len(data))
+                yield place, memoryview(data)[begin : begin + size]
+                continue
+            start = starts[bisect.bisect_right(starts, record) - 1]
+            payload = os.pread(files[start], size, record - start + offset)
+            if len(payload) != size or crc32(payload) != checksum:
+                raise self._damaged(record)
+            yield place, memoryview(payload)
 
     def _in_memory(self, position: int) -> Appended | None:
-        of_position = (appended.get(position) for appended in (self._unwritten, self._in_sync, self._kept))
-        return next(filter(None, of_position), None)
+        return self._kept.get(position) or self._unwritten.get(position) or self._in_sync.get(position)
 
     def _read(self, position: int, length: int) -> bytes:
         start = self._starts[bisect.bisect_right(self._starts, position) - 1]

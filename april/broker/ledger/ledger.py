@@ -16,7 +16,7 @@ generated = trained + delivered + ready + open + sum(discarded), in acknowledged
 """
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from enum import StrEnum
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ from april.broker.ledger.events import Part
 from april.broker.ledger.prompts import Prompts
 from april.broker.ledger.samples import TO_GENERATE, Group, GroupState, Lease, Sample, SampleState
 from april.broker.ledger.state import LedgerState, Rules
-from april.wire.rows import CHUNK, FINISH, OVER, ROW, chunk_row, pack_rows, select_rows
+from april.wire.rows import CHUNK, OVER, ROW, chunk_row, pack_rows, select_rows
 from april.wire.version import Version
 
 Write = Callable[[events.Event, Sequence[Part]], Any]
@@ -131,7 +131,14 @@ class Ledger(LedgerState):
         if lease.expires_at < float("inf"):
             heapq.heappush(self._expiries, (lease.expires_at, lease.id))
 
-    def add_chunks(self, table: bytes, payload: bytes | memoryview = b"") -> list[Verdict]:
+    def add_chunks(
+        self,
+        table: bytes | memoryview,
+        payload: bytes | memoryview = b"",
+        holder: str | None = None,
+        wrong: Container[int] = (),
+        checksum: int | None = None,
+    ) -> list[Verdict]:
         """Accept those rows of a table that may be, as one fact; what is wrong with one costs no other its place.
 
         Tokens are accepted iff their lease is current and they start at the acknowledged length. A finish reason ends
@@ -139,17 +146,40 @@ class Ledger(LedgerState):
         group: then it ends the lease as well. What the environment has answered to the turn that ends at `start` is
         accepted as a chunk is; its version is nobody's. Behind a row that is not in its place, or may not be, further
         rows of its lease are dropped.
+
+        `holder`: of all leases, None: whoever it is; `wrong`: places of rows that cannot be taken whatever the ledger
+        says; `checksum`: crc32 of the payload where it is known.
         """
-        verdicts, accepted, ahead = [], bytearray(table), dict[int, Ahead | Verdict]()
-        for place, row in enumerate(ROW.iter_unpack(table)):
-            verdict = self._check_row(row, ahead)
+        rows = list(ROW.iter_unpack(table))
+        alone = len({row[0] for row in rows}) == len(rows)
+        """whether no lease has several rows"""
+        verdicts, ending, ahead = [], [], dict[int, Ahead | Verdict]()
+        most, frontier, branch_now = self.rules.max_response_tokens, self.frontier, max(0, self.branch)
+        for place, row in enumerate(rows):
+            lease_id, _, start, count, branch, step, _, _, kind, finish, _, _ = row
+            lease = self.leases.get(lease_id)
+            if lease is None or (holder is not None and lease.worker != holder):
+                verdicts.append(Verdict.FENCED)
+                continue
+            sample = lease.sample
+            is_plain = (
+                start == sample.length and alone and kind == CHUNK and sample.state is SampleState.LEASED
+                and lease.floor <= step <= frontier and branch <= branch_now
+                and start < start + count < most and place not in wrong
+            )  # fmt: skip
+            verdict = Verdict.OK if is_plain else self._check_row(lease, row, ahead, place in wrong)
+            if finish and verdict is Verdict.OK and self.is_handed_over(sample.group):
+                ending.append(place)
             verdicts.append(verdict)
-            if verdict is Verdict.OK and row[FINISH] and self.is_handed_over(self.leases[row[0]].sample.group):
-                accepted[place * ROW.size + OVER] = 1
-        if any(verdict is not Verdict.OK for verdict in verdicts):
+        accepted = bytearray(table)
+        for place in ending:
+            accepted[place * ROW.size + OVER] = 1
+        if verdicts.count(Verdict.OK) < len(verdicts):
             accepted, payload = select_rows(accepted, payload, [verdict is Verdict.OK for verdict in verdicts])
+            checksum = None
         if accepted:
-            self.commit(events.RowsAccepted(bytes(accepted), len(payload)), [(crc32(payload), payload)])
+            event = events.RowsAccepted(bytes(accepted), len(payload))
+            self.commit(event, [(crc32(payload) if checksum is None else checksum, payload)])
         return verdicts
 
     def add_chunk(
@@ -160,37 +190,37 @@ class Ledger(LedgerState):
             pack_rows([chunk_row(lease_id, start, count, version, finish_reason, payload)]), payload
         )[0]
 
-    def _check_row(self, row: tuple[Any, ...], ahead: dict[int, Ahead | Verdict]) -> Verdict:
+    def _check_row(
+        self, lease: Lease, row: tuple[Any, ...], ahead: dict[int, Ahead | Verdict], is_wrong: bool
+    ) -> Verdict:
         """What becomes of a row; `ahead` has what rows before it made of their samples, or why they were not taken."""
         lease_id, _, start, count, branch, step, _, _, kind, finish, _, _ = row
-        lease = self.leases.get(lease_id)
-        if lease is None:
-            return Verdict.FENCED
-        sample = lease.sample
         now = ahead.get(lease_id)
         if now is None:
-            at_turn_end = bool(sample.segments) and sample.segments.end == sample.length
-            now = Ahead(sample.length, max(lease.step, sample.first_step), at_turn_end, lease.generating)
+            sample = lease.sample
+            length, generating = sample.length, sample.state is SampleState.LEASED
+            floor = lease.floor
+            at_turn_end = kind != CHUNK and bool(sample.segments) and sample.segments.end == length
         elif isinstance(now, Verdict):
             return Verdict.DROPPED
-        verdict = self._verdict(now, start, count, branch, step, kind, finish)
+        else:
+            length, floor, at_turn_end, generating = now
+        if is_wrong:
+            verdict = Verdict.INVALID
+        elif start != length:
+            verdict = Verdict.DUPLICATE if start < length else Verdict.GAP
+        elif kind == CHUNK and step < floor:
+            verdict = Verdict.FENCED
+        else:
+            left = self.rules.max_response_tokens - length - count
+            goes_on = generating and count > 0 and (left > 0 or (left == 0 and finish > 0))
+            follows = self.was_published(step, branch) if kind == CHUNK else at_turn_end
+            verdict = Verdict.OK if goes_on and follows else Verdict.INVALID
         if verdict is Verdict.OK:
-            floor = step if kind == CHUNK else now.floor
-            ahead[lease_id] = Ahead(start + count, floor, kind == CHUNK, not finish)
+            ahead[lease_id] = Ahead(start + count, step if kind == CHUNK else floor, kind == CHUNK, not finish)
         elif verdict is not Verdict.DUPLICATE:
             ahead[lease_id] = verdict
         return verdict
-
-    def _verdict(self, now: Ahead, start: int, count: int, branch: int, step: int, kind: int, finish: int) -> Verdict:
-        length, floor, at_turn_end, generating = now
-        if start != length:
-            return Verdict.DUPLICATE if start < length else Verdict.GAP
-        if kind == CHUNK and step < floor:
-            return Verdict.FENCED
-        left = self.rules.max_response_tokens - length - count
-        goes_on = generating and count > 0 and (left > 0 or (left == 0 and finish > 0))
-        follows = self.was_published(step, branch) if kind == CHUNK else at_turn_end
-        return Verdict.OK if goes_on and follows else Verdict.INVALID
 
     def score(self, lease_id: int, reward: float, details: dict[str, float] | None = None) -> Verdict:
         lease = self.leases.get(lease_id)

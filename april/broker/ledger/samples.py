@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from april.broker.ledger.segments import Segments
 
 
@@ -113,10 +115,11 @@ class Sample:
     @property
     def places(self) -> Iterator[Place]:
         """Where the journal has its chunks, observations among them."""
-        words = iter(self.chunks)
-        for record, stretch, content in zip(words, words, words, strict=True):
-            count = (content >> WORD) & ~OBSERVED
-            yield Place(record, stretch >> WORD, stretch & LOW, content & LOW, count, bool(content >> WORD & OBSERVED))
+        words = np.frombuffer(self.chunks, np.uint64).reshape(-1, PLACE_WORDS)
+        record, stretch, content = words.T
+        tokens = content >> WORD
+        columns = (record, stretch >> WORD, stretch & LOW, content & LOW, tokens & (OBSERVED - 1), tokens >= OBSERVED)
+        return map(Place, *(column.tolist() for column in columns))
 
     @property
     def first_step(self) -> int:
@@ -182,6 +185,8 @@ class Lease:
     """on the caller's clock"""
     ends_at: float = float("inf")
     """the longest that renewals can keep it"""
+    floor: int = 0
+    """its next tokens are of this step or a later one"""
 
     @property
     def generating(self) -> bool:

@@ -32,13 +32,13 @@ class Segments:
     def to_bytes(self) -> bytes:
         return self._numbers.tobytes()
 
-    def extend_by(self, start: int, end: int, version: tuple[int, int]) -> None:
+    def extend_by(self, start: int, end: int, branch: int, step: int) -> None:
         """Tokens were sampled behind the others; they are the last segment's where they follow it under its version."""
         numbers = self._numbers
-        if numbers and numbers[-3] == start and (numbers[-2], numbers[-1]) == version:
+        if numbers and numbers[-3] == start and numbers[-1] == step and numbers[-2] == branch:
             numbers[-3] = end
         else:
-            numbers.extend((start, end, *version))
+            numbers.extend((start, end, branch, step))
 
     @property
     def tokens(self) -> int:

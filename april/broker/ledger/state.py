@@ -175,6 +175,7 @@ class LedgerState:
 
     def hold(self, lease: Lease) -> None:
         """Enter a lease in the books."""
+        lease.floor = max(lease.step, lease.sample.first_step)
         self.leases[lease.id] = lease
         self.held.setdefault(lease.worker, set()).add(lease.id)
         if lease.generating:
@@ -213,24 +214,27 @@ class LedgerState:
 
     def _on_RowsAccepted(self, event: events.RowsAccepted, reference: Any) -> None:
         record, length = reference or (0, event.payload_bytes)
-        offset, trained, evaluated = length - event.payload_bytes, 0, 0
+        offset, trained, evaluated, leases = length - event.payload_bytes, 0, 0, self.leases
         for row in ROW.iter_unpack(event.table):
             lease_id, _, start, count, branch, step, size, checksum, kind, finish, _, over = row
-            sample = self.leases[lease_id].sample
+            lease = leases[lease_id]
+            sample = lease.sample
+            sample.length = end = start + count
             what = count | kind * OBSERVED
             if kind == CHUNK:
-                sample.segments.extend_by(start, start + count, (branch, step))
-                sample.group.tokens += count
-                if sample.group.evaluation:
+                lease.floor = step
+                sample.segments.extend_by(start, end, branch, step)
+                group = sample.group
+                group.tokens += count
+                if group.evaluation:
                     evaluated += count
                 else:
                     trained += count
             if reference:
                 sample.chunks.extend((record, offset << WORD | size, what << WORD | checksum))
             offset += padded(size)
-            sample.length = start + count
             if finish:
-                self._end_response(self.leases[lease_id], ENDINGS[finish], bool(over))
+                self._end_response(lease, ENDINGS[finish], bool(over))
         self.tokens["evaluation"] += evaluated
         self.tokens["generated"] += trained
         self.tokens["open"] += trained

@@ -112,18 +112,19 @@ class Recorder:
         self._step_generating_s += seconds
         self.generating_s += seconds
 
-    def tokens(self, count: int, evaluation: bool) -> None:
-        """Those of one chunk, accepted."""
-        use = "evaluation" if evaluation else "training"
-        self.accepted["chunks", use] += 1
-        self.accepted["tokens", use] += count
-        if not evaluation:
-            self._step_tokens += count
-            self.rollout_tokens += count
+    def accept(self, chunks: Sequence[int], tokens: Sequence[int]) -> None:
+        """So many, of training and of evaluation, are in the journal."""
+        for use, more, count in zip(("training", "evaluation"), chunks, tokens, strict=True):
+            self.accepted["chunks", use] += more
+            self.accepted["tokens", use] += count
+        self._step_tokens += tokens[0]
+        self.rollout_tokens += tokens[0]
 
-    def observed(self, tokens: int, failed: bool) -> None:
-        """An environment has answered a turn with so many tokens, or failed to."""
-        self.environment.update(observations=int(tokens > 0), tokens=tokens, failed=int(failed))
+    def observed(self, answers: int, tokens: int, failed: int) -> None:
+        """Environments have answered turns, `tokens` in all; some have failed to."""
+        self.environment["observations"] += answers
+        self.environment["tokens"] += tokens
+        self.environment["failed"] += failed
 
     def buffered(self, ledger: Ledger) -> None:
         """`buffer_peak`: most tokens of open and ready groups at a time, over the whole run; what is delivered is with

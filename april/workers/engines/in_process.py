@@ -19,6 +19,7 @@ from april.wire.version import Version
 from april.workers.engines.base import Chunk, EngineError, Finish, Request
 from april.workers.engines.checks import check_request, check_tensors, folder_tensors
 from april.workers.engines.entry import EngineEntry
+from april.workers.engines.ticks import Ticks
 
 if TYPE_CHECKING:
     import torch
@@ -33,8 +34,6 @@ class Run:
     """the prompt, and what was sampled"""
     logprobs: list[float] = field(default_factory=list)
     """of the tokens that were not handed over yet"""
-    since: float = field(default_factory=clock.now)
-    """when some were handed over last"""
 
 
 class InProcessEngine(EngineEntry):
@@ -53,7 +52,7 @@ class InProcessEngine(EngineEntry):
         self.capacity = config.worker.slots
         self.version: Version | None = None
         self.generated_tokens = 0
-        self._chunk_tokens, self._chunk_s = config.worker.chunk_tokens, config.worker.chunk_s
+        self._chunk_tokens, self._ticks = config.worker.chunk_tokens, Ticks(config.worker.report_s, clock.now())
         self._expected, self._tied = folder_tensors(config.model.path)
         self._runs: dict[int, Run] = {}
         self._due: list[Chunk] = []
@@ -86,8 +85,9 @@ class InProcessEngine(EngineEntry):
         self._runs[request.id] = Run(request, request.tokens.tolist())
 
     def step(self) -> list[Chunk]:
+        is_tick = self._ticks.passed(clock.now())
         for run in list(self._runs.values())[: self.capacity] if self.version else ():
-            self._go_on(run)
+            self._go_on(run, is_tick)
         due, self._due = self._due, []
         return due
 
@@ -122,7 +122,7 @@ class InProcessEngine(EngineEntry):
 
     # --- a run --------------------------------------------------------------------------------------------------
 
-    def _go_on(self, run: Run) -> None:
+    def _go_on(self, run: Run, is_tick: bool) -> None:
         request = run.request
         token, logprob = self.sample(run)
         run.context.append(token)
@@ -132,7 +132,7 @@ class InProcessEngine(EngineEntry):
         reason: Finish | None = "stop" if token in request.stop_token_ids else "length" if full else None
         if reason:
             del self._runs[request.id]
-        if reason or len(run.logprobs) == self._chunk_tokens or clock.now() >= run.since + self._chunk_s:
+        if reason or len(run.logprobs) == self._chunk_tokens or is_tick:
             self._hand_over(run, reason)
 
     def _hand_over(self, run: Run, reason: Finish | None = None) -> None:
@@ -140,4 +140,4 @@ class InProcessEngine(EngineEntry):
             tokens = np.array(run.context[-len(run.logprobs) :], np.int32)
             logprobs = np.array(run.logprobs, np.float32)
             self._due.append(Chunk(run.request.id, tokens, logprobs, self.version, reason))
-        run.logprobs, run.since = [], clock.now()
+        run.logprobs = []

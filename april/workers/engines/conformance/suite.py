@@ -53,7 +53,7 @@ def check_engine_named(name: str, overrides: list[str], say: Callable[[str], Non
 
 
 def configured(name: str, model: Path, overrides: list[str], **worker: Any) -> Config:
-    worker = {"engine": name, "device": "cpu", "slots": 8, "chunk_tokens": 7, "chunk_s": ONLY_WHOLE_CHUNKS_S} | worker
+    worker = {"engine": name, "device": "cpu", "slots": 8, "chunk_tokens": 7, "report_s": ONLY_WHOLE_CHUNKS_S} | worker
     tree = {"model": {"path": str(model)}, "data": {}, "worker": worker}
     for key, value in parse_overrides(overrides):
         set_key(tree, key, value)

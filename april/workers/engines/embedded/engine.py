@@ -20,6 +20,7 @@ from april.workers.engines.embedded.decoder import Decoder, make_rotations, read
 from april.workers.engines.embedded.kv_cache import KVCache
 from april.workers.engines.embedded.sampling import sample, uniforms
 from april.workers.engines.embedded.slot_table import DecodeBatch, SlotTable
+from april.workers.engines.ticks import Ticks
 
 
 class TorchEngine:
@@ -34,14 +35,14 @@ class TorchEngine:
         max_context: int | None = None,
         device: str = "cpu",
         chunk_tokens: int = 512,
-        chunk_s: float = 2.0,
+        report_s: float = 2.0,
         prefill_tokens: int = 4096,
         keep_cache: bool = False,
     ):
-        """`max_context` (tokens of prompt and response; none: what the model allows), `chunk_tokens` and
-        `chunk_s`: a chunk is due after so many tokens or seconds; `prefill_tokens`: padded tokens in one
-        prefill, and context tokens admitted in one step; `keep_cache`: over a change of weights, for measuring what
-        computing contexts anew costs."""
+        """`max_context` (tokens of prompt and response; none: what the model allows), `chunk_tokens` and `report_s`: a
+        chunk is due after so many tokens, or with those of all others once in so many seconds; `prefill_tokens`:
+        padded tokens in one prefill, and context tokens admitted in one step; `keep_cache`: over a change of weights,
+        for measuring what computing contexts anew costs."""
         self.shape = read_shape(model_path, torch.float32 if torch.device(device).type == "cpu" else None)
         self.max_context = max_context or self.shape.max_positions
         if self.max_context > self.shape.max_positions:
@@ -51,7 +52,8 @@ class TorchEngine:
         self.device = torch.device(device)
         self.slots, self.generated_tokens = slots, 0
         self.version: Version | None = None
-        self.chunk_tokens, self.chunk_s, self.prefill_tokens = chunk_tokens, chunk_s, prefill_tokens
+        self.chunk_tokens, self.prefill_tokens = chunk_tokens, prefill_tokens
+        self._ticks = Ticks(report_s, time.monotonic())
         self.keep_cache = keep_cache
         self._decoder: Decoder | None = None
         self._rotations = make_rotations(self.shape, self.max_context, self.device)
@@ -93,9 +95,8 @@ class TorchEngine:
     def load_weights(self, version: Version, tensors: Mapping[str, Tensor]) -> None:
         with torch.inference_mode():
             decoder = Decoder(self.shape, tensors, self._rotations)
-        now_s = time.monotonic()
         for slot in self._slot_of.values():
-            self._cut_off += self._hand_over(slot, now_s)
+            self._cut_off += self._hand_over(slot)
         self._decoder, self.version = decoder, version
         self._batch = None
         if not self.keep_cache:
@@ -136,7 +137,7 @@ class TorchEngine:
         slot = self._slot_of[request_id]
         chunks = [chunk for chunk in self._cut_off if chunk.id == request_id]
         self._cut_off = [chunk for chunk in self._cut_off if chunk.id != request_id]
-        chunks += self._hand_over(slot, time.monotonic())
+        chunks += self._hand_over(slot)
         self._free_slot(slot)
         return chunks
 
@@ -216,7 +217,7 @@ class TorchEngine:
         chunks = []
         for slot in map(int, slots):
             self._failures.append((self._table.request_id[slot], why))
-            chunks += self._hand_over(slot, time.monotonic())
+            chunks += self._hand_over(slot)
             self._cache.wipe(slot)
             self._free_slot(slot)
         return chunks
@@ -230,32 +231,32 @@ class TorchEngine:
         full_at = self._cache.capacities_of(slots) + 1
         return DecodeBatch(
             self._table, slots, self._cache.occupied(), full_at,
-            self.chunk_tokens, self.chunk_s, self.shape.vocabulary, self.device,
+            self.chunk_tokens, self.shape.vocabulary, self.device,
         )  # fmt: skip
 
     def _collect(self, batch: DecodeBatch) -> list[Chunk]:
         """Chunks that are due after a decode step; sequences that ended leave their slots."""
-        now_s, table = time.monotonic(), self._table
+        is_tick, table = self._ticks.passed(time.monotonic()), self._table
         stopped = batch.stopped()
-        if not (stopped.any() or (batch.lengths >= batch.due_at).any() or now_s >= batch.next_chunk_s):
+        if not (stopped.any() or (batch.lengths >= batch.due_at).any() or is_tick):
             return []
         lengths, slots, self._batch = batch.lengths, batch.slots, None
         full = lengths >= table.limit[slots]
-        due = (lengths - table.handed[slots] >= self.chunk_tokens) | (now_s - table.handed_at_s[slots] >= self.chunk_s)
+        due = is_tick | (lengths - table.handed[slots] >= self.chunk_tokens)
         chunks = []
         for row in np.flatnonzero(stopped | full | due):
             slot = int(slots[row])
             ended: Finish | None = "stop" if stopped[row] else "length" if full[row] else None
-            chunks += self._hand_over(slot, now_s, ended)
+            chunks += self._hand_over(slot, ended)
             if ended:
                 self._free_slot(slot)
         return chunks
 
-    def _hand_over(self, slot: int, now_s: float, finish_reason: Finish | None = None) -> list[Chunk]:
+    def _hand_over(self, slot: int, finish_reason: Finish | None = None) -> list[Chunk]:
         """What the caller does not have of a slot; no chunk where that is nothing."""
         table = self._table
         new = slice(int(table.handed[slot]), int(table.length[slot]))
-        table.handed[slot], table.handed_at_s[slot] = new.stop, now_s
+        table.handed[slot] = new.stop
         if new.start == new.stop or self.version is None:
             return []
         tokens, logprobs = table.tokens[slot, new].copy(), table.logprobs[slot, new].copy()

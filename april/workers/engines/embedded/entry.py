@@ -24,7 +24,7 @@ class TorchEntry(EngineEntry):
                 slots=config.worker.slots,
                 device=device,
                 chunk_tokens=config.worker.chunk_tokens,
-                chunk_s=config.worker.chunk_s,
+                report_s=config.worker.report_s,
                 keep_cache=config.engine.pause == "in_place",
             )
         except EngineError as error:

@@ -1,7 +1,5 @@
 """The engine's bookkeeping in arrays: what it knows of each slot, and of the running ones between two changes."""
 
-import time
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -23,7 +21,6 @@ class SlotTable:
         """length at which the budget is used up"""
         self.handed = np.zeros(slots, np.int64)
         """tokens that the caller has"""
-        self.handed_at_s = np.zeros(slots)
         self.stream = np.zeros(slots, np.uint64)
         self.temperature = np.zeros(slots)
         self.top_k = np.zeros(slots, np.int64)
@@ -41,7 +38,6 @@ class SlotTable:
         self.tokens[slot, :length] = request.tokens
         self.length[slot] = self.handed[slot] = length
         self.limit[slot] = length + request.max_new_tokens
-        self.handed_at_s[slot] = time.monotonic()
         self.stream[slot] = stream_of(request.seed)
         self.temperature[slot] = request.temperature
         self.top_k[slot] = request.top_k
@@ -74,7 +70,6 @@ class DecodeBatch:
         spans: list[LengthGroup],
         full_at: np.ndarray,
         chunk_tokens: int,
-        chunk_s: float,
         vocabulary: int,
         device: torch.device,
     ):
@@ -85,7 +80,6 @@ class DecodeBatch:
         """the last position of each span"""
         self.due_at = np.minimum(np.minimum(table.limit[slots], table.handed[slots] + chunk_tokens), full_at)
         """length at which a row ends, has a chunk due, or moves"""
-        self.next_chunk_s = float(table.handed_at_s[slots].min()) + chunk_s
         table.reserve(int(self.due_at.max()))
         self.stream = table.stream[slots]
         self.plan = SamplingPlan.of(

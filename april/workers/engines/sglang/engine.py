@@ -32,6 +32,7 @@ from april.workers.engines.sglang.run import Run
 from april.workers.engines.sglang.score import score_body, server_dtype, take_scores
 from april.workers.engines.sglang.server import AttachedServer, ServerFailed, SGLangServer
 from april.workers.engines.sglang.weights import DiskSnapshot, HalfLoaded, WeightPush
+from april.workers.engines.ticks import Ticks
 
 if TYPE_CHECKING:
     import torch
@@ -75,7 +76,7 @@ class SGLangEngine:
         max_context: int,
         slots: int = 64,
         chunk_tokens: int = 512,
-        chunk_s: float = 2.0,
+        report_s: float = 2.0,
         stream_tokens: int = 32,
         pause: Pause = "abort",
         stall_s: float = 120.0,
@@ -99,7 +100,7 @@ class SGLangEngine:
         self.model_path, self.vocabulary, self.max_context = Path(model_path), vocabulary, max_context
         self.slots, self.generated_tokens = slots, 0
         self.version: Version | None = None
-        self.chunk_tokens, self.chunk_s = chunk_tokens, chunk_s
+        self.chunk_tokens, self._ticks = chunk_tokens, Ticks(report_s, clock.now())
         self.stream_tokens = min(stream_tokens, chunk_tokens)
         self.pause, self.stall_s, self.update_s, self.max_restarts = pause, stall_s, update_s, max_restarts
         self.ready = False
@@ -122,7 +123,6 @@ class SGLangEngine:
         self._fatal: EngineError | None = None
         self._suspicion = ""
         self._heard_at = clock.now()
-        self._look_for_due_at = 0.0
         self._loop, self._owns_loop = loop or asyncio.new_event_loop(), loop is None
         self._tasks: set[asyncio.Task] = set()
         self._news, self._alarm = news or News(), asyncio.Event()
@@ -165,7 +165,7 @@ class SGLangEngine:
 
     def submit(self, request: Request) -> None:
         self.check(request, self)
-        self._queue[request.id] = Run(request, due_at=clock.now() + self.chunk_s)
+        self._queue[request.id] = Run(request)
         self._admit()
 
     @property
@@ -387,18 +387,14 @@ class SGLangEngine:
             self._failures.append((run.request.id, why))
 
     def _hand_over(self, run: Run) -> None:
-        run.due_at = clock.now() + self.chunk_s
         self._chunks += run.hand_over(self.chunk_tokens)
         self._news.set()
 
     def _hand_over_due(self) -> None:
-        now = clock.now()
-        if now < self._look_for_due_at:
-            return
-        self._look_for_due_at = now + self.chunk_s / 8
-        for run in self._streaming.values():
-            if run.pending and now >= run.due_at:
-                self._hand_over(run)
+        if self._ticks.passed(clock.now()):
+            for run in self._streaming.values():
+                if run.pending:
+                    self._hand_over(run)
 
     # --- interruption -------------------------------------------------------------------------------------------
 

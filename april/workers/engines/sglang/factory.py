@@ -55,7 +55,7 @@ def make_sglang_engine(
                     max_context=config.context_tokens,
                     slots=worker.slots,
                     chunk_tokens=worker.chunk_tokens,
-                    chunk_s=worker.chunk_s,
+                    report_s=worker.report_s,
                     stream_tokens=engine.stream_tokens,
                     pause=engine.pause,
                     stall_s=engine.stall_s,

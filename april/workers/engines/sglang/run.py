@@ -36,7 +36,6 @@ class Run:
     """of the pending tokens, which are not handed over yet"""
     supports: list[np.ndarray] = field(default_factory=list)
     """of the pending tokens, where they are asked for"""
-    due_at: float = 0.0
     task: asyncio.Task | None = None
     finish_reason: Finish | None = None
     """stop | length once the server has said so; the pending tokens are then the last"""

@@ -1,0 +1,299 @@
+"""Our side of the stream: workers that report the new tokens of all their sequences together, once a tick.
+
+Sockets, grants, scores and batches are real; tokens are the same in every row, so that making them costs little. Many
+sessions share a process, each with a data and a control connection of its own. A session has one report on the way;
+saturated, it sends the next as soon as that is answered.
+"""
+
+import itertools
+import math
+import random
+import time
+from ctypes import c_long
+from dataclasses import dataclass, field
+from multiprocessing.sharedctypes import RawValue
+from pathlib import Path
+
+import numpy as np
+import zmq
+from zlib_ng.zlib_ng import crc32
+
+from april import wire
+from april.connections.broker import HEARTBEAT_S
+from april.wire.rows import TABLE
+from april.wire.version import Version
+
+from .april_side import COMMAND, Door, consume, ping, serving, write_run
+from .load import BenchmarkError, Crew, Load, Window
+
+GROUP_SIZE, BATCH_GROUPS = 8, 64
+PROMPT_TOKENS = 256
+SPARE = 256
+"""places of samples that are granted before those that they replace are known to be over"""
+BURSTS, BURST = 30, 20
+"""of heartbeats over each new connection, each answered"""
+RENEW_S = 15.0
+POLL_MS = 2
+HELLO_MS = 30_000
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Responses have 1 to `2 * mean_chunks - 1` chunks, each number as likely."""
+
+    sessions: int
+    sequences: int
+    """of each session, at a time"""
+    tokens: int = 60
+    """of a chunk"""
+    mean_chunks: int = 34
+    chunks_per_s: float = math.inf
+    """of all sessions together"""
+    processes: int = 2
+    window_s: float = 10.0
+    warmup_s: float = 8.0
+
+    def __str__(self) -> str:
+        return f"{self.sessions}x{self.sequences}"
+
+    @property
+    def in_flight(self) -> int:
+        return self.sessions * self.sequences
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a response."""
+        return (2 * self.mean_chunks - 1) * self.tokens
+
+    @property
+    def tick_s(self) -> float:
+        """Between two reports of a session."""
+        return self.in_flight / self.chunks_per_s
+
+
+@dataclass(frozen=True)
+class Streamed:
+    chunks_per_s: float
+    """acknowledged in the window"""
+    cpu_us: float
+    """of the server, for each, with all that goes with it"""
+    submit_ms: np.ndarray
+    """float [reports]: from sending until the answer"""
+    round_trips_ms: np.ndarray
+    """float [n]: of heartbeats on a control connection of somebody else, if they were asked for"""
+
+
+def schedule(stream: Stream, batch_groups: int = BATCH_GROUPS) -> str:
+    """TOML of `continuous` that keeps every sequence in flight: the bound has room for the groups that finish beside a
+    longest response, and for a batch on its way."""
+    batches = math.ceil(2 * stream.in_flight / (batch_groups * GROUP_SIZE))
+    return f"""
+[schedule]
+kind = "continuous"
+in_flight = {stream.in_flight}
+max_staleness = {2 * batches + 2}
+rollout_batch_size = {batch_groups}
+n_samples_per_prompt = {GROUP_SIZE}
+max_steps = 1000000
+
+[broker]
+session_timeout_s = 60.0
+"""
+
+
+def measure(stream: Stream, folder: Path, command: tuple[str, ...] = COMMAND, pings: bool = False) -> Streamed:
+    """Against a new broker in an empty folder."""
+    config = write_run(folder, schedule(stream), stream.longest, prompt_tokens=PROMPT_TOKENS)
+    with serving(config, command) as broker, Crew() as crew:
+        door, frontier = Door(broker.address()), RawValue(c_long, 0)
+        crew.add(consume, door, frontier)
+        crew.all_ready()
+        if pings:
+            crew.add(ping, door)
+        for number in range(stream.processes):
+            crew.add(attend, door.address, number, stream, frontier, RawValue("b", 1), RawValue(c_long, 0))
+        load = Load(stream.sessions, stream.sequences, stream.window_s, stream.warmup_s)
+        _, *others = crew.work(load, broker.pid)
+    round_trips_ms = others.pop(0) if pings else np.empty(0)
+    chunks = sum(count for count, _ in others)
+    return Streamed(
+        chunks / stream.window_s,
+        crew.server_s / chunks * 1e6,
+        np.concatenate([times_ms for _, times_ms in others]),
+        round_trips_ms,
+    )
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """Two connections, whose messages carry its number, and the samples in its hands."""
+
+    data: zmq.Socket
+    control: zmq.Socket
+    capacity: int
+    rows: np.ndarray
+    """[capacity] of `TABLE`: what the next report says of each sample; lease id 0 where there is none"""
+    left: np.ndarray
+    """int64 [capacity]: chunks to come"""
+    number: int = 0
+    held: int = -1
+    next_beat: float = 0.0
+    next_renewal: float = 0.0
+    next_tick: float = 0.0
+    sent_at: float = 0.0
+    """of the report under way, 0 for none"""
+    reported: int = 0
+    """its rows"""
+    received_bytes: int = 0
+    scoring: list[int] = field(default_factory=list)
+    """leases that want a score alone"""
+    places: dict[int, int] = field(default_factory=dict)
+    """of each lease among the rows"""
+
+    def send(self, message: wire.Message, arrays=()) -> None:
+        self.data.send_multipart(wire.encode(message, arrays, self.number), copy=False)
+
+    def beat(self, now: float) -> None:
+        leases = list(self.places) if now >= self.next_renewal else []
+        if leases:
+            self.next_renewal = now + RENEW_S
+        self.next_beat = now + HEARTBEAT_S
+        beat = wire.Heartbeat(leases, 0, self.received_bytes)
+        self.control.send_multipart(wire.encode(beat, (), self.number))
+
+    def take_in(self, received: wire.Received, stream: Stream, chance: random.Random) -> None:
+        self.received_bytes += received.array_bytes
+        match received.message:
+            case wire.Grants(tasks=tasks, grants=grants):
+                responses = received.packed[len(tasks) :]
+                for grant, response in zip(grants, responses, strict=True):
+                    self._accept(grant, len(response.data) // 4, stream, chance)
+            case wire.Answers(done=done, resend=resend, refused=refused):
+                if resend or refused:
+                    raise BenchmarkError(f"the broker wants {resend} again and refuses {refused}")
+                for lease_id in done:
+                    if (place := self.places.pop(lease_id, None)) is not None:
+                        self.rows["lease_id"][place] = 0
+            case wire.Renewed() | wire.WeightsAt() | wire.Abort():
+                pass
+            case unwanted:
+                raise BenchmarkError(f"the broker answers a worker with {unwanted}")
+
+    def _accept(self, grant: wire.Grant, length: int, stream: Stream, chance: random.Random) -> None:
+        if grant.scoring:
+            return self.scoring.append(grant.lease_id)
+        place = int(np.flatnonzero(self.rows["lease_id"] == 0)[0])
+        done = length // stream.tokens
+        self.places[grant.lease_id] = place
+        self.rows["lease_id"][place], self.rows["start"][place] = grant.lease_id, length
+        self.left[place] = chance.randint(1, 2 * stream.mean_chunks - 1 - done)
+
+    def report(self, payload: memoryview, tokens: int, now: float) -> None:
+        """One row of each sample that still generates, and the scores of those that end with it."""
+        going = np.flatnonzero((self.rows["lease_id"] > 0) & (self.left > 0))
+        self.reported, self.sent_at = len(going), now
+        self.rows["step"], self.rows["time"] = self.held, now
+        self.left[going] -= 1
+        self.rows["finish"] = self.left == 0
+        table = self.rows[going]
+        ended = table["lease_id"][table["finish"] > 0].tolist()
+        closings = [wire.Scored(lease_id, [1.0], [{}]) for lease_id in (*ended, *self.scoring)]
+        self.scoring = []
+        arrays = [np.frombuffer(table.tobytes(), np.uint8), np.frombuffer(payload, np.uint8, len(going) * 8 * tokens)]
+        most = wire.limits.REPORT_CLOSINGS
+        self.send(wire.Report(closings[:most]), arrays if len(going) else [])
+        for first in range(most, len(closings), most):
+            self.send(wire.Report(closings[first : first + most]))
+        self.rows["start"][going] += tokens
+
+
+def attend(
+    ready, window: Window, address: str, number: int, stream: Stream, frontier, granting, in_flight
+) -> tuple[int, np.ndarray]:
+    """A process full of sessions; `granting` lets them take leases, `in_flight` says how many they hold. Returns the
+    chunks that were acknowledged in the window, and float [reports]: how long each report took, ms."""
+    context = zmq.Context()
+    context.set(zmq.MAX_SOCKETS, 4 * stream.sessions + 16)
+    chance, now = random.Random(number), time.monotonic()
+    one = np.arange(stream.tokens, dtype="<i4").tobytes() + np.full(stream.tokens, -1.0, "<f4").tobytes()
+    payload = memoryview(one * (stream.sequences + SPARE))
+    sessions = [
+        say_hello(context, address, f"worker-{place}", stream, one)
+        for place in range(number, stream.sessions, stream.processes)
+    ]
+    break_in(sessions)
+    owners, poller = {}, zmq.Poller()
+    for session in sessions:
+        session.next_tick = now + chance.random() * min(stream.tick_s, 1e6)
+        for socket in (session.data, session.control):
+            owners[socket] = session
+            poller.register(socket, zmq.POLLIN)
+    counted, times_ms, beats = 0, [], itertools.cycle(sessions)
+    ready()
+    while not window.over():
+        for socket, _ in poller.poll(POLL_MS):
+            session = owners[socket]
+            while socket.poll(0):
+                received = wire.decode(socket.recv_multipart(copy=False))
+                session.take_in(received, stream, chance)
+                if session.sent_at and isinstance(received.message, wire.Answers):
+                    now = time.monotonic()
+                    if window.covers(now):
+                        counted += session.reported
+                        times_ms.append((now - session.sent_at) * 1000)
+                    session.sent_at = 0.0
+        now = time.monotonic()
+        for session in itertools.islice(beats, len(sessions)):
+            if now >= session.next_beat:
+                session.beat(now)
+            if granting.value and session.held != frontier.value:
+                session.held = frontier.value
+                session.send(wire.Holding(Version(0, session.held), session.capacity))
+            if not session.sent_at and now >= session.next_tick and (session.places or session.scoring):
+                session.report(payload, stream.tokens, now)
+                session.next_tick = max(session.next_tick + stream.tick_s, now)
+        in_flight.value = sum(len(session.places) for session in sessions)
+    for session in sessions:
+        session.send(wire.Goodbye())
+    context.destroy(linger=2000)
+    return counted, np.array(times_ms)
+
+
+def say_hello(context: zmq.Context, address: str, name: str, stream: Stream, payload: bytes) -> Session:
+    rows = np.zeros(stream.sequences + SPARE, TABLE)
+    rows["tokens"], rows["size"], rows["checksum"] = stream.tokens, len(payload), crc32(payload)
+    sockets = [connect(context, address) for _ in range(2)]
+    session = Session(*sockets, stream.sequences, rows, np.zeros(len(rows), np.int64))
+    session.send(wire.Hello("worker", name, name))
+    if not session.data.poll(HELLO_MS):
+        raise BenchmarkError(f"the broker does not answer the hello of {name}")
+    session.number = wire.decode(session.data.recv_multipart()).message.session
+    return session
+
+
+def break_in(sessions: list[Session]) -> None:
+    """Carry so many messages over each connection, both ways, that libzmq's queues (two of 16 KiB a way, which become
+    resident page by page with use) are what they are in a session that has lasted."""
+    exchange_beats([(session.data, session.number) for session in sessions])
+    for session in sessions:
+        session.control.send_multipart(wire.encode(wire.Bind(), (), session.number))
+    exchange_beats([(session.control, session.number) for session in sessions])
+
+
+def exchange_beats(connections: list[tuple[zmq.Socket, int]]) -> None:
+    """Heartbeats of the sessions over these connections, and their answers."""
+    for _ in range(BURSTS):
+        for socket, session in connections:
+            for _ in range(BURST):
+                socket.send_multipart(wire.encode(wire.Heartbeat([], 0, 0), (), session))
+        for socket, session in connections:
+            for _ in range(BURST):
+                if not socket.poll(HELLO_MS):
+                    raise BenchmarkError(f"the broker does not answer session {session}")
+                socket.recv_multipart()
+
+
+def connect(context: zmq.Context, address: str) -> zmq.Socket:
+    socket = context.socket(zmq.DEALER)
+    socket.connect(address)
+    return socket

@@ -1,0 +1,85 @@
+"""A report has the new tokens of many samples: what is wrong with one row costs no other its place."""
+
+import numpy as np
+import pytest
+
+from april import wire
+from april.broker.ledger.events import RowsAccepted
+from april.wire.rows import ROW, pack_rows
+from tests.broker.conversation import FakeWorker, chunk, chunk_arrays, training
+
+
+@pytest.fixture
+def leases(worker):
+    return training(worker.grants())[:4]
+
+
+def recorded(talk):
+    """Rows of each record of new tokens."""
+    talk.journal.sync()
+    return [len(event.table) // ROW.size for event, _ in talk.journal.replay() if isinstance(event, RowsAccepted)]
+
+
+def test_new_tokens_of_all_samples_are_one_record_and_one_answer(talk, worker, leases):
+    worker.report([worker.new_tokens(lease, 0, 3) for lease in leases])
+    assert [received.message for received in worker.take(wire.Answers)] == [
+        wire.Answers([(lease.lease_id, 3) for lease in leases])
+    ]
+    assert recorded(talk) == [4]
+
+
+def test_a_row_that_may_not_be_taken_costs_no_other_its_place(talk, worker, leases):
+    good, wrong, ahead, ended = leases
+    nobodys = chunk(12345, 0, worker.version, chunk_arrays(0, 2))
+    not_a_number = chunk(wrong.lease_id, 0, worker.version, [np.ones(2, "i4"), np.full(2, np.nan, "f4")])
+    rows = [not_a_number, nobodys, worker.new_tokens(ahead, 5, 1), worker.new_tokens(ended, 0, 25)]
+    worker.report([rows[0], worker.new_tokens(good, 0, 3), *rows[1:], worker.new_tokens(good, 3, 2)])
+    (answers,) = [received.message for received in worker.take(wire.Answers)]
+    assert answers.lengths == [(good.lease_id, 5)] and answers.resend == [(ahead.lease_id, 0)]
+    assert {lease_id: reason.split(":")[0] for lease_id, reason in answers.refused} == {
+        wrong.lease_id: "bad row", 12345: "the lease is not current", ended.lease_id: "chunk refused",
+    }  # fmt: skip
+    assert recorded(talk) == [2] and talk.ledger.closed
+    assert ended.lease_id not in talk.ledger.leases and wrong.lease_id in talk.ledger.leases
+
+
+def test_behind_a_row_that_is_not_taken_further_ones_of_its_lease_are_dropped_without_a_word(talk, worker, leases):
+    ahead, wrong, other = leases[:3]
+    negative = chunk(wrong.lease_id, 0, worker.version, [-np.ones(2, "i4"), np.zeros(2, "f4")])
+    rows = [worker.new_tokens(ahead, start, 1) for start in (2, 3)] + [negative, worker.new_tokens(wrong, 0, 3)]
+    worker.report([*rows, worker.new_tokens(other, 0, 1)])
+    (answers,) = [received.message for received in worker.take(wire.Answers)]
+    assert (answers.lengths, answers.resend) == ([(other.lease_id, 1)], [(ahead.lease_id, 0)])
+    assert [(lease_id, reason[:8]) for lease_id, reason in answers.refused] == [(wrong.lease_id, "bad row:")]
+    assert wrong.lease_id in talk.ledger.leases, "only its tokens were refused"
+
+
+def test_a_row_whose_bytes_are_not_those_that_were_made_is_refused(worker, leases):
+    row, payload = worker.new_tokens(leases[0], 0, 3)
+    worker.report([(row, payload[:-1] + bytes([payload[-1] ^ 1]))])
+    assert worker.told("refused") == [(leases[0].lease_id, "bad row: its checksum does not agree")]
+
+
+def test_a_report_whose_payloads_are_not_what_its_rows_say_counts_for_nothing(talk, worker, leases):
+    row, payload = worker.new_tokens(leases[0], 0, 3)
+    table = np.frombuffer(pack_rows([row, row]), "u1")
+    closings = [wire.GiveBack(leases[1].lease_id, 0, "leave")]
+    worker.say(wire.Report(closings), [table, np.frombuffer(payload, "u1")])
+    assert "as long as the rows say" in worker.take(wire.Refused)[-1].message.reason
+    assert recorded(talk) == [] and leases[1].lease_id in talk.ledger.leases
+
+
+def test_a_report_ends_leases_behind_their_last_tokens(worker, leases):
+    lease = leases[0]
+    rows, score = [worker.new_tokens(lease, 0, 3, "stop")], wire.Scored(lease.lease_id, [1.0], [{}])
+    worker.report(rows, [score])
+    assert worker.take(wire.Answers)[-1].message == wire.Answers([(lease.lease_id, 3)], [lease.lease_id])
+
+
+def test_a_prompt_travels_once_however_many_of_its_samples_are_granted(talk):
+    worker = FakeWorker(talk)
+    worker.join()
+    (received,) = worker.take(wire.Grants)
+    grants, tasks = received.message.grants, received.message.tasks
+    assert len({task.group for task in tasks}) == len(tasks) < len(grants)
+    assert len(received.arrays) == len(tasks) + len(grants)

@@ -1,0 +1,101 @@
+"""What a worker keeps of its reports, and when it sends them."""
+
+import numpy as np
+import pytest
+
+from april import wire
+from april.wire.rows import read_rows
+from april.wire.version import Version
+from april.workers import reports as module
+from april.workers.reports import Reports
+
+
+class Connection:
+    def __init__(self):
+        self.sent = []
+
+    def send(self, message, arrays=()):
+        rows = [(row.lease_id, row.start) for row in read_rows(arrays[0].tobytes())] if arrays else []
+        self.sent.append((rows, [closing.lease_id for closing in message.closings]))
+
+    def take(self):
+        taken, self.sent = self.sent, []
+        return taken
+
+
+@pytest.fixture
+def connection():
+    return Connection()
+
+
+@pytest.fixture
+def reports(connection):
+    return Reports(connection)
+
+
+def add(reports, lease_id, start, count=2, **more):
+    ids, logprobs = np.arange(count, dtype=np.int32), np.zeros(count, np.float32)
+    reports.add_chunk(lease_id, start, ids, logprobs, Version(0, 0), **more)
+
+
+def score(lease_id):
+    return wire.Scored(lease_id, [1.0], [{}])
+
+
+def test_a_pass_is_one_report_of_all_samples_and_what_ends_comes_behind(connection, reports):
+    reports.close(score(1))
+    add(reports, 1, 0)
+    add(reports, 2, 0)
+    add(reports, 1, 2)
+    reports.send()
+    assert connection.take() == [([(1, 0), (1, 2), (2, 0)], [1])]
+    reports.send()
+    assert connection.take() == [], "nothing is new"
+
+
+def test_last_tokens_wait_a_moment_for_their_score(connection, reports, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(module.clock, "now", lambda: now[0])
+    add(reports, 1, 0, finish_reason="stop", awaits_score=True)
+    reports.send()
+    assert connection.take() == []
+    reports.close(score(1))
+    reports.send()
+    assert connection.take() == [([(1, 0)], [1])]
+    add(reports, 2, 0, finish_reason="stop", awaits_score=True)
+    now[0] += module.SCORE_WAIT_S
+    reports.send()
+    assert connection.take() == [([(2, 0)], [])], "a slow verifier holds no slot"
+
+
+def test_what_is_too_much_for_a_report_is_split_between_rows(connection, reports, monkeypatch):
+    monkeypatch.setattr(module, "REPORT_ROWS", 3)
+    monkeypatch.setattr(module, "REPORT_CLOSINGS", 2)
+    for lease_id in range(1, 6):
+        add(reports, lease_id, 0)
+        reports.close(score(lease_id))
+    reports.send()
+    assert connection.take() == [
+        ([(1, 0), (2, 0), (3, 0)], []), ([(4, 0), (5, 0)], [1, 2]), ([], [3, 4]), ([], [5]),
+    ]  # fmt: skip
+    monkeypatch.setattr(module, "REPORT_BYTES", 48 + 16)
+    add(reports, 6, 0)
+    add(reports, 6, 2)
+    reports.send()
+    assert connection.take() == [([(6, 0)], []), ([(6, 2)], [])]
+
+
+def test_tokens_are_kept_until_they_are_on_disk_and_sent_again_from_where_the_broker_asks(connection, reports):
+    for start in (0, 2, 4):
+        add(reports, 1, start)
+    reports.close(score(1))
+    reports.send()
+    connection.take()
+    assert reports.acknowledge(1, 2) == 2 and reports.unacknowledged_bytes == 2 * 16
+    reports.send_again(1, 4)
+    reports.send()
+    assert connection.take() == [([(1, 4)], [1])]
+    reports.forget(1)
+    reports.send_again(1)
+    reports.send()
+    assert connection.take() == [] and reports.unacknowledged_bytes == 0
