@@ -452,9 +452,9 @@ class OperationsSection(Section):
         [], description="where metrics go beside the run folder: tensorboard, or yours as package.module:Class"
     )
     alarms: list[str] = Field(
-        ["nothing_trained"],
-        description="what says in every step whether the run is in trouble: nothing_trained, or yours as "
-        "package.module:Class",
+        ["nothing_trained", "wrong_weights"],
+        description="what says in every step whether the run is in trouble: nothing_trained, wrong_weights, or yours "
+        "as package.module:Class",
     )
     log_format: Literal["text", "json"] = Field("text", description="log lines; json: one object a line, with ids")
 

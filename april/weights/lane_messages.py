@@ -74,6 +74,8 @@ class LaneLoaded(Message):
 class LaneFailed(Message):
     lane: str
     error: str
+    wrong: bool = False
+    """the engine does not hold the weights that it was sent"""
 
 
 AnyLaneMessage = LaneJoin | LaneInvite | LaneReady | LaneAlive | LaneManifest | LanePosted | LaneLoaded | LaneFailed

@@ -104,6 +104,8 @@ class WeightPublisher:
         self._count = 0
         self._lost = 0
         """lanes, since the last publish"""
+        self._wrong = 0
+        """times that an engine did not hold what it was sent, since then"""
         self._closed = False
         self._store = self._serve_store()
         self._context = zmq.Context()
@@ -154,6 +156,7 @@ class WeightPublisher:
             late = self._behind(version)
             reached = sum(lane.acknowledged == version for lane in self._lanes.values())
             lost, self._lost = self._lost, 0
+            wrong, self._wrong = self._wrong, 0
         for lane in late:
             within_s, ids = self.config.publish_deadline_s, {"worker": lane.worker, "step": version.step}
             log.warning("worker %s has not loaded %s within %g s", lane.worker, version, within_s, extra=ids)
@@ -162,6 +165,7 @@ class WeightPublisher:
             "publish_workers": reached,
             "publish_late": len(late),
             "publish_lost": lost,
+            "publish_wrong": wrong,
         }
 
     def _behind(self, version: Version) -> list[PeerLane]:
@@ -352,6 +356,7 @@ class WeightPublisher:
                     raise LaneLost(f"silent for {SILENCE_S:g} s while {kind.__name__} was due") from None
                 continue
             if isinstance(message, LaneFailed):
+                self._wrong += message.wrong
                 raise LaneLost(message.error)
             if isinstance(message, kind) and version in (None, getattr(message, "version", None)):
                 return message

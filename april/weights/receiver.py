@@ -47,6 +47,7 @@ log = logging.getLogger(__name__)
 
 SPEAK_S = 0.5
 """how often the learner is told that this worker lives"""
+NO_REFUSAL = ("", False)
 INVITATION_S = 5.0
 """ask again after this long without a lane"""
 
@@ -111,7 +112,7 @@ class WeightReceiver:
         self._learner = ("", "")
         """address and public key"""
         self._closed = self._forgotten = False
-        self._refusal = ""
+        self._refusal = NO_REFUSAL
         self._posted: LaneManifest | None = None
         self._wake_reader, self._wake_writer = os.pipe()
         self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
@@ -135,10 +136,11 @@ class WeightReceiver:
             self._loaded = self.held = version
         self._wake()
 
-    def refuse(self, why: str) -> None:
-        """The engine does not take what has arrived: the lane ends, and another is asked for after a while."""
+    def refuse(self, why: str, wrong: bool = False) -> None:
+        """The engine does not take what has arrived, or holds something else (`wrong`): the lane ends, and another is
+        asked for after a while."""
         with self._lock:
-            self._refusal = why
+            self._refusal = why, wrong
         self._wake()
 
     def forget(self) -> None:
@@ -208,9 +210,9 @@ class WeightReceiver:
             forgotten, self._forgotten = self._forgotten, False
         return forgotten
 
-    def take_refusal(self) -> str:
+    def take_refusal(self) -> tuple[str, bool]:
         with self._lock:
-            refusal, self._refusal = self._refusal, ""
+            refusal, self._refusal = self._refusal, NO_REFUSAL
         return refusal
 
     def take_loaded(self) -> Version | None:
@@ -255,8 +257,8 @@ class LearnerConnection:
                 os.read(self.receiver._wake_reader, 4096)
             if posted := self.receiver.take_posted():
                 self._send(LanePosted(posted.lane, posted.version))
-            if refusal := self.receiver.take_refusal():
-                self._fail(refusal)
+            if (refusal := self.receiver.take_refusal()) != NO_REFUSAL:
+                self._fail(*refusal)
                 self._ask_again_at = clock.now() + INVITATION_S
             if self.receiver.take_forgotten():
                 self.leave()
@@ -309,10 +311,10 @@ class LearnerConnection:
             self._fail(str(error))
             self._ask_again_at = clock.now() + SPEAK_S if self.receiver.server else 0.0
 
-    def _fail(self, why: str) -> None:
+    def _fail(self, why: str, wrong: bool = False) -> None:
         """Tell the learner why the lane has ended."""
         if self.lane:
-            self._send(LaneFailed(self.lane.lane, why[:TEXT_CHARACTERS]))
+            self._send(LaneFailed(self.lane.lane, why[:TEXT_CHARACTERS], wrong))
         self.leave()
 
     def _join(self, invite: LaneInvite) -> None:

@@ -32,3 +32,13 @@ def test_three_steps_in_a_row_without_a_gradient_raise_an_alarm_that_says_what_t
     assert alarm["sentence"].startswith("nothing was trained in the last 3 steps") and alarm["page"].endswith("badly")
     assert lines(talk)[2]["gradient"] == {"tokens": 0.5, "groups": 0.25}
     assert "gradient 50%" in step_line(lines(talk)[2], {})
+
+
+def test_an_engine_that_did_not_hold_its_weights_raises_an_alarm_in_that_step(talk, worker, learner):
+    plain = learner.consume
+    for step, wrong in enumerate((0.0, 2.0, 0.0)):
+        learner.consume = lambda step, wrong=wrong: plain(step, **HALF, publish_wrong=wrong)
+        train(talk, worker, learner, step)
+    raised = [line["alarms"] for line in lines(talk)]
+    assert [[alarm["name"] for alarm in alarms] for alarms in raised] == [[], ["wrong_weights"], []]
+    assert "did not hold the weights" in raised[1][0]["sentence"] and raised[1][0]["page"].endswith("#proof-of-weights")

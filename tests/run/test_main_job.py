@@ -80,8 +80,15 @@ def test_the_journal_alone_rebuilds_the_ledger(finished):
 def test_every_token_s_logprob_is_that_of_the_version_it_is_labelled_with(finished, policy_folder):
     """A worker's reported version is really the weights it samples from."""
     run_dir, _ = finished
-    prompts, holders, responses, checked = {}, {}, {}, set()
     models = {0: AutoModelForCausalLM.from_pretrained(policy_folder, dtype=torch.float32)}
+    assert versions_with_true_logprobs(run_dir, policy_folder, models) == {0, 1, 2, 3}
+    apart = forward_logprobs(models[0], np.arange(2, 20), 10) - forward_logprobs(models[3], np.arange(2, 20), 10)
+    assert np.abs(apart).max() > 1e-2, "the versions must differ for this to mean anything"
+
+
+def versions_with_true_logprobs(run_dir, policy_folder, models):
+    """All that tokens were sampled under; `models` is filled with those of checkpoints."""
+    prompts, holders, responses, checked = {}, {}, {}, set()
     for event, arrays in journalled(run_dir):
         if isinstance(event, GroupOpened):
             prompts[event.group] = np.frombuffer(arrays[0][1], "<i4")
@@ -100,9 +107,7 @@ def test_every_token_s_logprob_is_that_of_the_version_it_is_labelled_with(finish
                 logprobs = np.frombuffer(own, "<f4", offset=4 * row.tokens)
                 assert np.abs(forward_logprobs(models[step], whole, len(new)) - logprobs).max() < 1e-4
                 checked.add(step)
-    assert checked == {0, 1, 2, 3}
-    apart = forward_logprobs(models[0], np.arange(2, 20), 10) - forward_logprobs(models[3], np.arange(2, 20), 10)
-    assert np.abs(apart).max() > 1e-2, "the versions must differ for this to mean anything"
+    return checked
 
 
 def model_of_checkpoint(run_dir, step, policy_folder):

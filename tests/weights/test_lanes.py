@@ -14,6 +14,7 @@ import torch
 from april.config import ConfigError, WeightsSection
 from april.processes import clock
 from april.weights import lane
+from april.weights.canary import Canary
 from april.weights.publisher import SILENCE_S, WeightPublisher
 from april.weights.receiver import WeightReceiver
 from april.wire.version import Version
@@ -224,3 +225,18 @@ def test_a_worker_that_slept_between_two_publishes_gets_a_new_lane(publisher, wo
 
 def test_a_publish_without_workers_returns_at_once(publisher):
     assert publisher.publish(Version(0, 0), weights(0))["publish_workers"] == 0
+
+
+def test_the_canary_comes_with_its_version_and_the_learner_counts_who_does_not_hold_it(publisher):
+    """To one that comes late, too."""
+    canary = Canary([3, 1, 2], [-0.5, -1.5], "float32")
+    publisher.publish(Version(0, 0), weights(0), canary)
+    receiver = WeightReceiver(WeightsSection(), "uid", "w0", "cpu")
+    receiver.connect(publisher.address)
+    staged = take(receiver)
+    assert staged.canary == canary and staged.checksum == publisher._snapshot.checksum
+    receiver.refuse("these are others", wrong=True)
+    wait_until(lambda: not publisher._lanes)
+    assert publisher.publish(Version(0, 1), weights(1))["publish_wrong"] == 1
+    assert publisher.publish(Version(0, 2), weights(2))["publish_wrong"] == 0
+    receiver.close()

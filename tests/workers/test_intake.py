@@ -24,7 +24,7 @@ class Receiver:
     def loaded(self, version):
         self.held = version
 
-    def refuse(self, why):
+    def refuse(self, why, wrong=False):
         self.told.append(why)
 
     def forget(self):

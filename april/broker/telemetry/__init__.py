@@ -12,6 +12,9 @@ SINKS = Registry(
 ALARMS = Registry(
     "operations.alarms",
     "alarm",
-    {"nothing_trained": "april.broker.telemetry.nothing_trained:NothingTrained"},
+    {
+        "nothing_trained": "april.broker.telemetry.nothing_trained:NothingTrained",
+        "wrong_weights": "april.broker.telemetry.wrong_weights:WrongWeights",
+    },
     base="april.broker.telemetry.alarm:Alarm",
 )

@@ -42,8 +42,9 @@ class Intake:
             loading.result()
         except EngineError as error:
             log.error("weights %s were not loaded: %s", staged.version, error)
-            receiver.refuse(str(error))
-            if isinstance(error, WrongWeights) and self.proof and self.proof.failures >= FAILURES:
+            wrong = isinstance(error, WrongWeights)
+            receiver.refuse(str(error), wrong)
+            if wrong and self.proof and self.proof.failures >= FAILURES:
                 raise
             return None
         receiver.loaded(staged.version)

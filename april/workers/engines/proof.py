@@ -11,6 +11,7 @@ Three questions, each of which alone finds an engine that samples from other wei
 - Where the learner's have moved at all, did the engine's? The same bits again are the same weights again.
 """
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -19,6 +20,8 @@ import numpy as np
 from april.weights.canary import Canary
 from april.weights.receiver import Staged
 from april.workers.engines.base import EngineError
+
+log = logging.getLogger(__name__)
 
 FAILURES = 2
 """in a row, after which a worker leaves"""
@@ -90,6 +93,7 @@ class Proof:
             why = repetition(self._last, score)
         if why:
             raise self._fail(staged, why)
+        log.info("version %s is proven: %.2g nats from the learner in the mean", staged.version, score.noise)
         self.failures, self._last = 0, score
         if self._anchor is None or has_moved(self._anchor, score):
             self._anchor = score

@@ -1,0 +1,20 @@
+"""The alarm against engines that do not hold what they are sent: they generate nothing, and their workers leave."""
+
+from typing import Any
+
+from april.broker.telemetry.alarm import Alarm
+
+
+class WrongWeights(Alarm):
+    page = "docs/learner.md#proof-of-weights"
+    threshold = 1
+    """engines, counted anew at each try, that have not shown to hold a version they were sent"""
+
+    def look(self, record: dict[str, Any]) -> str:
+        wrong = (record.get("learner") or {}).get("publish_wrong") or 0
+        if wrong < self.threshold:
+            return ""
+        return (
+            f"{wrong:g} times since the last step an engine did not hold the weights that it was sent, and got no "
+            "work; read in the learner's log which and why, and mend the way of the weights into it"
+        )
