@@ -65,6 +65,7 @@ def main() -> None:
             with ENGINES[name](policy, Path(folder)) as engine:
                 rows += measure(name, engine, runs)
                 costs[name] = [timed(lambda: engine.score(runs[0][-1].canary.text)) for _ in range(20)]
+        rows[:0] = [together(rows, "canary_missed"), together(rows, "canary_false_alarms")]
         with torch_engine(policy, Path(folder)) as engine:
             rows += [
                 stale_tensors_seen("quickstart_lr", engine, runs[0]),
@@ -176,6 +177,12 @@ def measure(name: str, engine: Engine, runs: list[list[Published]]) -> Iterator[
     yield Row(f"canary_false_alarms_{name}", alarms, "alarms", of=sum)
     yield Row(f"canary_noise_mean_{name}", noise, "nats", of=max)
     yield Row(f"canary_noise_largest_{name}", largest, "nats", of=max)
+
+
+def together(rows: list[Row], name: str) -> Row:
+    """Of all engines."""
+    own = [row for row in rows if row.name.startswith(name)]
+    return Row(name, [one for row in own for one in row.measured], own[0].unit, of=sum)
 
 
 def holds(engine: Engine, proof: Proof, published: Published, tensors: dict[str, torch.Tensor]) -> bool:
