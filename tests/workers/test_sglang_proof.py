@@ -31,7 +31,7 @@ def make_intake(sglang_server, tiny_model):
     made = []
 
     def make(**options):
-        options = {"slots": 8, "chunk_tokens": 50, "stream_tokens": 5, "chunk_s": 1e9} | options
+        options = {"slots": 8, "chunk_tokens": 50, "stream_tokens": 5, "report_s": 1e9} | options
         push = Faulty(tiny_model().folder)
         made.append(SGLangEngine(tiny_model().folder, VOCABULARY, 640, url=sglang_server.url, push=push, **options))
         return ServerIntake(made[-1], Receiver(), Proof()), push
