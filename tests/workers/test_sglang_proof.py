@@ -2,13 +2,18 @@
 
 import pytest
 
+from april.config import WeightsSection
+from april.weights.publisher import WeightPublisher
+from april.weights.receiver import WeightReceiver
 from april.workers.engines.base import Request
-from april.workers.engines.conformance.driving import V0, V1, VOCABULARY, Stream, drive, join, prompt
+from april.workers.engines.conformance.driving import V0, V1, V2, VOCABULARY, Stream, drive, join, prompt
 from april.workers.engines.conformance.faults import FAULTS
 from april.workers.engines.proof import Proof, WrongWeights
 from april.workers.engines.sglang.engine import SGLangEngine
 from april.workers.engines.sglang.intake import ServerIntake
+from april.workers.engines.sglang.lane import ServerLane
 from april.workers.engines.sglang.weights import DiskSnapshot
+from tests.workers.server_faults import run_until
 from tests.workers.test_intake import Receiver
 from tests.workers.test_proof import Learner
 
@@ -106,3 +111,20 @@ def test_ten_clean_versions_raise_no_alarm(make_intake, learner):
     for _ in range(5):
         assert arrive(intake, learner.sends(V0))[0] and arrive(intake, learner.sends(V1))[0]
     assert intake.proof.failures == 0
+
+
+def test_what_the_learner_broadcasts_to_the_server_itself_has_to_be_proven_too(make_intake, learner):
+    """A snapshot that is wrong on the learner's side comes again, and is as wrong."""
+    engine = make_intake()[0].engine
+    publisher = WeightPublisher(WeightsSection(publish_deadline_s=0.1), "test", "cpu")
+    receiver = WeightReceiver(WeightsSection(), "uid", "w0", "cpu", server=ServerLane(engine), up=lambda: engine.ready)
+    intake = ServerIntake(engine, receiver, Proof())
+    receiver.connect(publisher.address)
+    publisher.publish(V0, learner.weights[V0], learner.sends(V0).canary)
+    run_until(lambda: engine.version == V0, engine, intake.load)
+    publisher.publish(V1, learner.weights[V0], learner.sends(V1).canary)
+    with pytest.raises(WrongWeights, match=r"version 0\.1"):
+        run_until(lambda: engine.version == V1, engine, intake.load)
+    assert engine.version is None and publisher.publish(V2, learner.weights[V2])["publish_wrong"] >= 1
+    receiver.close()
+    publisher.close()
