@@ -27,6 +27,7 @@ from april.config import Config, is_loopback
 from april.connections import sockets
 from april.formats.versions import RUN_FOLDER
 from april.processes import clock
+from april.processes.descriptors import NO_DESCRIPTORS, raise_limit
 from april.security.allow_list import AllowList
 from april.security.door import Door
 from april.security.keys import ALLOW_LIST, load_keys
@@ -51,8 +52,8 @@ came in"""
 RETRY_S = 5.0
 """how often a broker that ran out of disk looks for room"""
 PROBE_BYTES = 16 << 20
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""refusals of a disk after which it can be written again"""
+HEALS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, *NO_DESCRIPTORS)
+"""refusals after which the disk can be written again"""
 BIND_S, BIND_AGAIN_S = 10.0, 0.2
 """longest wait for the port of a broker that was killed, and how often it is tried"""
 LEAVE_S = 600.0
@@ -74,6 +75,7 @@ class Server:
 
     def __init__(self, config: Config):
         """Raises ConfigError, JournalError or BindError."""
+        raise_limit()
         keys = load_keys(config.security.keys, "broker")
         allow_list = AllowList(config.security.keys / ALLOW_LIST) if config.security.keys else None
         config.run_dir.mkdir(parents=True, exist_ok=True)
@@ -161,7 +163,8 @@ class Server:
             while over_since is None or clock.now() - over_since < self._leave_s:
                 self.serve_once()
                 if self.steps_aside:
-                    return log.info("drained, and told to leave by %s: peers wait for the next broker", self._signal)
+                    why = self.service.run.read_only or "drained"
+                    return log.info("told to leave by %s, %s: peers wait for the next broker", self._signal, why)
                 if self.service.everyone_left():
                     break
                 if self.service.run.over and over_since is None:
@@ -172,8 +175,10 @@ class Server:
 
     @property
     def steps_aside(self) -> bool:
-        """Told to leave while drained: another broker of this run, here or elsewhere, goes on from its journal."""
-        return bool(self._signal) and self.service.ledger.draining and not self.service.run.over
+        """Told to leave while drained, or while nothing can be written down any more: another broker of this run, here
+        or elsewhere, goes on from its journal."""
+        run = self.service.run
+        return bool(self._signal and (run.read_only or (self.service.ledger.draining and not run.over)))
 
     def serve_once(self) -> None:
         """Handle what has arrived, and send the answers that a sync has covered.
@@ -242,7 +247,7 @@ class Server:
             error = self.journal.fail(error)
         self.service.sessions.outgoing[:0], self._unsent = self._unsent, []
         self.service.fall_silent(str(error))
-        self._retry_at = clock.now() + RETRY_S if error.errno in NO_ROOM else math.inf
+        self._retry_at = clock.now() + RETRY_S if error.errno in HEALS else math.inf
 
     def _recover(self) -> None:
         """Once there is room again, go on from what is on disk, as after a crash; peers say hello again."""

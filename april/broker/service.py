@@ -77,6 +77,8 @@ class Service:
         self.schedule = make_schedule(config.schedule, prompts)
         self.filters = GroupFilters(config.schedule)
         self.snapshots = SnapshotStore(journal.folder)
+        self._said = ""
+        """the last complaint about a file that others do not depend on"""
         self._recover()
         self.sessions.number_from(self.ledger.starts)
         self.recorder = Recorder(
@@ -196,6 +198,8 @@ class Service:
             self._dispatch(route, received, now, peer)
         elif session and isinstance(message, wire.Heartbeat):
             self.sessions.answer_heartbeat(session, [])
+        elif session and isinstance(message, wire.Goodbye):
+            self.sessions.close(session)
 
     def fall_silent(self, reason: str) -> None:
         """Nothing can be written any more: forget what peers were to be told, and change nothing from here on.
@@ -387,7 +391,11 @@ class Service:
         """
         if not self.journal.file_full or self.snapshots.busy:
             return
-        position = self.journal.rotate()
+        try:
+            position = self.journal.rotate()
+        except OSError as error:
+            return self._say_once(f"the journal's file grows on, as no other can be opened ({error})")
+        self._said = ""
         dead_files = self.journal.reclaim(self.snapshots.older, live_positions(self.ledger))
         self.snapshots.write(position, freeze(self.ledger), dead_files)
 
@@ -410,11 +418,22 @@ class Service:
 
     def close(self, now: float) -> None:
         self._write_summary(now)
+        self.recorder.write_lines()
         self.recorder.sinks.close()
         self.snapshots.close()
 
     def _write_summary(self, now: float) -> None:
         self.run.summary_is_old, self._next_summary = False, now + SUMMARY_S
-        if not self.run.read_only:
+        if self.run.read_only:
+            return
+        try:
             self.recorder.write_summary(self.ledger, self.run.state, now, self.prompts.counts())
             self.monitors.write_dead_letters()
+        except OSError as error:
+            self.run.summary_is_old = True
+            self._say_once(f"the summary cannot be written ({error}); it is tried again")
+
+    def _say_once(self, what: str) -> None:
+        if what != self._said:
+            log.warning("%s", what)
+        self._said = what

@@ -1,11 +1,15 @@
 """A broker whose disk refuses acknowledges nothing and answers questions. It goes on when there is room again, or,
-where something else was wrong, when it is restarted."""
+where something else was wrong, when it is restarted. One without a descriptor left goes on with what it has open."""
 
+import contextlib
 import errno
 import os
 import resource
+import signal
+import socket
 import time
 import uuid
+from pathlib import Path
 
 import orjson
 import pytest
@@ -13,6 +17,7 @@ import pytest
 from april import config as configuration
 from april import wire
 from april.broker import server
+from april.broker.server import Server
 from april.connections.broker import BrokerConnection, BrokerUnreachable
 from april.wire.version import Version
 from tests.broker.conversation import one_row
@@ -146,6 +151,71 @@ def test_a_run_that_is_stopped_while_the_disk_is_full_stays_stopped_when_it_has_
             monitor.hello([])
             status = status_of(monitor)
     assert (status["read_only"], status["state"]) == ("", "stopped")
+
+
+def open_files(job):
+    return len(list(Path(f"/proc/{job.process.pid}/fd").iterdir()))
+
+
+@pytest.fixture
+def many_files(config_file):
+    text = config_file.read_text().replace("max_response_tokens = 24", "max_response_tokens = 100")
+    config_file.write_text(text + "broker = { journal_file_records = 100 }\n")
+
+
+def test_connections_that_say_nothing_take_every_descriptor_and_cost_nothing(many_files, broker, join):
+    worker, monitor = join(broker.address, "worker"), join(broker.address, "monitor")
+    lease_id = generate_three(worker, join(broker.address, "learner"))
+    limit = open_files(broker) + 20
+    resource.prlimit(broker.process.pid, resource.RLIMIT_NOFILE, (limit, limit))
+    host, port = broker.address.removeprefix("tcp://").split(":")
+    with contextlib.ExitStack() as silent:
+        for _ in range(60):
+            silent.enter_context(socket.create_connection((host, int(port))))
+        wait_until(lambda: open_files(broker) == limit, broker)
+        for length in range(3, 99):
+            worker.send(*one_row(lease_id, length, 1))
+            while (lease_id, length + 1) not in wait_for(worker, wire.Answers).message.lengths:
+                pass
+        status = status_of(monitor)
+        assert (status["state"], status["read_only"], status["ledger_closed"]) == ("running", "", True)
+        assert "grows on" in broker.output
+    wait_until(lambda: open_files(broker) < limit, broker)
+
+
+def test_a_broker_that_finds_no_descriptor_when_it_comes_back_tries_again(config_file, join, monkeypatch):
+    def no_descriptor(*arguments, **more):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(server, "RETRY_S", 0.0)
+    tries, real = [], Server._open
+
+    def open_late(live, prompts):
+        tries.append(live)
+        return no_descriptor() if len(tries) < 4 else real(live, prompts)
+
+    with serving(configuration.load(config_file)) as live:
+        worker, monitor = join(live.address, "worker"), join(live.address, "monitor")
+        lease_id = generate_three(worker, join(live.address, "learner"))
+        monkeypatch.setattr(Server, "_open", open_late)
+        with monkeypatch.context() as short:
+            short.setattr(os, "pwritev", no_descriptor)
+            worker.send(*one_row(lease_id, 3, 2))
+            wait_until(lambda: tries)
+        wait_until(lambda: len(tries) == 4 and not live.service.run.read_only, timeout_s=20.0)
+        monitor.hello([])
+        assert status_of(monitor)["read_only"] == ""
+
+
+def test_a_signal_ends_a_broker_that_cannot_write(broker, join):
+    worker = join(broker.address, "worker")
+    lease_id = generate_three(worker, join(broker.address, "learner"))
+    limit_files(broker, sum(path.stat().st_size for path in (broker.run_dir / "journal").glob("*.msgpack")))
+    worker.send(*one_row(lease_id, 3, 2))
+    wait_until(lambda: "READ ONLY" in broker.output, broker)
+    broker.process.send_signal(signal.SIGTERM)
+    assert broker.wait(server.LEAVE_AFTER_SIGNAL_S / 2) == 1, "whoever watches starts it again"
+    assert "told to leave by SIGTERM" in broker.output
 
 
 def test_an_order_that_did_not_reach_the_disk_is_refused(config_file, join, monkeypatch):

@@ -184,6 +184,32 @@ def test_a_second_broker_on_the_same_journal_is_refused(tmp_path):
     Journal(tmp_path).close()
 
 
+def no_descriptor(*arguments):
+    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+def test_where_no_file_can_be_opened_the_journal_goes_on_in_the_one_it_has(tmp_path, monkeypatch):
+    with closing(Journal(tmp_path, file_records=2)) as journal:
+        journal.append(fact(0))
+        with monkeypatch.context() as short:
+            short.setattr(os, "open", no_descriptor)
+            with pytest.raises(OSError, match="Too many open files"):
+                journal.rotate()
+        journal.append(fact(1))
+        assert journal.rotate() == journal.end
+    assert replayed(tmp_path) == [fact(0), fact(1)]
+
+
+def test_a_journal_that_was_not_opened_whole_holds_nothing_open(tmp_path, monkeypatch):
+    fill(tmp_path, 35)
+    real = os.open
+    with monkeypatch.context() as short:
+        short.setattr(os, "open", lambda path, *more: (real if path.name == "lock" else no_descriptor)(path, *more))
+        with pytest.raises(OSError, match="Too many open files"):
+            Journal(tmp_path)
+    assert len(replayed(tmp_path)) == 35
+
+
 # --- segments -------------------------------------------------------------------------------------------------
 
 

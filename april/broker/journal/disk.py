@@ -27,8 +27,8 @@ class Uncached:
 
     def __init__(self, path: Path):
         """Raises OSError where the file system has no such way."""
-        self._direct = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT)
         self._stage = mmap.mmap(-1, STAGE_BYTES)
+        self._direct = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT)
 
     def write(self, file: int, pieces: Iterable[Buffer], offset: int) -> None:
         """Put pieces one behind the other from `offset` on; `file` is the same file, opened without this."""

@@ -21,10 +21,11 @@ import msgspec
 from zlib_ng.zlib_ng import crc32
 
 from april.broker.journal import records
-from april.broker.journal.disk import BLOCK_BYTES, Uncached, open_uncached, sync_folder, write_and_sync
+from april.broker.journal.disk import BLOCK_BYTES, Uncached, open_uncached, write_and_sync
 from april.broker.ledger.events import AnyEvent, Event, Part
 from april.broker.ledger.samples import Place
 from april.formats.versions import JOURNAL
+from april.processes.descriptors import NO_DESCRIPTORS
 
 log = logging.getLogger(__name__)
 
@@ -75,10 +76,16 @@ class Journal:
         except OSError:
             os.close(self._lock)
             raise JournalError(f"journal {folder} is in use by another broker; stop that one first") from None
-        self._files: dict[int, int] = {
-            int(path.stem): os.open(path, os.O_RDWR) for path in sorted(folder.glob(f"*{SUFFIX}"))
-        }
-        self._starts = sorted(self._files)
+        self._files: dict[int, int] = {}
+        self._uncached: Uncached | None = None
+        """the newest file, past the page cache"""
+        self._closed = False
+        self._syncer = ThreadPoolExecutor(1, thread_name_prefix="journal-sync")
+        try:
+            self._open_files()
+        except OSError:
+            self._let_go()
+            raise
         self._pending: list[bytes | memoryview] = []
         self._unwritten: dict[int, Appended] = {}
         self._in_sync: dict[int, Appended] = {}
@@ -90,11 +97,8 @@ class Journal:
         """bytes of those of them that no sync has begun to write"""
         self._records = 0
         self._failed: JournalError | None = None
-        self._syncer = ThreadPoolExecutor(1, thread_name_prefix="journal-sync")
         self._syncing: tuple[int, Callable[[], float]] | None = None
         """position up to which the sync under way reaches, and how to wait for it"""
-        self._uncached: Uncached | None = None
-        """the newest file, past the page cache"""
         self._aside: Future[float] | None = None
         self.on_sync_ended: Callable[[], None] = lambda: None
         """called in the thread of a sync aside"""
@@ -102,26 +106,34 @@ class Journal:
         """how long the last sync took"""
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(AnyEvent)
+        self.end = self._synced = self._starts[-1] + self._size(self._starts[-1])
+        self._cached_from = self._synced
+        self.bytes_on_disk = sum(map(self._size, self._starts))
+
+    def _open_files(self) -> None:
+        for path in sorted(self.folder.glob(f"*{SUFFIX}")):
+            self._files[int(path.stem)] = os.open(path, os.O_RDWR)
+        self._starts = sorted(self._files)
         if not self._files:
             self._begin_file(0)
         else:
             self._uncached = open_uncached(self._path(self._starts[-1]))
-        self.end = self._synced = self._starts[-1] + self._size(self._starts[-1])
-        self._cached_from = self._synced
-        self.bytes_on_disk = sum(map(self._size, self._starts))
 
     def _path(self, start: int) -> Path:
         return self.folder / f"{start:020d}{SUFFIX}"
 
     def _begin_file(self, position: int) -> None:
-        path = self._path(position)
-        self._files[position] = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+        path, folder = self._path(position), os.open(self.folder, os.O_RDONLY)
+        try:
+            self._files[position] = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+            os.fsync(folder)
+        finally:
+            os.close(folder)
         self._starts.append(position)
         if self._uncached:
             self._uncached.close()
         self._uncached = open_uncached(path)
         self._records = 0
-        sync_folder(self.folder)
 
     def _size(self, start: int) -> int:
         return os.fstat(self._files[start]).st_size
@@ -242,11 +254,16 @@ class Journal:
         return self.end - self._starts[-1] >= self.file_bytes or self._records >= self.file_records
 
     def rotate(self) -> int:
-        """Begin a new file behind what is synced; returns the position at which it begins."""
+        """Begin a new file behind what is synced; returns the position at which it begins.
+
+        Raises OSError where there is no descriptor for it: then the present file goes on growing.
+        """
         self.sync()
         try:
             self._begin_file(self.end)
         except OSError as error:
+            if error.errno in NO_DESCRIPTORS:
+                raise
             raise self.fail(error) from error
         return self.end
 
@@ -369,8 +386,15 @@ class Journal:
 
     def close(self) -> None:
         """Let go of the files; what is still queued is synced first, unless the disk has refused."""
-        if not self._failed:
+        if not self._failed and not self._closed:
             self.sync()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Once: the numbers of closed descriptors belong to others."""
+        if self._closed:
+            return
+        self._closed = True
         self._syncer.shutdown()
         if self._uncached:
             self._uncached.close()

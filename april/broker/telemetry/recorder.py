@@ -59,6 +59,8 @@ class Recorder:
         self.started_at = started_at
         self.sessions = sessions
         self.metrics_path = run_dir / "metrics.jsonl"
+        self._unwritten = bytearray()
+        """lines of metrics.jsonl that wait for it"""
         self.steps: dict[int, dict[str, Any]] = {}
         """by batch, from 0: those that a learner can go back to, and the last before them"""
         self.step_times: deque[float] = deque(maxlen=PACE_STEPS)
@@ -144,12 +146,23 @@ class Recorder:
         else:
             record = self._describe(step, ledger, learner, now)
             record["alarms"] = self.alarms.look(record)
-            with self.metrics_path.open("ab") as file:
-                file.write(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE))
+            self._unwritten += orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
+            self.write_lines()
             self._remember(record, ledger.first_kept_step)
             self.step_times.append(record["time"])
             self.sinks.step(record)
         return self.steps[step]
+
+    def write_lines(self) -> None:
+        """What could not be written waits for the next step's line: figures stop nothing."""
+        if not self._unwritten:
+            return
+        try:
+            with self.metrics_path.open("ab", buffering=0) as file:
+                while self._unwritten:
+                    del self._unwritten[: file.write(self._unwritten)]
+        except OSError as error:
+            log.warning("%s cannot be written (%s); its lines wait for the next step", self.metrics_path, error)
 
     def _remember(self, record: dict[str, Any], first_kept: int) -> None:
         """Without its lanes; of what lies before `first_kept`, where no learner can go back to, only sums stay."""
