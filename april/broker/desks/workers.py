@@ -2,7 +2,6 @@
 
 import heapq
 import math
-from collections.abc import Iterable
 from itertools import compress
 from typing import Any
 
@@ -72,20 +71,25 @@ class WorkerDesk(HolderDesk):
         leases = [self.ledger.leases.get(lease_id) for lease_id in lease_ids]
         wrong = self.checks.faults(table, payload, leases)
         verdicts = self.ledger.add_chunks(packed[0].data, payload.data, session.uid, wrong, payload.checksum)
-        answers = self.sessions.answers_to(session)
-        for place, (lease_id, lease, verdict) in enumerate(zip(lease_ids, leases, verdicts, strict=True)):
-            if verdict is Verdict.OK and lease is not None:
-                answers.lengths[lease_id] = lease.sample.length
-            else:
-                self._answer_refused(session, lease_id, lease, verdict, wrong.get(place, ""), table[place], now)
-        taken = [verdict is Verdict.OK for verdict in verdicts]
-        table = table[taken]
-        ended = table["lease_id"][table["finish"] > 0].tolist()
-        answers.done += [lease_id for lease_id in ended if lease_id not in self.ledger.leases]
-        self._count(session, table, compress(leases, taken), now)
+        if verdicts.count(Verdict.OK) < len(verdicts):
+            for place, (lease_id, lease, verdict) in enumerate(zip(lease_ids, leases, verdicts, strict=True)):
+                if verdict is not Verdict.OK:
+                    self._answer_refused(session, lease_id, lease, verdict, wrong.get(place, ""), table[place], now)
+            taken = [verdict is Verdict.OK for verdict in verdicts]
+            table, leases = table[taken], list(compress(leases, taken))
+        self._acknowledge(session, table)
+        self._count(session, table, leases, now)
 
-    def _count(self, session: Session, table: np.ndarray, leases: Iterable[Lease | None], now: float) -> None:
-        """What was taken."""
+    def _acknowledge(self, session: Session, table: np.ndarray) -> None:
+        """Rows that were taken, those of a lease in order: the last one says how long its response is by now."""
+        answers, lease_ids = self.sessions.answers_to(session), table["lease_id"]
+        ends = table["start"].astype(np.int64) + table["tokens"]
+        answers.lengths.update(zip(lease_ids.tolist(), ends.tolist(), strict=True))
+        ended = lease_ids[table["finish"] > 0].tolist()
+        answers.done += [lease_id for lease_id in ended if lease_id not in self.ledger.leases]
+
+    def _count(self, session: Session, table: np.ndarray, leases: list[Lease | None], now: float) -> None:
+        """Rows that were taken, and their leases."""
         evaluated = np.array([lease.sample.group.evaluation for lease in leases if lease], bool)
         sampled, tokens = table["kind"] == CHUNK, table["tokens"].astype(np.int64)
         uses = [sampled & ~evaluated, sampled & evaluated]

@@ -38,12 +38,11 @@ CACHED_BYTES, LET_GO_BYTES = 1 << 30, 1 << 20
 """of what was written last, the system keeps so much in its page cache for reading; older pages are let go, so much at
 a time, and used again: taking fresh memory for every record costs more than copying it"""
 KEPT_BYTES, KEPT_FROM = 64 << 20, 16 << 10
-"""the last records of at least so many bytes a row stay in memory, so many bytes of them: most are read once and soon,
-and the page cache would have them copied and checked again. Small rows are read when their response is whole, much
-later: from the page cache"""
+"""the last records of at least so many bytes stay in memory, so many bytes of them. Large rows are read once and soon,
+and the page cache would have them copied and checked again"""
 UNCACHED_FROM = 128 << 10
-"""where most of what is synced at once, and at least so many bytes of it, stays in memory anyway, it is written past
-the page cache"""
+"""where most of what is synced at once, and at least so many bytes of it, is large rows, it is written past the page
+cache. Small rows are read when their response is whole, much later, and often from there"""
 SUFFIX = ".msgpack"
 
 Appended = tuple[Event, list[Part], int]
@@ -94,7 +93,7 @@ class Journal:
         self._kept_lengths: deque[Reference] = deque()
         self._kept_bytes = 0
         self._kept_unwritten = 0
-        """bytes of those of them that no sync has begun to write"""
+        """bytes of the large rows among them that no sync has begun to write"""
         self._records = 0
         self._failed: JournalError | None = None
         self._syncing: tuple[int, Callable[[], float]] | None = None
@@ -148,18 +147,18 @@ class Journal:
         reference = (self.end, length)
         self._pending += pieces
         self._unwritten[self.end] = event, list(arrays), length
-        if length >= KEPT_FROM * event.weight:
-            self._keep(reference)
+        if length >= KEPT_FROM:
+            self._keep(reference, read_soon=length >= KEPT_FROM * event.weight)
         self._records += event.weight
         self.end += length
         return reference
 
-    def _keep(self, reference: Reference) -> None:
+    def _keep(self, reference: Reference, read_soon: bool) -> None:
         position, length = reference
         self._kept[position] = self._unwritten[position]
         self._kept_lengths.append(reference)
         self._kept_bytes += length
-        self._kept_unwritten += length
+        self._kept_unwritten += length if read_soon else 0
         while self._kept_bytes > KEPT_BYTES:
             oldest, length = self._kept_lengths.popleft()
             del self._kept[oldest]

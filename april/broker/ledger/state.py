@@ -220,17 +220,16 @@ class LedgerState:
             lease = leases[lease_id]
             sample = lease.sample
             sample.length = end = start + count
-            what = count | kind * OBSERVED
             if kind == CHUNK:
-                lease.floor = step
+                lease.floor, group = step, sample.group
                 sample.segments.extend_by(start, end, branch, step)
-                group = sample.group
                 group.tokens += count
                 if group.evaluation:
                     evaluated += count
                 else:
                     trained += count
             if reference:
+                what = count | kind * OBSERVED
                 sample.chunks.extend((record, offset << WORD | size, what << WORD | checksum))
             offset += padded(size)
             if finish:
