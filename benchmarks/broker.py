@@ -24,7 +24,7 @@ BATCHES_SCRIPT = Path(april_side.__file__).with_name("batches.py")
 FULL = Load(producers=16, in_flight=8, window_s=5.0)
 REDIS_LOADS = (Load(4, 1, 5.0), Load(4, 8, 5.0), FULL)
 PEER_TURNS, OTHER_TURNS = 5, 3
-STREAMS = (Stream(16, 256), Stream(64, 64), Stream(1000, 100, warmup_s=20.0))
+STREAMS = (Stream(16, 256), Stream(64, 64))
 """workers x sequences"""
 GPU_SEQUENCES, REPORT_S, CORE_SHARE = 256, 2.0, 0.7
 """of a GPU; the default of `worker.report_s`; how much of a core a broker may take"""

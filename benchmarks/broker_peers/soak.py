@@ -49,7 +49,7 @@ def endure(crowd: Stream, folder: Path) -> Endured:
         in_flight = [RawValue(c_long, 0) for _ in range(crowd.processes)]
         crew.add(consume, Door(address), frontier)
         for number in range(crowd.processes):
-            crew.add(attend, address, number, crowd, frontier, granting, in_flight[number])
+            crew.add(attend, address, number, crowd, frontier, granting, in_flight[number], True)
         crew.all_ready(within_s=600.0)
         before = rss_bytes(broker.pid)
         granting.value = 1

@@ -105,13 +105,14 @@ def measure(stream: Stream, folder: Path, command: tuple[str, ...] = COMMAND, pi
     """Against a new broker in an empty folder."""
     config = write_run(folder, schedule(stream), stream.longest, prompt_tokens=PROMPT_TOKENS)
     with serving(config, command) as broker, Crew() as crew:
-        door, frontier = Door(broker.address()), RawValue(c_long, 0)
+        door, frontier, granting = Door(broker.address()), RawValue(c_long, 0), RawValue("b", 0)
         crew.add(consume, door, frontier)
-        crew.all_ready()
         if pings:
             crew.add(ping, door)
         for number in range(stream.processes):
-            crew.add(attend, door.address, number, stream, frontier, RawValue("b", 1), RawValue(c_long, 0))
+            crew.add(attend, door.address, number, stream, frontier, granting, RawValue(c_long, 0))
+        crew.all_ready()
+        granting.value = 1
         load = Load(stream.sessions, stream.sequences, stream.window_s, stream.warmup_s)
         _, *others = crew.work(load, broker.pid)
     round_trips_ms = others.pop(0) if pings else np.empty(0)
@@ -208,9 +209,10 @@ class Session:
 
 
 def attend(
-    ready, window: Window, address: str, number: int, stream: Stream, frontier, granting, in_flight
+    ready, window: Window, address: str, number: int, stream: Stream, frontier, granting, in_flight, broken_in=False
 ) -> tuple[int, np.ndarray]:
-    """A process full of sessions; `granting` lets them take leases, `in_flight` says how many they hold. Returns the
+    """A process full of sessions; `granting` lets them take leases, `in_flight` says how many they hold; `broken_in`:
+    connections are as in a session that has lasted. Returns the
     chunks that were acknowledged in the window, and float [reports]: how long each report took, ms."""
     context = zmq.Context()
     context.set(zmq.MAX_SOCKETS, 4 * stream.sessions + 16)
@@ -221,7 +223,12 @@ def attend(
         say_hello(context, address, f"worker-{place}", stream, one)
         for place in range(number, stream.sessions, stream.processes)
     ]
-    break_in(sessions)
+    if broken_in:
+        break_in([session.data for session in sessions], sessions)
+    for session in sessions:
+        session.control.send_multipart(wire.encode(wire.Bind(), (), session.number))
+    if broken_in:
+        break_in([session.control for session in sessions], sessions)
     owners, poller = {}, zmq.Poller()
     for session in sessions:
         session.next_tick = now + chance.random() * min(stream.tick_s, 1e6)
@@ -271,25 +278,17 @@ def say_hello(context: zmq.Context, address: str, name: str, stream: Stream, pay
     return session
 
 
-def break_in(sessions: list[Session]) -> None:
-    """Carry so many messages over each connection, both ways, that libzmq's queues (two of 16 KiB a way, which become
+def break_in(sockets: list[zmq.Socket], sessions: list[Session]) -> None:
+    """Carry so many heartbeats and answers over each connection that libzmq's queues (two of 16 KiB a way, which become
     resident page by page with use) are what they are in a session that has lasted."""
-    exchange_beats([(session.data, session.number) for session in sessions])
-    for session in sessions:
-        session.control.send_multipart(wire.encode(wire.Bind(), (), session.number))
-    exchange_beats([(session.control, session.number) for session in sessions])
-
-
-def exchange_beats(connections: list[tuple[zmq.Socket, int]]) -> None:
-    """Heartbeats of the sessions over these connections, and their answers."""
     for _ in range(BURSTS):
-        for socket, session in connections:
+        for socket, session in zip(sockets, sessions, strict=True):
             for _ in range(BURST):
-                socket.send_multipart(wire.encode(wire.Heartbeat([], 0, 0), (), session))
-        for socket, session in connections:
+                socket.send_multipart(wire.encode(wire.Heartbeat([], 0, 0), (), session.number))
+        for socket, session in zip(sockets, sessions, strict=True):
             for _ in range(BURST):
                 if not socket.poll(HELLO_MS):
-                    raise BenchmarkError(f"the broker does not answer session {session}")
+                    raise BenchmarkError(f"the broker does not answer session {session.number}")
                 socket.recv_multipart()
 
 
