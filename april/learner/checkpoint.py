@@ -1,9 +1,12 @@
 """Resumable checkpoints of the sharded learner, and the policy as an ordinary Hugging Face folder.
 
 A checkpoint is written under a temporary name and renamed when it is complete and on disk, so a folder
-`step_000010` is always whole. All ranks must see the same file system.
+`step_000010` was whole when it got its name. It has the checksums of its files, `sha256sum -c SHA256SUMS` checks them,
+and so does whoever goes on from it. All ranks must see the same file system.
 """
 
+import hashlib
+import logging
 import os
 import re
 import shutil
@@ -22,8 +25,11 @@ from transformers import AutoConfig
 from april.learner.background import in_background
 from april.learner.model import Policy, full_state
 
+log = logging.getLogger(__name__)
+
 COMPLETE_NAME = re.compile(r"step_(\d{6,})")
 PROGRESS_FILE = "progress.json"
+CHECKSUMS_FILE = "SHA256SUMS"
 WEIGHT_FILES = re.compile(r".*\.(safetensors|bin|pt|pth|gguf|index\.json)")
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -41,10 +47,54 @@ def latest(directory: Path) -> int | None:
     return max(steps(directory), default=None)
 
 
+def newest_whole(directory: Path) -> int | None:
+    """Step of the newest checkpoint whose files are what was written, None without one; newer ones are set aside."""
+    for step in reversed(steps(directory)):
+        source = folder(directory, step)
+        if not (damaged := damaged_files(source)):
+            return step
+        aside = source.with_suffix(".damaged")
+        shutil.rmtree(aside, ignore_errors=True)
+        source.rename(aside)
+        log.error(
+            "checkpoint %s is damaged (%s), and set aside as %s: the one before it is taken, and the batches since "
+            "then are trained again",
+            source, ", ".join(damaged), aside.name, extra={"step": step},
+        )  # fmt: skip
+    return None
+
+
+def damaged_files(source: Path) -> list[str]:
+    """Those of a checkpoint that are missing, or not what was written."""
+    sums = source / CHECKSUMS_FILE
+    if not sums.exists():
+        log.warning("checkpoint %s has no %s: it is taken as it is", source, CHECKSUMS_FILE)
+        return []
+    lines = sums.read_text(errors="replace").splitlines()
+    named = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+    if PROGRESS_FILE not in named:
+        return [CHECKSUMS_FILE]
+    return [name for name, digest in named.items() if digest_of(source / name) != digest]
+
+
+def digest_of(path: Path) -> str:
+    """SHA-256 in hexadecimal; nothing of a file that cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError:
+        return ""
+
+
+def write_checksums(complete: Path) -> None:
+    files = sorted(path for path in complete.iterdir() if path.name != CHECKSUMS_FILE)
+    (complete / CHECKSUMS_FILE).write_text("".join(f"{digest_of(path)}  {path.name}\n" for path in files))
+
+
 def shared_latest(directory: Path) -> int | None:
-    """`latest` as rank 0 sees it, on every rank. Collective."""
+    """`newest_whole` as rank 0 finds it, on every rank. Collective."""
     step = torch.tensor(-1)
-    if dist.get_rank() == 0 and (found := latest(directory)) is not None:
+    if dist.get_rank() == 0 and (found := newest_whole(directory)) is not None:
         step.fill_(found)
     dist.broadcast(step, src=0)
     return None if step.item() < 0 else int(step.item())
@@ -86,6 +136,7 @@ class Writer:
         """Rank 0's, in a thread: that its write is over means that all are."""
         written.result()
         (partial / PROGRESS_FILE).write_bytes(orjson.dumps(progress))
+        write_checksums(partial)
         replace_folder(partial, folder(self.directory, progress["step"]))
         prune(self.directory, self.keep)
 

@@ -219,7 +219,7 @@ class Trainer:
         return Canary(tokens.tolist(), logprobs.tolist(), dtype)
 
     def restore(self) -> int:
-        """Go on from the latest complete checkpoint, if there is one; the step of the weights now held."""
+        """Go on from the newest whole checkpoint, if there is one; the step of the weights now held."""
         step = checkpoint.shared_latest(self.directory)
         if step is not None:
             self.optimizer_steps = checkpoint.restore(self.directory, step, self.policy, self.optimizer)

@@ -92,6 +92,36 @@ def test_a_checkpoint_that_is_written_during_later_steps_holds_the_weights_it_wa
     assert all(torch.equal(value, before[name]) for name, value in trainer.weights().items())
 
 
+def flip_a_byte(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    "file, damage",
+    [
+        ("__0_0.distcp", flip_a_byte),
+        ("__0_0.distcp", lambda path: os.truncate(path, path.stat().st_size // 2)),
+        ("__0_0.distcp", os.remove),
+        ("progress.json", lambda path: os.truncate(path, 0)),
+        ("SHA256SUMS", lambda path: os.truncate(path, 0)),
+    ],
+    ids=["a flipped byte", "half a file", "a file gone", "empty progress", "empty checksums"],
+)
+def test_a_damaged_checkpoint_is_found_and_the_one_before_it_taken(trainer, policy_folder, caplog, file, damage):
+    weights = []
+    for step in range(2):
+        trainer.step(uneven_batch(step, policy_folder))
+        trainer.save()
+        weights.append(trainer.weights())
+    damage(trainer.directory / "step_000002" / file)
+    assert (trainer.restore(), trainer.optimizer_steps) == (1, 1)
+    assert all(torch.equal(value, weights[0][name]) for name, value in trainer.weights().items())
+    assert f"step_000002 is damaged ({file})" in caplog.text
+    assert sorted(os.listdir(trainer.directory)) == ["step_000001", "step_000002.damaged"]
+
+
 def stop(*_, **__):
     raise KeyboardInterrupt
 
