@@ -361,6 +361,7 @@ class Supervisor:
         if not metrics.exists():
             return
         with metrics.open("rb") as file:
+            self._metrics_read = min(self._metrics_read, metrics.stat().st_size)
             file.seek(self._metrics_read)
             for line in file:
                 if not line.endswith(b"\n"):

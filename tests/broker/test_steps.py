@@ -52,6 +52,35 @@ def test_the_time_left_goes_by_the_pace_since_the_broker_started(talk, worker, l
     assert eta_s(talk) == 8.0 * (MAX_STEPS - 5)
 
 
+def test_a_step_that_the_journal_never_heard_of_is_no_replay_and_its_line_is_written_anew(talk, worker, learner):
+    train(talk, worker, learner, 0)
+    make_batch(worker)
+    learner.fetch(1)
+    before = journal_bytes(talk)
+    learner.consume(1)
+    lines = metrics_lines(talk)
+    talk.journal.close()
+    for path, data in before.items():
+        path.write_bytes(data)  # the broker dies after the line and before the sync
+    talk.peers = {}
+    talk.start()
+    assert metrics_lines(talk) == lines[:1]
+    learner, worker = FakeLearner(talk), FakeWorker(talk)
+    learner.join(step=1)
+    learner.fetch(1)
+    learner.consume(1)
+    assert [orjson.loads(line)["step"] for line in metrics_lines(talk)] == [1, 2]
+    assert summary(talk)["replays"] == {"same": 0, "different": 0}
+
+
+def journal_bytes(talk):
+    return {path: path.read_bytes() for path in talk.journal.folder.glob("*.msgpack")}
+
+
+def metrics_lines(talk):
+    return (talk.config.run_dir / "metrics.jsonl").read_bytes().splitlines()
+
+
 def test_lines_that_no_learner_can_go_back_to_are_forgotten_and_their_sums_are_not(talk, worker, learner):
     for step in range(5):
         train(talk, worker, learner, step)

@@ -70,7 +70,7 @@ class Recorder:
         self._forgotten_ages: Counter[int] = Counter()
         """tokens by staleness of the batches that are not in `steps` any more"""
         first_kept = ledger.first_kept_step
-        for record in read_steps(self.metrics_path):
+        for record in read_steps(self.metrics_path, ledger.frontier):
             self.generating_s += record["rollout_s"]
             self.rollout_tokens += record["rollout_tokens"]
             self._remember(record, first_kept)
@@ -369,8 +369,9 @@ def per_second(tokens: int, seconds: float) -> float:
     return round(tokens / seconds, 1) if seconds > 0 else 0.0
 
 
-def read_steps(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines that an earlier broker of this run wrote; a torn last line is cut off."""
+def read_steps(path: Path, frontier: int) -> Iterator[dict[str, Any]]:
+    """The lines that an earlier broker of this run wrote. Cut off is a torn last line, and what follows `frontier`: by
+    the journal those batches were never consumed, and whoever trains them writes their lines."""
     if not path.exists():
         return
     with path.open("rb") as file:
@@ -379,7 +380,12 @@ def read_steps(path: Path) -> Iterator[dict[str, Any]]:
             if not line.endswith(b"\n"):
                 os.truncate(path, good)
                 return
-            yield orjson.loads(line)
+            record = orjson.loads(line)
+            if record["step"] > frontier:
+                log.warning("%s is cut behind step %d, the last that the journal knows of", path, frontier)
+                os.truncate(path, good)
+                return
+            yield record
             good += len(line)
 
 
