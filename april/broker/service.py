@@ -14,7 +14,8 @@ from april.broker.desks.learner import LearnerDesk
 from april.broker.desks.monitors import MonitorDesk
 from april.broker.desks.scorers import ScorerDesk
 from april.broker.desks.workers import WorkerDesk
-from april.broker.journal.journal import Journal, JournalError
+from april.broker.header import check_header, make_header
+from april.broker.journal.journal import Journal
 from april.broker.journal.snapshot import SnapshotStore, freeze, live_positions, thaw
 from april.broker.ledger import events
 from april.broker.ledger.ledger import Ledger
@@ -108,26 +109,11 @@ class Service:
             thaw(image, self.ledger)
         for event, reference in self.journal.replay(position):
             self.ledger.apply(event, reference)
-        header = events.RunStarted(
-            self.config.run.name,
-            self.prompts.fingerprint,
-            self.config.seed,
-            self.ledger.rules.batch_groups,
-            self.ledger.rules.group_size,
-            self.ledger.rules.max_staleness,
-            self.ledger.rules.max_attempts,
-            self.ledger.rules.min_group_size,
-            self.ledger.rules.max_response_tokens,
-            self.config.sampling.is_cut,
-            self.config.sampling.temperature,
-        )
+        header = make_header(self.config, self.prompts)
         if self.ledger.header is None:
             self.ledger.commit(header)
-        elif self.ledger.header != header:
-            raise JournalError(
-                f"journal {self.journal.folder} belongs to another run ({self.ledger.header}), not {header}; "
-                "go on with that run's configuration and dataset, or choose another run.name"
-            )
+        else:
+            check_header(self.ledger.header, header)
         self.ledger.commit(events.BrokerStarted(self.ledger.starts + 1))
 
     def begin(self, now: float) -> None:

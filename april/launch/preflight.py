@@ -6,6 +6,7 @@ from pathlib import Path
 
 import orjson
 
+from april.broker.header import check_header, make_header
 from april.broker.journal.journal import Journal, JournalError
 from april.broker.prompts import PromptBook
 from april.broker.telemetry.alarm import check_alarms
@@ -22,6 +23,7 @@ from april.launch import TARGETS
 from april.learner.losses import ADVANTAGES, LOSSES
 from april.security.allow_list import AllowList
 from april.security.keys import ALLOW_LIST, ROLES, find_key_file, load_keys, refusal
+from april.simulate.recording import recorded_header
 from april.weights import TRANSPORTS
 from april.workers.rewards.verifiers import check_verifier
 
@@ -109,6 +111,11 @@ def check_resume(config: Config) -> list[str]:
         Journal(run_dir / "journal").close()
     except JournalError as error:
         raise ConfigError(f"run {config.run.name} cannot be resumed: {error}") from None
+    if recorded := recorded_header(run_dir / "journal"):
+        try:
+            check_header(recorded, make_header(config, PromptBook(config)))
+        except JournalError as error:
+            raise ConfigError(str(error)) from None
     summary = read_summary(run_dir / "summary.json")
     exported = config.exported_policy.is_dir()
     if exported and summary.get("state") == "finished" and summary.get("steps", 0) >= config.schedule.max_steps:

@@ -88,6 +88,14 @@ def restore(journal: Path) -> tuple[Ledger, int]:
     return ledger, position
 
 
+def recorded_header(journal: Path) -> RunStarted | None:
+    """Of the run, from its newest snapshot or the journal's first record; None where there is neither."""
+    for _, image in SnapshotStore(journal).newest_first():
+        return header_of(image)
+    first = next(read_events(journal, 0), None)
+    return first if isinstance(first, RunStarted) else None
+
+
 def rules_of(header: RunStarted) -> Rules:
     return Rules(
         header.batch_groups, header.group_size, header.max_staleness, header.max_attempts, header.min_group_size,

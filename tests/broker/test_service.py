@@ -9,6 +9,9 @@ import pytest
 from april import config as configuration
 from april import wire
 from april.broker.journal.journal import JournalError
+from april.config import ConfigError
+from april.formats.versions import RUN_FOLDER
+from april.launch.preflight import check_resume
 from april.wire.rows import chunk_row, pack_rows
 from april.wire.version import Version
 from tests.broker.conversation import (
@@ -121,6 +124,15 @@ def test_a_journal_of_another_run_is_refused(talk, config_file, change):
     talk.journal.close()
     with pytest.raises(JournalError, match="belongs to another run"):
         Conversation(configuration.load(config_file, change))
+
+
+def test_a_resume_with_another_configuration_names_the_key_and_both_values(talk, config_file):
+    talk.journal.close()
+    RUN_FOLDER.claim(talk.config.run_dir, new=True)
+    before = {path: path.read_bytes() for path in talk.config.run_dir.rglob("*") if path.is_file()}
+    with pytest.raises(ConfigError, match=r"key 'sampling\.temperature' was 1\.0 and is 0\.5 now"):
+        check_resume(configuration.load(config_file, ["--sampling.temperature", "0.5"]))
+    assert {path: path.read_bytes() for path in talk.config.run_dir.rglob("*") if path.is_file()} == before
 
 
 def test_peers_may_send_only_what_their_role_permits(talk, worker, learner):

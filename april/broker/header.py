@@ -1,0 +1,53 @@
+"""What a run must keep of its configuration: its journal's first record, and who is refused by it."""
+
+from april.broker.journal.journal import JournalError
+from april.broker.ledger.events import RunStarted
+from april.broker.plan import ledger_rules
+from april.broker.prompts import PromptBook
+from april.config import Config
+
+KEYS = {
+    "run": "run.name",
+    "dataset": "data.path",
+    "seed": "seed",
+    "batch_groups": "schedule.rollout_batch_size",
+    "group_size": "schedule.n_samples_per_prompt",
+    "max_staleness": "schedule.max_staleness",
+    "max_attempts": "broker.attempts",
+    "min_group_size": "schedule.min_group_size",
+    "max_response_tokens": "sampling.max_response_tokens",
+    "support": "sampling.top_k",
+    "temperature": "sampling.temperature",
+}
+"""of the header's fields: where the configuration has them, or what follows from them"""
+
+
+def make_header(config: Config, prompts: PromptBook) -> RunStarted:
+    rules = ledger_rules(config)
+    return RunStarted(
+        config.run.name,
+        prompts.fingerprint,
+        config.seed,
+        rules.batch_groups,
+        rules.group_size,
+        rules.max_staleness,
+        rules.max_attempts,
+        rules.min_group_size,
+        rules.max_response_tokens,
+        config.sampling.is_cut,
+        config.sampling.temperature,
+    )
+
+
+def check_header(recorded: RunStarted, wanted: RunStarted) -> None:
+    """Raises JournalError, which names the keys with both values."""
+    changed = [
+        f"key {key!r} was {getattr(recorded, field)!r} and is {getattr(wanted, field)!r} now"
+        for field, key in KEYS.items()
+        if getattr(recorded, field) != getattr(wanted, field)
+    ]
+    if changed:
+        raise JournalError(
+            f"run {recorded.run} belongs to another run's configuration: {'; '.join(changed)}; go on with what it was "
+            "begun with, or choose another run.name"
+        )
