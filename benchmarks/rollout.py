@@ -5,7 +5,6 @@ scenario's first cost model; the others have its name as a suffix.
 """
 
 import sys
-import tomllib
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -13,11 +12,14 @@ import numpy as np
 from common import Row, parser, report
 
 from april.broker.telemetry.length_drift import drift_of
+from april.config.costs import shipped_costs
 from april.simulate.pipeline import Pipeline
 from april.simulate.scenario import Scenario, load_scenario
 from april.simulate.variants import COLUMNS, Outcome, columns, evaluate, table, variants, with_schedule
 
 PUBLISHED = Path(__file__).parent.parent / "configs" / "published.toml"
+BESIDE_COSTS = ("extreme", "alarms")
+"""parts that are not a cost model's"""
 OVER_SAMPLED = (1.5, 2, 3)
 """N' over N for the comparison at equal staleness"""
 IN_FLIGHT = (96, 128, 192, 256, 320, 384, 448, 512)
@@ -239,14 +241,14 @@ def alarmed(scenario: Scenario) -> bool:
 
 def simulate_published(options) -> tuple[list[Row], dict]:
     """Print each cost model's table for the first seed; the rows, and the lines of the tables for all seeds."""
-    costs = list(tomllib.loads(PUBLISHED.read_text()).get("costs", [None]))
-    parts = [options.part] if options.part else [*costs, "extreme", "alarms"]
+    costs = list(shipped_costs())
+    parts = [options.part] if options.part else [*costs, *BESIDE_COSTS]
     seeds, steps = (range(1), WINDOW_STEPS) if options.quick else (range(options.seeds), 60)
     rows, tables = [], {}
     with ProcessPoolExecutor(options.processes) as pool:
         results = Results(pool, seeds)
         for part in parts:
-            base = load_scenario(PUBLISHED, [("steps", steps)], None if part in ("extreme", "alarms") else part)
+            base = load_scenario(PUBLISHED, [("steps", steps)], None if part in BESIDE_COSTS else part)
             if part == "extreme":
                 rows += extreme_rows(results, base)
                 continue
@@ -283,6 +285,8 @@ def main() -> int:
         arguments.error("say --simulated, or an --engine")
     if options.engine and options.part:
         arguments.error("--part is of --simulated")
+    if options.part and options.part not in (known := [*shipped_costs(), *BESIDE_COSTS]):
+        arguments.error(f"--part {options.part} is none of the parts; give one of {', '.join(known)}")
     if options.simulated and (options.trains or options.steps):
         arguments.error("--trains and --steps are of an --engine")
     usual_seeds, usual_steps = (3, 24) if options.simulated else (2, 24) if options.engine == "torch" else (1, 12)

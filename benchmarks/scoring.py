@@ -37,6 +37,8 @@ CONTEXT = 4096
 class Broker:
     """A worker's connection to a broker that has `grants` and takes whatever comes."""
 
+    is_silent = False
+
     def __init__(self, task: wire.Task, grants: list[wire.Grant], prompt: np.ndarray, slots: int):
         self.task, self.waiting = task, list(reversed(grants))
         self.prompt = prompt

@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 HEARTBEAT_S = 1.0
 REPORT_BYTES = 8 << 20
 """what has arrived is reported after so much at the latest, well before the broker's credit is used up"""
+SILENT_S = 5.0
+"""without an answer to any of its heartbeats, a peer takes the broker to be away"""
 BEATS_OVER_DATA = 5
 """every so many heartbeats one goes over the data connection: a broker to which that connection is new says so"""
 HELLO_AGAIN_S = 5.0
@@ -180,6 +182,11 @@ class BrokerConnection:
                 self.beat_if_due()
             self.check_alive()
         return None
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the broker seems to be away: what is sent now only waits in a queue of so many messages."""
+        return clock.now() - self.heard_at > SILENT_S
 
     def wake_by(self, descriptor: int) -> None:
         """Let `receive` return early when the descriptor can be read."""

@@ -154,8 +154,8 @@ class Reports:
     # --- sending ------------------------------------------------------------------------------------------------
 
     def send(self, all_of_it: bool = False) -> None:
-        """Everything, in as many reports as it needs, if something is due."""
-        if not self._unsent or (clock.now() < self._due and not all_of_it):
+        """What is new, in as many reports as it needs, if something is due and the broker is there; or `all_of_it`."""
+        if not self._unsent or not (all_of_it or (clock.now() >= self._due and not self.connection.is_silent)):
             return
         waiting = [self._kept[lease_id] for lease_id in self._unsent]
         self._unsent, self._due = {}, math.inf

@@ -68,6 +68,8 @@ class InstantRewards:
 class Line(Peer):
     """A worker's connection to the broker of a conversation."""
 
+    is_silent = False
+
     def __init__(self, conversation, uid):
         super().__init__(conversation, "worker", "w0", uid)
 

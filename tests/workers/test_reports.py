@@ -12,7 +12,7 @@ from april.workers.reports import Reports
 
 class Connection:
     def __init__(self):
-        self.sent = []
+        self.sent, self.is_silent = [], False
 
     def send(self, message, arrays=()):
         rows = [(row.lease_id, row.start) for row in read_rows(arrays[0].tobytes())] if arrays else []
@@ -83,6 +83,17 @@ def test_what_is_too_much_for_a_report_is_split_between_rows(connection, reports
     add(reports, 6, 2)
     reports.send()
     assert connection.take() == [([(6, 0)], []), ([(6, 2)], [])]
+
+
+def test_while_the_broker_is_away_what_is_new_waits_with_the_worker(connection, reports):
+    connection.is_silent = True
+    for start in (0, 2, 4):
+        add(reports, 1, start)
+        reports.send()
+    assert connection.take() == []
+    connection.is_silent = False
+    reports.send()
+    assert connection.take() == [([(1, 0), (1, 2), (1, 4)], [])]
 
 
 def test_tokens_are_kept_until_they_are_on_disk_and_sent_again_from_where_the_broker_asks(connection, reports):

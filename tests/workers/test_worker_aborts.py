@@ -37,6 +37,8 @@ class Engine:
 class Connection:
     """Hands over the messages of a script, then stops the worker; keeps what the worker sends."""
 
+    is_silent = False
+
     def __init__(self, script):
         self.script = [*script, wire.Stop("the script is over")]
         self.sent = []
