@@ -30,6 +30,8 @@ from april.workers.engines.entry import EngineEntry
 
 
 class Engine(EngineEntry):
+    scores = True
+
     @classmethod
     def from_config(cls, config, device, name):
         worker = config.worker
