@@ -1,6 +1,7 @@
 """The `april` command: its subcommands, their options, and errors as sentences."""
 
 import argparse
+import contextlib
 import logging
 import os
 import socket
@@ -183,29 +184,34 @@ def run_command(options, overrides: list[str]) -> int:
     from april.simulate.automatic import resolve
 
     config, why = resolve(configuration.load(options.config, overrides), resumed=options.resume)
-    changes = preflight.check_resume(config) if options.resume else []
-    preflight.check_inputs(config)
-    placed = place(config, visible_devices())
-    if not options.resume:
-        config = preflight.make_run_folder(config)
-    failure = ""
-    with LiveView() as view:
-        view.note(describe_plan(config.schedule))
-        if why:
-            view.note(f"      {why}")
-        if advised := advice(config):
-            view.note(f"      {advised}")
-        for line in describe_placement(placed):
-            view.note(f"accelerators of {line}")
-        for change in changes:
-            view.note(f"resumed with a changed key: {change}")
-        try:
-            state = Supervisor(config, view, placed).run()
-        except RunFailed as error:
-            state, failure = "failed", str(error)
-    if failure:
-        print(f"april run: {failure}", file=sys.stderr)
-    report_end(config.run_dir, state, failure)
+    with contextlib.ExitStack() as folder:
+        changes = []
+        if options.resume:
+            folder.enter_context(preflight.held(config))
+            changes = preflight.check_resume(config)
+        preflight.check_inputs(config)
+        placed = place(config, visible_devices())
+        if not options.resume:
+            config = preflight.make_run_folder(config)
+            folder.enter_context(preflight.held(config))
+        failure = ""
+        with LiveView() as view:
+            view.note(describe_plan(config.schedule))
+            if why:
+                view.note(f"      {why}")
+            if advised := advice(config):
+                view.note(f"      {advised}")
+            for line in describe_placement(placed):
+                view.note(f"accelerators of {line}")
+            for change in changes:
+                view.note(f"resumed with a changed key: {change}")
+            try:
+                state = Supervisor(config, view, placed).run()
+            except RunFailed as error:
+                state, failure = "failed", str(error)
+        if failure:
+            print(f"april run: {failure}", file=sys.stderr)
+        report_end(config.run_dir, state, failure)
     return {"finished": 0, "stopped": INTERRUPTED, "failed": 1}[state]
 
 

@@ -1,7 +1,10 @@
 """What `april run` makes sure of before it starts a process: inputs that can be read, a folder of its own."""
 
+import contextlib
+import fcntl
 import importlib.util
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import orjson
@@ -18,7 +21,7 @@ from april.config.sections import AlgorithmSection
 from april.environments import ENVIRONMENTS
 from april.environments.turns import turn_end_ids
 from april.filters.filters import GroupFilters
-from april.formats.versions import RUN_FOLDER
+from april.formats.versions import FILE, RUN_FOLDER
 from april.launch import TARGETS
 from april.learner.losses import ADVANTAGES, LOSSES
 from april.security.allow_list import AllowList
@@ -97,6 +100,23 @@ def make_run_folder(config: Config) -> Config:
             raise ConfigError(
                 f"key 'run.dir' = {str(config.run.dir)!r} cannot be written ({error.strerror}); give a writable folder"
             ) from None
+
+
+@contextlib.contextmanager
+def held(config: Config) -> Iterator[None]:
+    """The run's folder is this process's alone meanwhile. Raises ConfigError where it is another's."""
+    with contextlib.ExitStack() as stack:
+        try:
+            stamp = stack.enter_context((config.run_dir / FILE).open("rb+"))
+            fcntl.flock(stamp, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (FileNotFoundError, PermissionError):
+            pass  # nobody can have begun it, or go on with it
+        except BlockingIOError:
+            raise ConfigError(
+                f"key 'run.name' = {config.run.name!r} names a run that another `april run` has under way in "
+                f"{config.run_dir}; stop that one first, or give another name"
+            ) from None
+        yield
 
 
 def check_resume(config: Config) -> list[str]:

@@ -4,6 +4,8 @@ import sys
 
 import pytest
 
+from april import config as configuration
+from april.launch.preflight import held, make_run_folder
 from tests.listeners import listeners
 from tests.run.processes import APRIL, assert_closed, steps_recorded, wait_until
 
@@ -95,6 +97,15 @@ def test_a_run_folder_that_cannot_be_made_is_refused(config_file, tmp_path, caps
 
 def test_a_run_that_does_not_exist_cannot_be_resumed(config_file, capsys):
     assert "names no run" in refusal(capsys, "run", str(config_file), "--resume")
+
+
+def test_a_run_that_is_under_way_is_not_resumed_beside_itself(config_file, capsys):
+    config = make_run_folder(configuration.load(config_file))
+    before = {path: path.stat().st_mtime_ns for path in config.run_dir.rglob("*")}
+    with held(config):
+        assert "another `april run` has under way" in refusal(capsys, "run", str(config_file), "--resume")
+    assert {path: path.stat().st_mtime_ns for path in config.run_dir.rglob("*")} == before
+    assert "another" not in refusal(capsys, "run", str(config_file), "--resume"), "it has ended by now"
 
 
 @pytest.mark.parametrize("address", ["garbage", "tcp://127.0.0.1", "tcp://127.0.0.1:99999", "http://127.0.0.1:5"])
