@@ -471,12 +471,13 @@ def test_the_page_names_every_message_with_its_fields_types_and_defaults_in_orde
     import msgspec
 
     from april import wire
+    from april.weights.canary import Canary
     from april.weights.lane_messages import AnyLaneMessage, TensorHead
 
     described = {name: fields for name, fields, _ in rows(PAGE)}
     assert len(described) == len(list(rows(PAGE))), "a message is described once"
     parts = [wire.Task, wire.Grant, wire.Scored, wire.GiveBack, wire.GroupHead, wire.SampleHead, TensorHead]
-    kinds = [*wire.MESSAGES, *typing.get_args(AnyLaneMessage), *parts]
+    kinds = [*wire.MESSAGES, *typing.get_args(AnyLaneMessage), *parts, Canary]
     assert sorted(described) == sorted(kind.__name__ for kind in kinds)
     for kind in kinds:
         expected = []

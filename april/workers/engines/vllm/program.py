@@ -129,7 +129,7 @@ class Program:
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """A stream of new tokens; where none is asked for, the log-probabilities of the prompt's."""
         body = await request.json()
-        if not body["stream"]:
+        if not body.get("stream", True):
             return await self._score(body)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
