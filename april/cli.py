@@ -68,6 +68,10 @@ def build_parser() -> argparse.ArgumentParser:
     scorer.add_argument("--connect", required=True, metavar="ADDRESS", help="the broker's, as tcp://HOST:PORT")
     scorer.add_argument("--name", default=name, help="unique among the run's scorers [default HOST-PID]")
 
+    agents = add(commands, "agents", agents_command, "one agents process, where [agent] names one", config=True)
+    agents.add_argument("--connect", required=True, metavar="ADDRESS", help="the broker's, as tcp://HOST:PORT")
+    agents.add_argument("--name", default=name, help="unique among the run's agents processes [default HOST-PID]")
+
     report = add(commands, "report", report_command, "write the report of a run, one HTML file")
     report.add_argument("run", type=Path, help="a run folder, such as runs/quickstart")
 
@@ -289,6 +293,15 @@ def scorer_command(options, overrides: list[str]) -> NoReturn:
     die_with_parent()
     config = configuration.load(options.config, overrides, inputs=["model"])
     run_scorer(config, configuration.check_address(options.connect), options.name)
+
+
+def agents_command(options, overrides: list[str]) -> NoReturn:
+    from april.agents.process import run_agents
+    from april.processes.lifetime import die_with_parent
+
+    die_with_parent()
+    config = configuration.load(options.config, overrides, inputs=["model"])
+    run_agents(config, configuration.check_address(options.connect), options.name)
 
 
 def status_command(options, overrides: list[str]) -> int:

@@ -29,6 +29,7 @@ ROOMS = {
     "algorithm.advantage": "april.learner.losses:ADVANTAGES",
     "reward.name": "april.workers.rewards:VERIFIERS",
     "environment.name": "april.environments:ENVIRONMENTS",
+    "agent.program": "april.agents:PROGRAMS",
     "schedule.group_filter": "april.filters:FILTERS",
     "operations.sinks": "april.broker.telemetry:SINKS",
     "operations.alarms": "april.broker.telemetry:ALARMS",

@@ -96,7 +96,7 @@ def grants(count: int, seed: int) -> list[wire.Grant]:
     return [
         wire.Grant(
             lease_id=number, task=0, index=number, scoring=False, max_new_tokens=int(length), seed=number,
-            finish_reason="", hand_over=False, together=[], turns=0, turn_start=0, state=b"",
+            finish_reason="", hand_over=False, together=[], turns=0, turn_start=0, state=b"", stops=[],
         )
         for number, length in enumerate(lengths, start=1)
     ]  # fmt: skip

@@ -200,7 +200,7 @@ def test_the_launch_target_starts_looks_after_and_ends_a_program(config_file, tm
     config = configuration.load(config_file, ["--run.target", "my_target:Nice"])
     run = Supervisor(config, None)
     run.logs.mkdir(parents=True)
-    part = run._scorer_part(0, Path("config"), "address")
+    part = run._holder_part("scorer", 0, Path("config"), "address")
     part.command = [sys.executable, "-c", "import os, time; print(os.nice(0), flush=True); time.sleep(600)"]
     part.start()
     while not part.log.read_text().endswith("\n"):
@@ -236,7 +236,9 @@ PARTS = {
 
 @pytest.mark.full
 def test_a_run_is_made_of_nothing_but_the_parts_of_the_page(config_file):
-    assert PARTS.keys() - {"data.reward"} == ROOMS.keys() - {"reward.name"}
+    assert PARTS.keys() - {"data.reward"} == ROOMS.keys() - {"reward.name", "agent.program"}, (
+        "agents have their own page"
+    )
     words = [word for key, name in PARTS.items() for word in (f"--{key}", name)]
     words += ["--environment.max_turn_tokens", "4", "--learner.ranks", "1", "--worker.count", "1"]
     job = Job([*APRIL, "run", str(config_file), *words], config_file.with_name("output"))

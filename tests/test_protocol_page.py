@@ -291,7 +291,7 @@ def test_a_client_written_from_the_page_carries_a_batch_from_prompt_to_consumed(
     first = worker.next_training_lease([0, 0])
     assert not first.scoring and first.ids == [] and first.finish_reason == "" and first.reward == "final_answer"
     assert (first.budget, first.temperature, first.top_p, first.top_k) == (24, 1.0, 1.0, 0) and first.label in "01"
-    assert first.turn == [0, 0, b""] and first.min_p == 0
+    assert first.turn == [0, 0, b"", []] and first.min_p == 0
 
     worker.generate(first, 3, [0, 0])
     worker.send_chunk(first, 0, first.ids, first.logprobs, [0, 0])
@@ -476,8 +476,9 @@ def test_the_page_names_every_message_with_its_fields_types_and_defaults_in_orde
 
     described = {name: fields for name, fields, _ in rows(PAGE)}
     assert len(described) == len(list(rows(PAGE))), "a message is described once"
-    parts = [wire.Task, wire.Grant, wire.Scored, wire.GiveBack, wire.GroupHead, wire.SampleHead, TensorHead]
-    kinds = [*wire.MESSAGES, *typing.get_args(AnyLaneMessage), *parts, Canary]
+    of_work = [wire.Task, wire.Grant, wire.Scored, wire.GiveBack, wire.Closed, wire.Session, wire.TurnRequest]
+    parts = [*of_work, wire.GroupHead, wire.SampleHead, TensorHead, Canary]
+    kinds = [*wire.MESSAGES, *typing.get_args(AnyLaneMessage), *parts]
     assert sorted(described) == sorted(kind.__name__ for kind in kinds)
     for kind in kinds:
         expected = []

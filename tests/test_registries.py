@@ -110,6 +110,8 @@ def own_files(registry: Registry, name: str) -> set[Path]:
 CONFIGURATION = {PACKAGE / "config" / "sections.py", PACKAGE / "config" / "presets.py"}
 """the configuration: its defaults and presets are names"""
 ANOTHER_MEANING = {
+    ("april/agents/gateway.py", "april"): "who owns the model, in the API's own form",
+    ("april/agents/gateway.py", "code"): "of an error, in the API's own form",
     ("april/launch/devices.py", "torch"): "the package",
     ("april/launch/dry_run.py", "torch"): "the package",
     ("april/launch/preflight.py", "torch"): "the package",

@@ -13,7 +13,7 @@ from april.wire.version import Version
 TASK = wire.Task(4, False, "12", "final_answer", temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)
 GRANT = wire.Grant(
     lease_id=(3 << 32) | 7, task=0, index=1, scoring=False, max_new_tokens=9, seed=2**62, finish_reason="",
-    hand_over=False, together=[], turns=0, turn_start=0, state=b"",
+    hand_over=False, together=[], turns=0, turn_start=0, state=b"", stops=[],
 )  # fmt: skip
 REPORT = wire.Report([wire.Scored(7, [1.0], [{"right": 1.0}]), wire.GiveBack(8, 3, "leave")])
 HEAD = wire.SampleHead(0, 3, 1.0, "stop", [(0, 3, Version(0, 1))])

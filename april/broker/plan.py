@@ -22,6 +22,7 @@ def ledger_rules(config: Config) -> Rules:
         max_response_tokens=config.sampling.max_response_tokens,
         filtered=schedule.filters_groups,
         scored_apart=config.reward.where == "scorer",
+        agents=config.agent.is_set,
     )
 
 

@@ -98,5 +98,8 @@ class PromptBook:
             raise ConfigError(f"held-out prompt {place}: {error}; mend it, or data.template_options") from None
 
     def _encode(self, row: Row) -> bytes | None:
+        """Token ids; none of a row that is an agent's task, since the agent says what the policy is told."""
+        if self._config.agent.is_set:
+            return b""
         tokens = self.tokenizer.encode_prompt(row.prompt, self._config.data.template_options)
         return tokens.astype("<i4").tobytes() if 0 < len(tokens) <= self.max_prompt_tokens else None

@@ -5,10 +5,12 @@ except what `Sessions.at_once` holds: that rests on nothing that is not on disk.
 """
 
 import logging
+import math
 from dataclasses import replace
 
 from april import wire
 from april.broker.books import Books
+from april.broker.desks.agents import AgentDesk
 from april.broker.desks.holders import HolderDesk
 from april.broker.desks.learner import LearnerDesk
 from april.broker.desks.monitors import MonitorDesk
@@ -47,6 +49,7 @@ BEHIND_S = 0.05
 MAY_SEND = {
     "worker": {"Heartbeat", "Holding", "Lane", "Report"},
     "scorer": {"Heartbeat", "Room", "Report"},
+    "agents": {"Heartbeat", "Room", "Report"},
     "learner": {"Heartbeat", "LearnerStart", "Fetch", "Consumed", "Durable"},
     "monitor": {"Heartbeat", "StatusRequest", "StopRun", "Drain", "DeadLettersRequest", "Requeue"},
 }
@@ -92,11 +95,14 @@ class Service:
             self.recorder, self.census, started_at=now, credit_bytes=config.broker.credit_mb << 20,
         )  # fmt: skip
         self.run = self.books.run
-        self.workers = WorkerDesk(self.books)
+        self.agents = AgentDesk(self.books)
+        self.workers = WorkerDesk(self.books, tell_agents=self.agents.tell)
         self.scorers = ScorerDesk(self.books)
         self.learner = LearnerDesk(self.books)
         self.monitors = MonitorDesk(self.books, stop=self.stop, abort=self.workers.abort)
-        self.holders: dict[str, HolderDesk] = {"worker": self.workers, "scorer": self.scorers}
+        self.holders: dict[str, HolderDesk] = {
+            "worker": self.workers, "scorer": self.scorers, "agents": self.agents,
+        }  # fmt: skip
         self.desks = {**self.holders, "learner": self.learner, "monitor": self.monitors}
         self.begin(now)
 
@@ -120,7 +126,7 @@ class Service:
         """Peers can reach the broker from now on: former holders of leases have `readopt_s` to come back."""
         self._last_tick = self._next_sweep = self._next_hand_out = self._next_summary = now
         for lease in self.ledger.leases.values():
-            lease.ends_at = now + self.config.broker.max_run_s
+            lease.ends_at = math.inf if lease.agent else now + self.config.broker.max_run_s
             self.ledger.expire_at(lease, now + self.config.broker.readopt_s)
 
     # --- messages -------------------------------------------------------------------------------------------
@@ -290,6 +296,7 @@ class Service:
         self.learner.answer_fetch()
         if not self.run.over and (caught_up or now >= self._next_hand_out):
             self._next_hand_out = now + BEHIND_S
+            self.agents.hand_out(now)
             self.workers.hand_out(now)
             self.scorers.hand_out(now)
         self._cancel_voided()

@@ -10,7 +10,7 @@ from april import wire
 from april.wire import limits
 from april.wire.version import Version
 
-HOLDERS = ("worker", "scorer")
+HOLDERS = ("worker", "scorer", "agents")
 """roles that hold leases"""
 PACE_S = 5.0
 """window over which a worker's speed is told"""
@@ -190,14 +190,17 @@ class Sessions:
     def refused_tokens(self) -> int:
         return self.folded.refused + sum(tally.refused for tally in self.tallies.values())
 
+    def of(self, role: str) -> list[Session]:
+        return [session for session in self.by_id.values() if session.role == role]
+
     def workers(self) -> list[Session]:
-        return [session for session in self.by_id.values() if session.role == "worker"]
+        return self.of("worker")
 
     def scorers(self) -> list[Session]:
-        return [session for session in self.by_id.values() if session.role == "scorer"]
+        return self.of("scorer")
 
     def holders(self) -> list[Session]:
-        """Of leases: workers and scorers."""
+        """Of leases: workers, scorers and agents processes."""
         return [session for session in self.by_id.values() if session.role in HOLDERS]
 
     def of_role(self, role: str) -> Session | None:

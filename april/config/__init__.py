@@ -8,6 +8,7 @@ from april.config.checks import check_address, is_loopback
 from april.config.loading import load
 from april.config.overrides import OVERRIDES, describe_keys, known_keys
 from april.config.sections import (
+    AgentSection,
     BrokerSection,
     Config,
     DataSection,
@@ -23,6 +24,7 @@ from april.errors import ConfigError
 
 __all__ = [
     "OVERRIDES",
+    "AgentSection",
     "BrokerSection",
     "Config",
     "ConfigError",

@@ -21,6 +21,7 @@ BANDS = [
     key.removesuffix("_low") for key in AlgorithmSection.model_fields if key.endswith("_low") and key != "clip_low"
 ]
 """keys of [algorithm] that come with a low and a high end"""
+LARGEST_PORT = 65535
 INPUTS = ("model", "data")
 """what a run reads; its data is read by the broker alone, which may be on another machine"""
 
@@ -40,6 +41,7 @@ def check(config: Config, inputs: Collection[str] = INPUTS) -> None:
     check_leases(config.broker)
     check_reward(config)
     check_environment(config.environment)
+    check_agent(config)
     if "model" in inputs:
         check_model(config)
     if "data" in inputs:
@@ -259,6 +261,28 @@ def check_environment(environment: EnvironmentSection) -> None:
         raise ConfigError(
             f"key 'environment.turn_ends' = {environment.turn_ends!r} ends turns that nothing answers; set "
             "environment.name, or leave the section out"
+        )
+
+
+def check_agent(config: Config) -> None:
+    agent = config.agent
+    if not agent.is_set:
+        return
+    if agent.program and agent.command:
+        raise ConfigError(
+            f"key 'agent.command' = {agent.command!r} goes beside agent.program = {agent.program!r}; leave one out"
+        )
+    if config.environment.name:
+        raise ConfigError(
+            f"key 'environment.name' = {config.environment.name!r} answers the policy where an agent does; leave out "
+            "[environment] or [agent]"
+        )
+    address = re.fullmatch(r"([^:/\s]+):(\d+)", agent.listen)
+    if not address or int(address[2]) > LARGEST_PORT:
+        raise ConfigError(f"key 'agent.listen' = {agent.listen!r} is no address; use HOST:PORT, port 0 for a free one")
+    if not is_loopback(address[1]):
+        raise ConfigError(
+            f"key 'agent.listen' = {agent.listen!r} would carry keys over the network unencrypted; keep to 127.0.0.1"
         )
 
 

@@ -312,6 +312,30 @@ class EnvironmentSection(Section):
     memory_mb: int = Field(4096, ge=256, description="address space of an environment process (MiB)")
 
 
+class AgentSection(Section):
+    """A program of one's own that speaks with the policy over HTTP."""
+
+    program: str = Field("", description="async function of a session, as package.module:function; empty: no agents")
+    command: list[str] = Field(
+        [], description="a process for each session in its place, such as ['python', 'agent.py']"
+    )
+    count: int = Field(1, ge=1, description="agents processes that `april run` starts")
+    sessions: int = Field(64, ge=1, description="sessions that one of them has open at a time")
+    listen: str = Field("127.0.0.1:0", description="HOST:PORT of the API; port 0: any that is free")
+    timeout_s: float = Field(600.0, gt=0, description="a session is ended after this long (seconds)")
+    chat_template: str = Field("", description="Jinja text in place of the tokeniser's own chat template")
+    max_turn_tokens: int | None = Field(None, ge=1, description="of a turn whose request names none; none: all")
+    overrides: Literal["refuse", "ignore"] = Field(
+        "refuse", description="what becomes of requests that would change the distribution, such as a temperature"
+    )
+    max_restarts: int = Field(3, ge=0, description="restarts of each process that bring nothing before giving up")
+    hung_s: float = Field(600.0, gt=0, description="`april run` restarts one absent for this long (seconds)")
+
+    @property
+    def is_set(self) -> bool:
+        return bool(self.program or self.command)
+
+
 class LearnerSection(Section):
     ranks: int = Field(2, ge=1, description="torchrun processes")
     lr: float = Field(1e-6, gt=0, description="AdamW learning rate")
@@ -478,6 +502,7 @@ class Config(Section):
     reward: RewardSection = RewardSection()
     scorer: ScorerSection = ScorerSection()
     environment: EnvironmentSection = EnvironmentSection()
+    agent: AgentSection = AgentSection()
     algorithm: AlgorithmSection = AlgorithmSection()
     learner: LearnerSection = LearnerSection()
     samples: SamplesSection = SamplesSection()
@@ -495,6 +520,11 @@ class Config(Section):
     def scorers(self) -> int:
         """Scorer processes that `april run` starts."""
         return self.scorer.count if self.reward.where == "scorer" else 0
+
+    @property
+    def agents(self) -> int:
+        """Agents processes that `april run` starts."""
+        return self.agent.count if self.agent.is_set else 0
 
     @property
     def run_dir(self) -> Path:

@@ -17,7 +17,7 @@ from april.environments import ENVIRONMENTS
 from april.filters.filters import GroupFilters, zero_spread
 from april.launch import TARGETS
 from april.launch.devices import describe_placement, lay_out, place, visible_devices
-from april.launch.preflight import check_keys, check_learner_parts, check_weights
+from april.launch.preflight import check_keys, check_learner_parts, check_weights, unused_roles
 from april.weights import TRANSPORTS
 from april.workers.engines import ENGINES
 from april.workers.engines.devices import wanted
@@ -218,7 +218,7 @@ def objections(config: Config) -> Iterator[str]:
     yield from refused(GroupFilters, config.schedule)
     yield from refused(check_sinks, config.operations.sinks)
     yield from refused(check_alarms, config.operations.alarms)
-    yield from refused(check_keys, config.security.keys, bool(config.scorers))
+    yield from refused(check_keys, config.security.keys, unused_roles(config))
     yield from refused(check_engine, config)
     yield from refused(check_schedule, config.schedule)
     yield from refused(check_learner_parts, config.algorithm)

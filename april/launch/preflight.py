@@ -4,11 +4,12 @@ import contextlib
 import fcntl
 import importlib.util
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import orjson
 
+from april.agents import PROGRAMS
 from april.broker.header import check_header, make_header
 from april.broker.journal.journal import Journal, JournalError
 from april.broker.prompts import PromptBook
@@ -34,7 +35,7 @@ from april.workers.rewards.verifiers import check_verifier
 def check_inputs(config: Config) -> None:
     """Read model folder and datasets as the parts will. Raises ConfigError."""
     check_weights(config)
-    check_keys(config.security.keys, scorers=bool(config.scorers))
+    check_keys(config.security.keys, unused_roles(config))
     check_engine(config)
     check_schedule(config.schedule)
     check_learner_parts(config.algorithm)
@@ -44,6 +45,8 @@ def check_inputs(config: Config) -> None:
     check_verifier(config.reward.name, url=config.reward.url)
     if config.environment.name:
         ENVIRONMENTS.find(config.environment.name)
+    if config.agent.program:
+        PROGRAMS.find(config.agent.program)
     TARGETS.find(config.run.target)
     TRANSPORTS.find(config.weights.transport)
     book = PromptBook(config)
@@ -68,13 +71,18 @@ def check_weights(config: Config) -> None:
         )
 
 
-def check_keys(folder: Path | None, scorers: bool) -> None:
-    """That every part will find its key, and be let in with it; `scorers`: those, too. Raises ConfigError."""
+def unused_roles(config: Config) -> set[str]:
+    """Of peers that this run has none of."""
+    return {role for role, count in (("scorer", config.scorers), ("agents", config.agents)) if not count}
+
+
+def check_keys(folder: Path | None, unused: Collection[str]) -> None:
+    """That every part will find its key, and be let in with it, but for the `unused` roles. Raises ConfigError."""
     if folder is None:
         return
     allow_list = AllowList(folder / ALLOW_LIST)
     broker = load_keys(folder, "broker")
-    for role in ROLES if scorers else set(ROLES) - {"scorer"}:
+    for role in set(ROLES) - set(unused):
         keys = load_keys(folder, role)
         if keys.broker != broker.public:
             raise refusal(find_key_file(folder, role), "names another broker", "make it anew with `april keygen`")

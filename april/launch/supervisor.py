@@ -15,7 +15,7 @@ import orjson
 
 from april import wire
 from april.broker.telemetry.recorder import read_summary, replace_file
-from april.config import BrokerSection, Config, ScorerSection, WorkerSection
+from april.config import AgentSection, BrokerSection, Config, ScorerSection, WorkerSection
 from april.connections.broker import BrokerConnection, BrokerUnreachable
 from april.formats.versions import RUN_FOLDER
 from april.launch import TARGETS
@@ -121,7 +121,7 @@ class Supervisor:
         self.run_dir = config.run_dir
         self.logs = self.run_dir / "logs"
         self.workers: list[Part] = []
-        """and scorers, which are started, watched and stopped like them"""
+        """and scorers and agents processes, which are started, watched and stopped like them"""
         self._started: list[Part] = []
         self.connection: BrokerConnection | None = None
         self.stop_by: float | None = None
@@ -149,7 +149,8 @@ class Supervisor:
                 return "stopped"
             self.learner = self._learner_part(config_path, address)
             self.workers = [self._worker_part(index, config_path, address) for index in range(self.config.worker.count)]
-            self.workers += [self._scorer_part(index, config_path, address) for index in range(self.config.scorers)]
+            for role, count in (("scorer", self.config.scorers), ("agents", self.config.agents)):
+                self.workers += [self._holder_part(role, index, config_path, address) for index in range(count)]
             for part in (self.learner, *self.workers):
                 self._start(part)
             self.connection = self._connection(address)
@@ -169,7 +170,11 @@ class Supervisor:
     # --- parts ----------------------------------------------------------------------------------------------
 
     def _part(
-        self, name: str, arguments: list[str], limits: BrokerSection | WorkerSection | ScorerSection, threads: int = 1
+        self,
+        name: str,
+        arguments: list[str],
+        limits: BrokerSection | WorkerSection | ScorerSection | AgentSection,
+        threads: int = 1,
     ) -> Part:
         command = [sys.executable, "-m", "april.cli", *arguments]
         log, devices = self.logs / f"{name}.log", self.placed.get(name, ())
@@ -180,9 +185,10 @@ class Supervisor:
         arguments = ["worker", str(config_path), "--connect", address, "--name", name]
         return self._part(name, arguments, self.config.worker, self.config.worker.threads)
 
-    def _scorer_part(self, index: int, config_path: Path, address: str) -> Part:
-        name = f"scorer-{index}"
-        return self._part(name, ["scorer", str(config_path), "--connect", address, "--name", name], self.config.scorer)
+    def _holder_part(self, role: str, index: int, config_path: Path, address: str) -> Part:
+        """A scorer, or an agents process."""
+        name, limits = f"{role}-{index}", self.config.scorer if role == "scorer" else self.config.agent
+        return self._part(name, [role, str(config_path), "--connect", address, "--name", name], limits)
 
     def _learner_part(self, config_path: Path, address: str) -> Part:
         section = self.config.learner
@@ -343,7 +349,7 @@ class Supervisor:
     def _note_alive(self, status: dict) -> None:
         """Who lives, and, when a step has been trained that never was before, who has been of use."""
         now = clock.now()
-        present = {holder["name"]: holder for holder in (*status["workers"], *status["scorers"])}
+        present = {holder["name"]: holder for holder in (*status["workers"], *status["scorers"], *status["agents"])}
         silent_s = status["learner_silent_s"]
         self.broker.heard_at = now
         self.learner.heard_at = max(self.learner.heard_at, now - (math.inf if silent_s is None else silent_s))

@@ -5,7 +5,7 @@ import os
 import queue
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 
@@ -169,19 +169,25 @@ def to_groups(message: wire.Batch, arrays: list[np.ndarray]) -> list[list[TrainS
     with_support = len(arrays) == sum(1 + 4 * len(group.samples) for group in message.groups)
     for group in message.groups:
         prompt = next(rest)
-        samples = [
-            TrainSample(
-                tokens=np.concatenate([prompt, next(rest)]),
-                prompt_tokens=group.prompt_tokens,
-                logprobs=next(rest),
-                reward=head.reward,
-                segments=tuple(head.segments),
-                support=Support(next(rest), next(rest)) if with_support else None,
-                group=group.group,
-                index=head.index,
-                finish_reason=head.finish_reason,
-            )
-            for head in group.samples
-        ]
-        groups.append(samples)
+        groups.append([to_sample(group, head, prompt, rest, with_support) for head in group.samples])
     return groups
+
+
+def to_sample(
+    group: wire.GroupHead, head: wire.SampleHead, prompt: np.ndarray, rest: Iterator[np.ndarray], with_support: bool
+) -> TrainSample:
+    """What an agent has said before the policy's first turn is the prompt of its sample, where its group has none."""
+    response, logprobs = next(rest), next(rest)
+    support = Support(next(rest), next(rest)) if with_support else None
+    first = 0 if group.prompt_tokens else head.segments[0][0]
+    return TrainSample(
+        tokens=np.concatenate([prompt, response]),
+        prompt_tokens=group.prompt_tokens + first,
+        logprobs=logprobs[first:],
+        reward=head.reward,
+        segments=tuple((start - first, end - first, version) for start, end, version in head.segments),
+        support=support and Support(support.counts[first:], support.ids),
+        group=group.group,
+        index=head.index,
+        finish_reason=head.finish_reason,
+    )

@@ -25,9 +25,15 @@ def die_with_parent() -> None:
     parent = os.environ.get(SUPERVISED)
     if not parent or sys.platform != "linux":
         return
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     if os.getppid() != int(parent):
         sys.exit("april run has ended before this process could start")
+
+
+def end_with_parent() -> None:
+    """Have the kernel kill this process when the one that started it dies (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 NICENESS = 10

@@ -13,14 +13,14 @@ from april.config import ConfigError
 
 ALLOW_LIST = "allow-list"
 """file of a key folder"""
-ROLES = ("worker", "scorer", "learner", "monitor")
+ROLES = ("worker", "scorer", "agents", "learner", "monitor")
 KEY_CHARACTERS = 40
 
 
 @dataclass(frozen=True)
 class Keys:
     role: str
-    """broker, worker, scorer, learner or monitor"""
+    """broker, worker, scorer, agents, learner or monitor"""
     name: str
     public: str
     secret: str = field(repr=False)

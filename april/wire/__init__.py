@@ -1,5 +1,6 @@
 """The messages between the broker and its peers, one module a conversation, and how any message travels (`codec`)."""
 
+from april.wire.agents import *
 from april.wire.codec import *
 from april.wire.message import *
 from april.wire.operations import *

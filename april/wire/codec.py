@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from zlib_ng.zlib_ng import crc32
 
-from april.wire import operations, sessions, training, work
+from april.wire import agents, operations, sessions, training, work
 from april.wire.limits import FROM_BROKER, Limits, clip
 from april.wire.message import Message
 
@@ -27,7 +27,7 @@ JOINED_BYTES = 4 << 20
 """arrays are joined up to so much: ZeroMQ carries one frame of 64 KB almost twice as often as two of 32 KB"""
 
 DTYPES: dict[str, np.dtype[Any]] = {"i4": np.dtype("<i4"), "f4": np.dtype("<f4"), "u1": np.dtype("u1")}
-CONVERSATIONS = (sessions, work, training, operations)
+CONVERSATIONS = (sessions, work, agents, training, operations)
 MESSAGES = [kind for kind in Message.__subclasses__() if kind.__module__ in {one.__name__ for one in CONVERSATIONS}]
 if TYPE_CHECKING:
     AnyMessage = Message

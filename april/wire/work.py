@@ -7,7 +7,7 @@ import msgspec
 from april.wire.message import Message, Name
 from april.wire.version import Number, Version
 
-GiveBackCause = Literal["abort", "leave", "generation_failed", "environment_failed", "scoring_failed"]
+GiveBackCause = Literal["abort", "leave", "generation_failed", "environment_failed", "scoring_failed", "agent_failed"]
 
 
 class Holding(Message):
@@ -19,7 +19,7 @@ class Holding(Message):
 
 
 class Room(Message):
-    """How many leases a scorer takes at once."""
+    """How many leases a scorer takes at once, or sessions an agents process."""
 
     capacity: Number
 
@@ -64,6 +64,8 @@ class Grant(msgspec.Struct, array_like=True, frozen=True):
     """response tokens before the turn under way"""
     state: bytes
     """of the environment behind its last observation"""
+    stops: list[int]
+    """token ids that end the turn, beside those that always do"""
 
     @property
     def responses(self) -> int:
@@ -98,11 +100,17 @@ class GiveBack(msgspec.Struct, tag=True, array_like=True, frozen=True, forbid_un
     error: str = ""
 
 
-Closing = Scored | GiveBack
+class Closed(msgspec.Struct, tag=True, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """The end of a session whose agent has given no reward: a verifier does."""
+
+    lease_id: int
+
+
+Closing = Scored | GiveBack | Closed
 
 
 class Report(Message):
-    """All that a worker or scorer has to say of its leases: new tokens, and behind them the leases that end.
+    """All that a holder has to say of its leases: new tokens, and behind them the leases that end.
 
     Arrays, uint8, unless nothing is new: rows (`wire.rows`), and their payloads.
     """

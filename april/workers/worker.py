@@ -281,7 +281,7 @@ class Worker:
             top_k=task.top_k,
             min_p=task.min_p,
             with_support=task.is_cut and not task.evaluation,
-            stop_token_ids=self.turns.stops,
+            stop_token_ids=self.turns.stops | frozenset(grant.stops),
         )
         try:
             self.engine.submit(request)

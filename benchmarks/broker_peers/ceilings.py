@@ -102,7 +102,7 @@ def broker_messages() -> tuple[list[list], list, list, list]:
     prompt = np.zeros(PROMPT_TOKENS, np.int32)
     done = [wire.encode(wire.Answers([(TOKEN, RECORD_TOKENS)], [TOKEN]))]
     task = wire.Task(1, False, "0", "final_answer", 1.0, 1.0, 0, 0.0)
-    grant = wire.Grant(TOKEN, 0, 1, False, RECORD_TOKENS, 1 << 62, "", False, [], 0, 0, b"")
+    grant = wire.Grant(TOKEN, 0, 1, False, RECORD_TOKENS, 1 << 62, "", False, [], 0, 0, b"", [])
     sample = wire.SampleHead(1, RECORD_TOKENS, 1.0, "stop", [(0, RECORD_TOKENS, Version(0, 1))])
     head = wire.GroupHead(1, PROMPT_TOKENS, [sample] * GROUP_SIZE)
     ids, logprobs = record(0)

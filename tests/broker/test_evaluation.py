@@ -11,6 +11,7 @@ from april import config as configuration
 from april import wire
 from april.broker.journal.snapshot import freeze, thaw
 from april.broker.ledger.ledger import Ledger
+from april.broker.ledger.state import Rules
 from april.broker.telemetry.evaluation import describe, pass_at, sizes, summarise, wilson
 from tests.broker.conversation import Conversation, FakeLearner, FakeWorker, finish_evaluation, training
 
@@ -117,3 +118,12 @@ def test_of_a_recorded_evaluation_only_the_result_is_kept(config_file):
 def test_several_greedy_samples_are_refused(config_file):
     with pytest.raises(configuration.ConfigError, match=r"evaluation.samples.* = 4 .*temperature"):
         configuration.load(config_file, ["--evaluation.samples", "4", "--evaluation.temperature", "0"])
+
+
+def test_every_sample_of_a_prompt_is_handed_out_though_a_newer_policy_has_taken_the_first():
+    ledger = Ledger(Rules(batch_groups=1, group_size=2, max_staleness=1))
+    ledger.start_learner(0)
+    group = ledger.open_group(0, 0, floor=0, evaluation=True, size=2)
+    first = ledger.queue.take_evaluation(step=3)
+    ledger.lease(first, "w0", 3, expires_at=1.0)
+    assert ledger.queue.take_evaluation(step=3) is group.samples[1]

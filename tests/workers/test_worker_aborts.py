@@ -66,7 +66,7 @@ def grant(lease, evaluation=False):
     task = wire.Task(0, evaluation, label="", reward="exact", temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)
     grant = wire.Grant(
         lease, task=0, index=lease, scoring=False, max_new_tokens=9, seed=lease, finish_reason="",
-        hand_over=False, together=[], turns=0, turn_start=0, state=b"",
+        hand_over=False, together=[], turns=0, turn_start=0, state=b"", stops=[],
     )  # fmt: skip
     return wire.Grants([task], [grant])
 

@@ -2,6 +2,8 @@
 
 import hashlib
 
+import msgspec
+
 from april import wire
 from april.broker.books import Books
 from april.broker.ledger.samples import Group, Lease
@@ -19,19 +21,27 @@ def send_grant(books: Books, session: Session, lease: Lease) -> None:
         task = leases.add_task(task_of(books, group), prompt)
         session.sent_bytes += len(prompt.data)
     observations = sample.observations if sample.length else []
+    turn_start = observations[-1][1] if observations else 0
+    left, state, stops = books.config.sampling.max_response_tokens - sample.length, b"", list[int]()
+    if observations:
+        state = payloads.environment_state(sample)
+    if books.ledger.rules.agents:
+        request, state = msgspec.msgpack.decode(state, type=wire.TurnRequest), b""
+        left, stops = min(left, request.max_tokens - (sample.length - turn_start)), request.stops
     grant = wire.Grant(
         lease_id=lease.id,
         task=task,
         index=sample.index,
         scoring=lease.scoring,
-        max_new_tokens=books.config.sampling.max_response_tokens - sample.length,
+        max_new_tokens=left,
         seed=sample_seed(books.config.seed, group.id, sample.index),
         finish_reason=sample.finish_reason,
         hand_over=not lease.scoring and books.ledger.is_handed_over(group),
         together=[one.finish_reason for one in lease.samples] if lease.on_group else [],
         turns=len(observations),
-        turn_start=observations[-1][1] if observations else 0,
-        state=payloads.environment_state(sample) if observations else b"",
+        turn_start=turn_start,
+        state=state,
+        stops=stops,
     )
     leases.add(grant, arrays)
 

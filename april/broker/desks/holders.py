@@ -91,7 +91,9 @@ class HolderDesk:
             if not self._holds(session.uid, closing.lease_id):
                 self.refuse(session, closing.lease_id, NOT_CURRENT)
             elif isinstance(closing, wire.Scored):
-                self._take_score(session, closing)
+                self._take_score(session, closing, now)
+            elif isinstance(closing, wire.Closed):
+                self._close_agent(session, closing.lease_id, now)
             else:
                 self._take_back(session, closing, now)
 
@@ -99,15 +101,29 @@ class HolderDesk:
         """The new tokens of a report."""
         raise wire.WireError(f"a {session.role} generates nothing")
 
-    def _take_score(self, session: Session, scored: wire.Scored) -> None:
+    def _take_score(self, session: Session, scored: wire.Scored, now: float) -> None:
         lease = self.ledger.leases[scored.lease_id]
         fault = fault_of_score(scored, len(lease.samples))
         if fault:
             return self.refuse(session, lease.id, f"bad score: {fault}")
         if lease.on_group:
-            self.ledger.score_group(lease.id, scored.rewards, scored.details)
-        elif self.ledger.score(lease.id, scored.rewards[0], scored.details[0]) is Verdict.GAP:
+            verdict = self.ledger.score_group(lease.id, scored.rewards, scored.details)
+        else:
+            verdict = self.ledger.score(lease.id, scored.rewards[0], scored.details[0])
+        if verdict is Verdict.GAP:
             return self.sessions.ask_again(session, lease.id, lease.sample.length)
+        if verdict is Verdict.INVALID:
+            return self._agent_said_nothing(session, lease, now)
+        self.sessions.acknowledge(session, lease.id)
+
+    def _close_agent(self, session: Session, lease_id: int, now: float) -> None:
+        if self.ledger.close_agent(lease_id) is Verdict.INVALID:
+            return self._agent_said_nothing(session, self.ledger.leases[lease_id], now)
+        self.sessions.acknowledge(session, lease_id)
+
+    def _agent_said_nothing(self, session: Session, lease: Lease, now: float) -> None:
+        """There is no turn that a reward could be for."""
+        self.ledger.end_lease(lease.id, "agent_failed", "the agent ended before it had an answer of the policy", now)
         self.sessions.acknowledge(session, lease.id)
 
     def _take_back(self, session: Session, back: wire.GiveBack, now: float) -> None:

@@ -5,6 +5,7 @@ What cannot be read as rows refuses the report. What is wrong with the tokens of
 
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 from zlib_ng.zlib_ng import crc32
 
@@ -41,6 +42,14 @@ def read_report(packed: list[wire.Packed]) -> tuple[np.ndarray, wire.Packed]:
     return table, payload
 
 
+def is_turn_request(state: bytes) -> bool:
+    try:
+        request = msgspec.msgpack.decode(state, type=wire.TurnRequest)
+    except msgspec.DecodeError:
+        return False
+    return len(request.stops) <= wire.STOPS and len(request.key) <= wire.KEY_BYTES and request.max_tokens > 0
+
+
 def padded_sizes(table: np.ndarray) -> np.ndarray:
     """int64 [rows]: bytes of each payload, with what aligns the next one."""
     return (table["size"].astype(np.int64) + 3) & ~3
@@ -53,7 +62,9 @@ class RowChecks:
         self.cuts = config.sampling.is_cut
         self.ids_wrong = f"the policy's token ids are from 0 to {self.largest_id}"
 
-    def faults(self, table: np.ndarray, payload: wire.Packed, leases: Sequence[Lease | None]) -> dict[int, str]:
+    def faults(
+        self, table: np.ndarray, payload: wire.Packed, leases: Sequence[Lease | None], of_agents: bool = False
+    ) -> dict[int, str]:
         """What is wrong with the tokens of which rows, by their place; `leases`: of each row."""
         found: dict[int, str] = {}
         ends = np.cumsum(padded_sizes(table))
@@ -72,7 +83,14 @@ class RowChecks:
         size_of_logprobs = np.maximum.reduceat(words & np.uint32(0x7FFFFFFF), parts)[1::2]
         self._note(found, plain & (size_of_logprobs >= NOT_FINITE), "a logprob is not finite")
         state_bytes = sizes - 4 * tokens
-        if self.has_environment:
+        if of_agents:
+            self._note(found, ~observed, "an agent says observations, and samples nothing")
+            requests = (
+                bytes(view[end - rest : end])
+                for end, rest in zip((offsets + sizes).tolist(), state_bytes.tolist(), strict=True)
+            )
+            self._note(found, np.array([not is_turn_request(one) for one in requests]), "its state is no turn request")
+        elif self.has_environment:
             wrong = f"the state of an environment has at most {limits.STATE_BYTES} bytes"
             self._note(found, observed & (state_bytes > limits.STATE_BYTES), wrong)
         else:

@@ -2,6 +2,7 @@
 
 import heapq
 import math
+from collections.abc import Callable
 from itertools import compress
 from typing import Any
 
@@ -16,15 +17,17 @@ from april.broker.ledger.ledger import Verdict
 from april.broker.ledger.samples import Lease, Sample
 from april.broker.schedules.schedule import choose_sample
 from april.broker.sessions import Session
-from april.wire.rows import CHUNK
+from april.wire.rows import CHUNK, Buffer
 
+TellAgents = Callable[[np.ndarray, Buffer, list[Lease | None]], None]
 PASS_GRANTS = 256
 """most that are granted in one pass: a crowd that gets room all at once does not keep other messages waiting"""
 
 
 class WorkerDesk(HolderDesk):
-    def __init__(self, books: Books):
+    def __init__(self, books: Books, tell_agents: TellAgents):
         super().__init__(books)
+        self.tell_agents = tell_agents
         self.max_leases = books.config.security.max_leases
         self.checks = RowChecks(books.config)
         self.newest_step = 0
@@ -71,6 +74,11 @@ class WorkerDesk(HolderDesk):
         leases = [self.ledger.leases.get(lease_id) for lease_id in lease_ids]
         wrong = self.checks.faults(table, payload, leases)
         verdicts = self.ledger.add_chunks(packed[0].data, payload.data, session.uid, wrong, payload.checksum)
+        if self.ledger.rules.agents:
+            accepted = [
+                lease if verdict is Verdict.OK else None for lease, verdict in zip(leases, verdicts, strict=True)
+            ]
+            self.tell_agents(table, payload.data, accepted)
         if verdicts.count(Verdict.OK) < len(verdicts):
             for place, (lease_id, lease, verdict) in enumerate(zip(lease_ids, leases, verdicts, strict=True)):
                 if verdict is not Verdict.OK:

@@ -24,7 +24,7 @@ from zlib_ng.zlib_ng import crc32
 from april.broker.journal.disk import sync_folder
 from april.broker.ledger.dead_letters import DeadLetters
 from april.broker.ledger.events import RunStarted
-from april.broker.ledger.samples import PLACE_WORDS, TO_GENERATE, Group, GroupState, Lease, Sample, SampleState
+from april.broker.ledger.samples import PLACE_WORDS, UNFINISHED, Group, GroupState, Lease, Sample, SampleState
 from april.broker.ledger.segments import Segments
 from april.broker.ledger.state import LedgerState
 
@@ -36,7 +36,7 @@ TEMPORARY = "snapshot.partial"
 LENGTH = struct.Struct("<I")
 HEAD = struct.Struct("<4sI")
 """of a file: its format, and the checksum of all that follows"""
-FORMAT = b"APS7"
+FORMAT = b"APS8"
 
 PLAIN = (
     "next_step", "consumed", "frontier", "durable", "branch", "dead_in_a_row", "last_error", "round", "round_open",
@@ -48,7 +48,7 @@ COUNTERS = ("tokens", "discarded", "counts", "resumed")
 
 
 IN_GROUPS = [field.name for field in fields(Group) if field.name != "samples"]
-IN_LEASES = ("sample.group.id", "sample.index", "id", "worker", "step", "scoring")
+IN_LEASES = ("sample.group.id", "sample.index", "id", "worker", "step", "scoring", "agent", "advanced")
 
 
 class LedgerImage(msgspec.Struct, array_like=True):
@@ -58,7 +58,7 @@ class LedgerImage(msgspec.Struct, array_like=True):
     ready: list[int]
     deliveries: dict[int, list[int]]
     evaluations: dict[int, list[int]]
-    leases: list[tuple[int, int, int, str, int, bool]]
+    leases: list[tuple[int, int, int, str, int, bool, bool, bool]]
     """`IN_LEASES`"""
     cohorts: tuple[int, dict[int, int], dict[int, int], dict[int, dict[int, tuple[list[int], list[int]]]]]
     dead_letters: DeadLetters
@@ -118,6 +118,7 @@ def _of_sample(sample: Sample) -> tuple[Any, ...]:
     return (
         sample.state, sample.length, sample.segments.to_bytes(), sample.chunks.tobytes(), sample.lease_id,
         sample.attempts, sample.reward, sample.finish_reason, sample.last_error, sample.details, sample.home,
+        sample.agent_lease,
     )  # fmt: skip
 
 
@@ -141,8 +142,9 @@ def thaw(frozen: bytes | bytearray | memoryview, ledger: LedgerState) -> None:
     ledger.unjudged = list(ledger.ready) if ledger.rules.filtered else []
     ledger.deliveries = {step: [groups[number] for number in numbers] for step, numbers in image.deliveries.items()}
     ledger.evaluations = {step: [groups[number] for number in numbers] for step, numbers in image.evaluations.items()}
-    for number, index, lease_id, worker, step, scoring in image.leases:
-        ledger.hold(Lease(lease_id, groups[number].samples[index], worker, step, scoring, expires_at=float("inf")))
+    for number, index, lease_id, worker, step, scoring, agent, advanced in image.leases:
+        sample = groups[number].samples[index]
+        ledger.hold(Lease(lease_id, sample, worker, step, scoring, float("inf"), agent=agent, advanced=advanced))
     for group in groups.values():
         if not group.evaluation or group.state is GroupState.OPEN:
             ledger.groups[group.id] = group
@@ -150,8 +152,8 @@ def thaw(frozen: bytes | bytearray | memoryview, ledger: LedgerState) -> None:
             ledger.bound.add(group.opened_at)
         if group.state is GroupState.OPEN:
             for sample in group.samples:
-                if sample.state in (*TO_GENERATE, SampleState.GENERATED):
-                    ledger.queue.push(sample)
+                if sample.state in (*UNFINISHED, SampleState.GENERATED):
+                    ledger.push(sample)
 
 
 def header_of(frozen: bytes | bytearray | memoryview) -> RunStarted | None:

@@ -80,6 +80,21 @@ class Leased(Event):
     scoring: bool
 
 
+class AgentLeased(Event):
+    """An agents process has opened the session of a sample, or opens it again."""
+
+    lease_id: int
+    group: int
+    index: int
+    holder: str
+
+
+class AgentClosed(Event):
+    """The agent has nothing more to say, and the sample waits for a verifier."""
+
+    lease_id: int
+
+
 class RowsAccepted(Event):
     """New tokens of many samples: chunks, and what environments have answered. Array: the payloads of the rows, one
     behind the other."""
@@ -119,7 +134,7 @@ class GroupScored(Event):
 
 
 class LeaseEnded(Event):
-    """cause: abort | leave | lost | expired | generation_failed | environment_failed | scoring_failed"""
+    """cause: abort | leave | lost | expired | generation_failed | environment_failed | scoring_failed | agent_failed"""
 
     lease_id: int
     cause: str

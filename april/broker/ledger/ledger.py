@@ -1,6 +1,7 @@
 """Who owns each sample, what is finished, what was trained: a state machine without I/O, clocks or sockets.
 
     sample: waiting -> leased -> (partial -> leased ...) -> generated -> scoring -> done | dead
+    or, with agents: (acting -> partial -> leased ...) -> acting -> generated ... | done | dead
     group:  open -> ready -> delivered(step) -> trained(step) | discarded(reason)
 
 Every change is an event: a command checks itself, hands the event to `write` (the journal) and applies it, and
@@ -25,7 +26,7 @@ from zlib_ng.zlib_ng import crc32
 from april.broker.ledger import events
 from april.broker.ledger.events import Part
 from april.broker.ledger.prompts import Prompts
-from april.broker.ledger.samples import TO_GENERATE, Group, GroupState, Lease, Sample, SampleState
+from april.broker.ledger.samples import TO_GENERATE, Group, GroupState, Lease, Sample, SampleState, lacks_agent
 from april.broker.ledger.state import LedgerState, Rules
 from april.wire.rows import CHUNK, OVER, ROW, chunk_row, pack_rows, select_rows
 from april.wire.version import Version
@@ -125,6 +126,27 @@ class Ledger(LedgerState):
         self.expire_at(lease, expires_at)
         return lease
 
+    def lease_agent(self, sample: Sample, holder: str, expires_at: float) -> Lease:
+        """Give a sample whose agent nobody runs to an agents process: it says what the policy is told and, in the end,
+        what that was worth. A turn that is under way goes on meanwhile."""
+        if not self.rules.agents or not lacks_agent(sample):
+            raise LedgerError(f"sample {sample.group.id}.{sample.index} lacks no agent")
+        lease_id = self.last_lease_id + 1
+        self.commit(events.AgentLeased(lease_id, sample.group.id, sample.index, holder))
+        lease = self.leases[lease_id]
+        self.expire_at(lease, expires_at)
+        return lease
+
+    def close_agent(self, lease_id: int) -> Verdict:
+        """Its agent has nothing more to say; a verifier says what it was worth. Without a turn there is nothing to."""
+        lease = self.leases.get(lease_id)
+        if lease is None:
+            return Verdict.FENCED
+        if not lease.agent or not lease.sample.heard:
+            return Verdict.INVALID
+        self.commit(events.AgentClosed(lease_id))
+        return Verdict.OK
+
     def expire_at(self, lease: Lease, instant: float) -> None:
         """Let a lease end at `instant`, unless it is renewed, or at its end if that is earlier; infinite is never."""
         lease.expires_at = min(instant, lease.ends_at)
@@ -144,8 +166,9 @@ class Ledger(LedgerState):
         Tokens are accepted iff their lease is current and they start at the acknowledged length. A finish reason ends
         the response together with its last tokens; the holder scores it next, unless it is scored apart or with its
         group: then it ends the lease as well. What the environment has answered to the turn that ends at `start` is
-        accepted as a chunk is; its version is nobody's. Behind a row that is not in its place, or may not be, further
-        rows of its lease are dropped.
+        accepted as a chunk is; its version is nobody's. With agents, an ending is that of a turn, and the holder of the
+        agent alone may say what follows it, also at the beginning. Behind a row that is not in its place, or may not
+        be, further rows of its lease are dropped.
 
         `holder`: of all leases, None: whoever it is; `wrong`: places of rows that cannot be taken whatever the ledger
         says; `checksum`: crc32 of the payload where it is known.
@@ -163,7 +186,7 @@ class Ledger(LedgerState):
                 continue
             sample = lease.sample
             is_plain = (
-                start == sample.length and alone and kind == CHUNK and sample.state is SampleState.LEASED
+                start == sample.length and alone and kind == CHUNK and lease.generating
                 and lease.floor <= step <= frontier and branch <= branch_now
                 and start < start + count < most and place not in wrong
             )  # fmt: skip
@@ -198,9 +221,11 @@ class Ledger(LedgerState):
         now = ahead.get(lease_id)
         if now is None:
             sample = lease.sample
-            length, generating = sample.length, sample.state is SampleState.LEASED
+            length, generating = sample.length, lease.generating
             floor = lease.floor
             at_turn_end = kind != CHUNK and bool(sample.segments) and sample.segments.end == length
+            if self.rules.agents:
+                at_turn_end = lease.agent and sample.state is SampleState.ACTING
         elif isinstance(now, Verdict):
             return Verdict.DROPPED
         else:
@@ -213,11 +238,15 @@ class Ledger(LedgerState):
             verdict = Verdict.FENCED
         else:
             left = self.rules.max_response_tokens - length - count
-            goes_on = generating and count > 0 and (left > 0 or (left == 0 and finish > 0))
+            may_end = left > 0 or (left == 0 and finish > 0)
+            if lease.agent:
+                generating, may_end = at_turn_end and kind != CHUNK, left > 0 and not finish
+            goes_on = generating and count > 0 and may_end
             follows = self.was_published(step, branch) if kind == CHUNK else at_turn_end
             verdict = Verdict.OK if goes_on and follows else Verdict.INVALID
         if verdict is Verdict.OK:
-            ahead[lease_id] = Ahead(start + count, step if kind == CHUNK else floor, kind == CHUNK, not finish)
+            goes_on = not finish and not lease.agent
+            ahead[lease_id] = Ahead(start + count, step if kind == CHUNK else floor, kind == CHUNK, goes_on)
         elif verdict is not Verdict.DUPLICATE:
             ahead[lease_id] = verdict
         return verdict
@@ -228,7 +257,7 @@ class Ledger(LedgerState):
             return Verdict.FENCED
         if lease.generating:
             return Verdict.GAP
-        if lease.on_group:
+        if lease.on_group or (lease.agent and (lease.sample.group.together or not lease.sample.heard)):
             return Verdict.INVALID
         self.commit(events.SampleScored(lease_id, reward, details or {}))
         return Verdict.OK
@@ -378,7 +407,7 @@ class Ledger(LedgerState):
 
     def is_handed_over(self, group: Group) -> bool:
         """Whether the lease that generates a response of the group ends with it."""
-        return self.rules.scored_apart or group.together
+        return self.rules.scored_apart or self.rules.agents or group.together
 
     def is_aborted(self, lease_id: int) -> bool:
         """Whether the sample is to be handed back: generated for training under a grant of an ended round,

@@ -19,6 +19,8 @@ class SampleState(StrEnum):
     WAITING = "waiting"
     LEASED = "leased"
     PARTIAL = "partial"
+    ACTING = "acting"
+    """it is its agent's to speak"""
     GENERATED = "generated"
     SCORING = "scoring"
     DONE = "done"
@@ -57,6 +59,7 @@ class Place(NamedTuple):
 
 
 TO_GENERATE = (SampleState.WAITING, SampleState.PARTIAL)
+UNFINISHED = (*TO_GENERATE, SampleState.LEASED, SampleState.ACTING)
 
 
 @dataclass(slots=True, eq=False)
@@ -83,6 +86,8 @@ class Sample:
     """what its reward is made of"""
     home: str = ""
     """the worker that handed it back and has its prefix in cache until new weights come"""
+    agent_lease: int = 0
+    """of the session that its agent has with the policy, 0 for none"""
 
     def cached_by(self, step: int) -> str:
         """The worker, at policy step `step`, that need not compute its prefix again; "" for none."""
@@ -104,6 +109,26 @@ class Sample:
         starts = [0, *(end for _, end, _ in self.segments)]
         ends = [*(start for start, _, _ in self.segments), self.length]
         return [(start, end) for start, end in zip(starts, ends, strict=True) if start < end]
+
+    @property
+    def heard(self) -> int:
+        """Its length up to the end of the last turn that is over: what its agent has an answer to."""
+        if self.state is SampleState.ACTING or not self.length:
+            return self.length
+        return self.observations[-1][0]
+
+    def cut(self, length: int) -> int:
+        """Forget what lies behind the end of a turn; returns how many sampled tokens that were."""
+        before = self.sampled
+        behind = sum(place.tokens for place in self.places) - length
+        for place in reversed(list(self.places)):
+            if behind <= 0:
+                break
+            behind -= place.tokens
+            del self.chunks[-PLACE_WORDS:]
+        self.segments = Segments(segment for segment in self.segments if segment[1] <= length)
+        self.length = length
+        return before - self.sampled
 
     @property
     def accuracy(self) -> float:
@@ -169,7 +194,7 @@ class Group:
     @property
     def unfinished(self) -> bool:
         """Some sample still has tokens to come."""
-        return any(sample.state in (*TO_GENERATE, SampleState.LEASED) for sample in self.samples)
+        return any(sample.state in UNFINISHED for sample in self.samples)
 
 
 @dataclass(slots=True)
@@ -187,10 +212,14 @@ class Lease:
     """the longest that renewals can keep it"""
     floor: int = 0
     """its next tokens are of this step or a later one"""
+    agent: bool = False
+    """an agents process has a session for it; workers have other leases on the same sample, one a turn"""
+    advanced: bool = False
+    """a turn has come to its end under it"""
 
     @property
     def generating(self) -> bool:
-        return self.sample.state is SampleState.LEASED
+        return self.sample.state is SampleState.LEASED and not self.agent
 
     @property
     def samples(self) -> list[Sample]:
@@ -262,7 +291,8 @@ class HandOutQueue:
     Within a kind: evaluation and fresh groups in the order of their creation, evaluation that was lost first; of
     started groups those first that were lost with their worker or failed, then partials and untouched siblings,
     oldest version first, and of one version those that are expected to become longest. What a deadline needs is taken
-    from the started in the same order, but whether they were lost or not.
+    from the started in the same order, but whether they were lost or not. Samples of agents also wait for somebody who
+    runs the agent: those that were lost first, then by their creation.
     """
 
     def __init__(self) -> None:
@@ -271,6 +301,8 @@ class HandOutQueue:
         self._started = Waiting(lambda sample: (not sample.attempts, *_age(sample)))
         self._by_age = Waiting(_age)
         self._fresh = Waiting(_place)
+        self._without_agent: dict[bool, list[tuple[Order, int, Sample]]] = {False: [], True: []}
+        self._arrivals = itertools.count()
 
     def push(self, sample: Sample) -> None:
         if sample.state is SampleState.GENERATED:
@@ -283,6 +315,19 @@ class HandOutQueue:
             self._by_age.push(sample)
         else:
             self._fresh.push(sample)
+
+    def push_for_agent(self, sample: Sample) -> None:
+        order = (not sample.attempts, *_place(sample))
+        heapq.heappush(self._without_agent[sample.group.evaluation], (order, next(self._arrivals), sample))
+
+    def take_for_agent(self, evaluation: bool) -> Sample | None:
+        """One whose agent nobody runs."""
+        heap = self._without_agent[evaluation]
+        while heap:
+            sample = heapq.heappop(heap)[-1]
+            if lacks_agent(sample):
+                return sample
+        return None
 
     @property
     def has_scoring(self) -> bool:
@@ -356,6 +401,12 @@ class ReadyGroups:
 def _waits_from(sample: Sample, first_step: int) -> bool:
     waits = sample.state in TO_GENERATE and sample.group.state is GroupState.OPEN
     return waits and sample.first_step == first_step
+
+
+def lacks_agent(sample: Sample) -> bool:
+    """Whether its agent has still to speak, and nobody runs it."""
+    goes_on = sample.state in UNFINISHED and sample.group.state is GroupState.OPEN
+    return goes_on and not sample.agent_lease
 
 
 def _waits_for_score(sample: Sample) -> bool:

@@ -22,6 +22,7 @@ from april.broker.ledger.samples import (
     ReadyGroups,
     Sample,
     SampleState,
+    lacks_agent,
 )
 from april.wire.rows import CHUNK, ENDINGS, ROW, padded
 
@@ -58,6 +59,8 @@ class Rules:
     """complete groups are judged before they can be trained"""
     scored_apart: bool = False
     """the lease that generates a response ends with it; another one is for its score"""
+    agents: bool = False
+    """samples are sessions of agents: a response goes in turns, each under a lease of its own"""
 
 
 class LedgerState:
@@ -151,19 +154,28 @@ class LedgerState:
             event.group, ordinal, event.evaluation, event.epoch, event.row, event.floor, reference, event.prompt_tokens,
             together=event.together,
         )  # fmt: skip
-        group.samples = [Sample(group, index) for index in range(event.size)]
+        state = SampleState.ACTING if self.rules.agents else SampleState.WAITING
+        group.samples = [Sample(group, index, state) for index in range(event.size)]
         if event.evaluation:
             self.evaluations.setdefault(event.floor, []).append(group)
         self.groups[group.id] = group
         self._next_group = group.id + 1
         for sample in group.samples:
+            self.push(sample)
+
+    def push(self, sample: Sample) -> None:
+        """It waits for whoever goes on with it."""
+        if lacks_agent(sample) and self.rules.agents:
+            self.queue.push_for_agent(sample)
+        if sample.state not in (SampleState.ACTING, SampleState.LEASED):
             self.queue.push(sample)
 
     def _on_Leased(self, event: events.Leased, reference: Any) -> None:
         group = self.groups[event.group]
         self.last_lease_id = event.lease_id
         lease = Lease(event.lease_id, group.samples[event.index], event.worker, event.step, event.scoring, float("inf"))
-        if lease.sample.state is SampleState.PARTIAL:
+        begins_turn = self.rules.agents and lease.sample.segments.end < lease.sample.length
+        if lease.sample.state is SampleState.PARTIAL and not begins_turn:
             cached = lease.sample.cached_by(event.step) == event.worker
             self.resumed["cached" if cached else "moved"] += lease.sample.length
         for sample in lease.samples:
@@ -172,6 +184,11 @@ class LedgerState:
         self.hold(lease)
         if not group.started:
             self._start(group, event.step)
+
+    def _on_AgentLeased(self, event: events.AgentLeased, reference: Any) -> None:
+        sample = self.groups[event.group].samples[event.index]
+        self.last_lease_id = sample.agent_lease = event.lease_id
+        self.hold(Lease(event.lease_id, sample, event.holder, 0, False, float("inf"), agent=True))
 
     def hold(self, lease: Lease) -> None:
         """Enter a lease in the books."""
@@ -190,9 +207,17 @@ class LedgerState:
         held.remove(lease_id)
         if not held:
             del self.held[lease.worker]
-        for sample in lease.samples:
-            sample.lease_id = 0
+        if lease.agent:
+            lease.sample.agent_lease = 0
+        else:
+            for sample in lease.samples:
+                sample.lease_id = 0
         return lease
+
+    def _void(self, sample: Sample) -> None:
+        """End its leases, of which their holders have to be told."""
+        for lease_id in filter(None, (sample.lease_id, sample.agent_lease)):
+            self.voided.append((self._release(lease_id).worker, lease_id))
 
     def _stops_generating(self, lease: Lease) -> None:
         if lease.generating:
@@ -209,7 +234,7 @@ class LedgerState:
             self.bound.add(step)
         group.opened_at = step
         for sibling in group.samples:
-            if sibling.state is SampleState.WAITING and not group.evaluation:
+            if sibling.state in TO_GENERATE:
                 self.queue.push(sibling)
 
     def _on_RowsAccepted(self, event: events.RowsAccepted, reference: Any) -> None:
@@ -228,6 +253,9 @@ class LedgerState:
                     evaluated += count
                 else:
                     trained += count
+            elif lease.agent:
+                sample.state = SampleState.PARTIAL
+                self.queue.push(sample)
             if reference:
                 what = count | kind * OBSERVED
                 sample.chunks.extend((record, offset << WORD | size, what << WORD | checksum))
@@ -241,6 +269,8 @@ class LedgerState:
     def _end_response(self, lease: Lease, finish_reason: str, over: bool) -> None:
         """Its last tokens have come; `over`: they end the lease, too, and it waits for somebody who scores it."""
         sample = lease.sample
+        if self.rules.agents:
+            return self._end_turn(lease)
         self._stops_generating(lease)
         sample.state, sample.finish_reason = SampleState.SCORING, finish_reason
         self._expect_longer(sample)
@@ -248,6 +278,13 @@ class LedgerState:
             self._release(lease.id)
             sample.state = SampleState.GENERATED
             self.queue.push(sample)
+
+    def _end_turn(self, lease: Lease) -> None:
+        """Its last tokens have come, and it is its agent's again; the worker has its prefix in cache."""
+        sample = self._release(lease.id).sample
+        sample.state, sample.home = SampleState.ACTING, lease.worker
+        if agent := self.leases.get(sample.agent_lease):
+            agent.advanced = True
 
     def _expect_longer(self, ended: Sample) -> None:
         """Its siblings that wait are handed out earlier than others of their age: they may become as long."""
@@ -258,9 +295,32 @@ class LedgerState:
                 self.queue.push(sibling)
 
     def _on_SampleScored(self, event: events.SampleScored, reference: Any) -> None:
-        sample = self._release(event.lease_id).sample
+        lease = self._release(event.lease_id)
+        sample = lease.sample
+        if lease.agent:
+            self._end_session(sample)
         sample.state, sample.reward, sample.details = SampleState.DONE, event.reward, event.details or None
         self._complete(sample.group)
+
+    def _on_AgentClosed(self, event: events.AgentClosed, reference: Any) -> None:
+        sample = self._release(event.lease_id).sample
+        self._end_session(sample)
+        sample.state = SampleState.GENERATED
+        self.queue.push(sample)
+
+    def _end_session(self, sample: Sample) -> None:
+        """The agent has spoken for the last time; a turn that it has not heard the end of is nobody's."""
+        self._void(sample)
+        self._cut(sample, sample.heard, "unread")
+        sample.finish_reason = "stop"
+
+    def _cut(self, sample: Sample, length: int, reason: str) -> None:
+        """Discard what lies behind the end of a turn of a sample whose group is open."""
+        dropped, group = sample.cut(length), sample.group
+        group.tokens -= dropped
+        if dropped and not group.evaluation:
+            self.tokens[group.state] -= dropped
+            self.discarded[reason] += dropped
 
     def _on_GroupScored(self, event: events.GroupScored, reference: Any) -> None:
         lease = self._release(event.lease_id)
@@ -271,25 +331,33 @@ class LedgerState:
     def _on_LeaseEnded(self, event: events.LeaseEnded, reference: Any) -> None:
         lease = self._release(event.lease_id)
         samples, group = lease.samples, lease.sample.group
+        starts_anew = event.cause == "agent_failed"
+        if starts_anew:
+            self._void(lease.sample)
+            self._cut(lease.sample, 0, event.cause)
         for sample in samples:
-            if event.cause not in NO_ATTEMPT:
+            if event.cause not in NO_ATTEMPT and (starts_anew or not lease.advanced):
                 sample.attempts += 1
                 sample.last_error = self.last_error = event.error or event.cause
             if sample.attempts >= self.rules.max_attempts:
+                self._void(sample)
                 sample.state = SampleState.DEAD
                 self.dead_letters.add(sample, event.at)
                 if len(group.live_samples) < self._least_samples(group):
                     return self._end_group(group, "dead_sample")
             elif sample.state is SampleState.SCORING:
                 sample.state = SampleState.GENERATED
-            else:
+            elif starts_anew:
+                sample.state = SampleState.ACTING
+            elif not lease.agent:
                 sample.state = SampleState.PARTIAL if sample.length else SampleState.WAITING
-            sample.home = lease.worker if event.cause in NO_ATTEMPT else ""
+            if not lease.agent:
+                sample.home = lease.worker if event.cause in NO_ATTEMPT else ""
         self._complete(group)
         stands_for_group = group.live_samples[:1] if group.together and group.awaits_scores else None
         for sample in stands_for_group or samples:
             if sample.state is not SampleState.DEAD:
-                self.queue.push(sample)
+                self.push(sample)
 
     def _least_samples(self, group: Group) -> int:
         return 1 if group.evaluation else self.rules.min_group_size or len(group.samples)
@@ -328,9 +396,7 @@ class LedgerState:
 
     def _end_group(self, group: Group, reason: str) -> None:
         for sample in group.samples:
-            if sample.lease_id:
-                lease = self._release(sample.lease_id)
-                self.voided.append((lease.worker, lease.id))
+            self._void(sample)
         del self.groups[group.id]
         if group.evaluation:
             group.state = GroupState.DISCARDED

@@ -91,9 +91,16 @@ class ContinuousSchedule(Schedule):
     def next_sample(self, ledger: Ledger, step: int) -> Sample | None:
         """What a worker at policy step `step` generates next, of a group opened for it if no other has one."""
         waiting = super().next_sample(ledger, step)
-        if waiting or not self.hands_out(ledger, step) or not self._open_group(ledger, step):
+        if waiting or ledger.rules.agents or not self.hands_out(ledger, step) or not self._open_group(ledger, step):
             return waiting
         return ledger.queue.take_fresh(step)
+
+    def next_for_agent(self, ledger: Ledger) -> Sample | None:
+        """Of a group opened for it if no other waits: agents open groups, since they speak first."""
+        waiting = super().next_for_agent(ledger)
+        if waiting or not ledger.round_open or not self._open_group(ledger, ledger.consumed):
+            return waiting
+        return super().next_for_agent(ledger)
 
     def backlog(self, ledger: Ledger) -> float:
         """No group is opened while so many batches of complete groups wait.

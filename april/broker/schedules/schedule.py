@@ -149,6 +149,10 @@ class Schedule:
             return None
         return ledger.queue.take_started(step) or ledger.queue.take_fresh(step)
 
+    def next_for_agent(self, ledger: Ledger) -> Sample | None:
+        """A training sample for an agents process that has room for another session."""
+        return ledger.queue.take_for_agent(evaluation=False)
+
 
 def choose_sample(schedule: Schedule, ledger: Ledger, step: int, evaluation_share_left: bool = True) -> Sample | None:
     """What a worker at policy step `step` that has room is given next, to be leased at once.

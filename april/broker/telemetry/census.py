@@ -74,7 +74,7 @@ class Census:
             if sample.lease_id:
                 if lease := self.ledger.leases.get(sample.lease_id):
                     self._leased_since = min(self._leased_since, lease.ends_at - self.max_run_s)
-            elif sample.state not in ENDED:
+            elif sample.state not in ENDED and not sample.agent_lease:
                 self._waiting_since = min(self._waiting_since, since)
                 self._waiting_steps = max(self._waiting_steps, self.ledger.next_step - group.opened_at)
 

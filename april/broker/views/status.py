@@ -47,6 +47,10 @@ def status(books: Books, now: float) -> dict[str, Any]:
             {"name": session.name, "capacity": session.capacity, "leased": len(ledger.held.get(session.uid, ()))}
             for session in sorted(books.sessions.scorers(), key=lambda session: session.name)
         ],
+        "agents": [
+            {"name": session.name, "capacity": session.capacity, "leased": len(ledger.held.get(session.uid, ()))}
+            for session in sorted(books.sessions.of("agents"), key=lambda session: session.name)
+        ],
         "tokens": books.recorder.account(ledger),
         "ledger_closed": ledger.closed,
         "refusals": dict(books.sessions.refusals),

@@ -1,0 +1,5 @@
+"""Agents: programs of one's own that speak with the policy over HTTP, durably. `docs/agents.md` shows how."""
+
+from april.registry import Registry
+
+PROGRAMS = Registry("agent.program", "agent", {})

@@ -1,0 +1,120 @@
+"""An agents process at work: sessions come from the broker, programs run for them, closings go back.
+
+A program that fails by itself starts from nothing, elsewhere perhaps. One that is lost with its process is run again
+at once, and is answered from the journal up to where it was.
+"""
+
+import asyncio
+import logging
+
+from april import wire
+from april.agents.gateway import Gateway, task_of
+from april.agents.host import Begin
+from april.agents.link import Link, Said
+from april.agents.programs import Runner
+from april.agents.rendering import Renderer
+from april.agents.session import AgentSession
+from april.config import AgentSection
+from april.wire.limits import clip
+
+log = logging.getLogger(__name__)
+
+MOST_DEATHS = 3
+"""of the process of a session's program without a turn in between, before the session is given back"""
+
+
+class Agents:
+    """A `Listener` and an `Audience`."""
+
+    def __init__(self, section: AgentSection, gateway: Gateway, renderer: Renderer):
+        self.section = section
+        self.gateway = gateway
+        self.renderer = renderer
+        self.sessions: dict[int, AgentSession] = {}
+        self.base_url = ""
+        self.runner: Runner
+        self.link: Link
+        self.over = asyncio.Event()
+        self.completed = 0
+        """sessions that were closed"""
+        self._timers: dict[int, asyncio.TimerHandle] = {}
+        self._deaths: dict[int, tuple[int, int]] = {}
+        """(turns, deaths at that number of turns)"""
+
+    # --- from the broker --------------------------------------------------------------------------------------
+
+    def open(self, told: wire.Session, said: list[Said]) -> None:
+        if session := self.sessions.get(told.lease_id):
+            return session.hear(said)
+        session = AgentSession(told, self.renderer, self.link.say, self.section.max_turn_tokens)
+        session.hear(said)
+        self.sessions[told.lease_id] = session
+        loop = asyncio.get_running_loop()
+        self._timers[told.lease_id] = loop.call_later(self.section.timeout_s, self._overdue, told.lease_id)
+        self._run(session)
+
+    def hear(self, said: list[Said]) -> None:
+        for row, payload in said:
+            if session := self.sessions.get(row.lease_id):
+                session.hear([(row, payload)])
+
+    def lose(self, lease_id: int, why: str) -> None:
+        if self._forget(lease_id, why):
+            self.runner.cease(lease_id)
+
+    def stop(self, why: str) -> None:
+        for lease_id in list(self.sessions):
+            self.lose(lease_id, why)
+        self.over.set()
+
+    # --- from programs ----------------------------------------------------------------------------------------
+
+    def ended(self, key: int, reward: float | None, error: str) -> None:
+        session = self.sessions.get(key)
+        if session is None:
+            return
+        if error:
+            return self._give_back(key, error)
+        reward = session.reward if reward is None else reward
+        closing = wire.Closed(key) if reward is None else wire.Scored(key, [reward], [{}])
+        self.completed += 1
+        self._forget(key, "its agent has ended")
+        self.link.close_session(closing)
+
+    def died(self, keys: list[int], why: str) -> None:
+        for key in keys:
+            if session := self.sessions.get(key):
+                turns, deaths = self._deaths.get(key, (0, 0))
+                deaths = deaths + 1 if turns == len(session.turns) else 1
+                self._deaths[key] = len(session.turns), deaths
+                if deaths > MOST_DEATHS:
+                    self._give_back(key, why)
+                else:
+                    self._run(session)
+
+    # --- sessions ---------------------------------------------------------------------------------------------
+
+    def _run(self, session: AgentSession) -> None:
+        key = self.gateway.admit(session)
+        order = Begin(session.told.lease_id, self.base_url, key, task_of(session), session.replaying)
+        self.runner.begin(order)
+
+    def _overdue(self, lease_id: int) -> None:
+        self.runner.cease(lease_id)
+        self._give_back(lease_id, f"it took longer than agent.timeout_s = {self.section.timeout_s:g}")
+
+    def _give_back(self, lease_id: int, error: str) -> None:
+        """The session starts from nothing."""
+        if session := self._forget(lease_id, "its agent has failed"):
+            ids = {"group": session.told.group, "sample": session.told.index}
+            log.warning("an agent has failed: %s", error, extra=ids)
+            self.link.close_session(wire.GiveBack(lease_id, 0, "agent_failed", clip(error.splitlines()[0])))
+
+    def _forget(self, lease_id: int, why: str) -> AgentSession | None:
+        session = self.sessions.pop(lease_id, None)
+        if session:
+            session.end(why)
+            self.gateway.dismiss(session)
+            self._timers.pop(lease_id).cancel()
+            self._deaths.pop(lease_id, None)
+        return session

@@ -1,0 +1,129 @@
+"""The process in which an agent's program runs, many sessions at a time: `python -m april.agents.host PLACE`.
+
+It is told over a pipe what to run, and says how each ended. A coroutine runs in the event loop, a plain function in a
+thread of its own.
+"""
+
+import asyncio
+import inspect
+import os
+import sys
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+import msgspec
+
+from april.agents import PROGRAMS
+from april.processes.frames import LENGTH_BYTES, READY, frame, private_pipes, send
+from april.processes.lifetime import die_with_parent, end
+
+BEAT_S = 1.0
+ERROR_CHARACTERS = 2000
+
+
+class Begin(msgspec.Struct, tag=True, array_like=True):
+    """Run the program for a session."""
+
+    key: int
+    base_url: str
+    api_key: str
+    task: dict[str, Any]
+    replaying: bool
+
+
+class Cease(msgspec.Struct, tag=True, array_like=True):
+    key: int
+
+
+class Ended(msgspec.Struct, array_like=True):
+    """How a session's program ended; `key` 0 only says that the process lives."""
+
+    key: int
+    reward: float | None = None
+    error: str = ""
+
+
+@dataclass
+class Session:
+    """What a program is given."""
+
+    base_url: str
+    """of the API, with /v1"""
+    api_key: str
+    task: dict[str, Any]
+    """`messages` and `label` of the row; `group`, `index` and `evaluation` of the sample"""
+    replaying: bool
+    """it was run before, and what it asks first is answered from the journal"""
+
+
+class Host:
+    def __init__(self, program: Any, outgoing: BinaryIO, threads: int):
+        self.program = program
+        self.outgoing = outgoing
+        self.running: dict[int, asyncio.Task[None]] = {}
+        self.threads = ThreadPoolExecutor(threads)
+
+    async def serve(self, incoming: int) -> None:
+        reader = asyncio.StreamReader()
+        await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(incoming, "rb")
+        )
+        send(self.outgoing, READY)
+        beat = asyncio.create_task(self._beat())
+        try:
+            while True:
+                size = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "little")
+                self._take(msgspec.msgpack.decode(await reader.readexactly(size), type=Begin | Cease))
+        except asyncio.IncompleteReadError:
+            beat.cancel()
+
+    def _take(self, order: Begin | Cease) -> None:
+        if isinstance(order, Begin):
+            self.running[order.key] = asyncio.create_task(self._run(order))
+        elif task := self.running.get(order.key):
+            task.cancel()
+
+    async def _run(self, order: Begin) -> None:
+        session = Session(order.base_url, order.api_key, order.task, order.replaying)
+        try:
+            if inspect.iscoroutinefunction(self.program):
+                reward = await self.program(session)
+            else:
+                reward = await asyncio.get_running_loop().run_in_executor(self.threads, self.program, session)
+            ended = self._ended(order.key, reward)
+        except asyncio.CancelledError:
+            ended = Ended(order.key, error="it was cancelled")
+        except BaseException as error:
+            ended = Ended(order.key, error=last_lines(error))
+        self.running.pop(order.key, None)
+        send(self.outgoing, frame(ended))
+
+    def _ended(self, key: int, reward: Any) -> Ended:
+        is_number = isinstance(reward, int | float) or hasattr(reward, "__float__")
+        if reward is None or is_number:
+            return Ended(key, None if reward is None else float(reward))
+        return Ended(key, error=f"it returned {reward!r}, which is neither a number nor None")
+
+    async def _beat(self) -> None:
+        while True:
+            send(self.outgoing, frame(Ended(0)))
+            await asyncio.sleep(BEAT_S)
+
+
+def last_lines(error: BaseException) -> str:
+    text = "".join(traceback.format_exception(error)).strip()
+    return f"{type(error).__name__}: {error}\n{text[-ERROR_CHARACTERS:]}"
+
+
+def main() -> None:
+    die_with_parent()
+    place, threads = sys.argv[1], int(sys.argv[2])
+    incoming, outgoing = private_pipes()
+    asyncio.run(Host(PROGRAMS.find(place), outgoing, threads).serve(incoming))
+    end(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""An agents process, gateway, programs and the broker put together; `april agents`."""
+
+import asyncio
+import logging
+import signal
+import sys
+import uuid
+from typing import NoReturn
+
+from april.agents import PROGRAMS
+from april.config import Config, ConfigError
+from april.connections.broker import AccessDenied, BrokerConnection
+from april.processes.lifetime import REFUSED, end
+from april.processes.logs import log_to_stderr
+from april.security.keys import Keys, load_keys
+
+log = logging.getLogger(__name__)
+
+
+def run_agents(config: Config, address: str, name: str) -> NoReturn:
+    """Run agents for the broker at `address` until the run is over, then end the process. Raises ConfigError before."""
+    if not config.agent.is_set:
+        raise ConfigError("key 'agent.program' = '' leaves nothing to an agents process; name a program or a command")
+    if config.agent.program:
+        PROGRAMS.find(config.agent.program)
+    log_to_stderr(name, config.operations.log_format, run=config.run.name, worker=name)
+    keys = load_keys(config.security.keys, "agents")
+    end(asyncio.run(serve(config, address, name, keys)))
+
+
+async def serve(config: Config, address: str, name: str, keys: Keys | None) -> int:
+    """Until the run is over; the exit status."""
+    from aiohttp import web
+
+    from april.agents.agents import Agents
+    from april.agents.chat import Chat, StopIds
+    from april.agents.gateway import Gateway
+    from april.agents.link import Link
+    from april.agents.programs import CommandRunner, ProgramRunner
+    from april.agents.rendering import Renderer
+    from april.data.tokenizer import Tokenizer
+
+    section, tokenizer = config.agent, Tokenizer(config.model.path)
+    gateway = Gateway(Chat(StopIds(tokenizer), section.overrides == "ignore"), config.run.name)
+    agents = Agents(section, gateway, Renderer(tokenizer, section.chat_template, config.data.template_options))
+    agents.runner = (
+        ProgramRunner(section.program, section.sessions, agents)
+        if section.program
+        else CommandRunner(section.command, config.run_dir / "logs" / f"{name}-programs.log", agents)
+    )
+    http = web.AppRunner(gateway.app, access_log=None)
+    await http.setup()
+    host, _, port = section.listen.rpartition(":")
+    site = web.TCPSite(http, host, int(port))
+    try:
+        await site.start()
+        await agents.runner.start()
+    except OSError as error:
+        print(f"april agents: key 'agent.listen' = {section.listen!r}: {error.strerror}", file=sys.stderr)
+        return REFUSED
+    except (TimeoutError, asyncio.IncompleteReadError):
+        print(f"april agents: the process of agent.program = {section.program!r} did not start", file=sys.stderr)
+        return 1
+    bound = http.addresses[0]
+    agents.base_url = f"http://{host}:{bound[1]}/v1"
+    log.info("the API is at %s; connecting to %s", agents.base_url, address)
+    connection = BrokerConnection(address, "agents", name, uuid.uuid4().hex, config.broker.patience_s, keys)
+    agents.link = Link(connection, section.sessions, config.broker.renew_s, agents)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(
+            number, agents.link.leave, f"signal {signal.Signals(number).name}"
+        )
+    agents.link.start()
+    await agents.over.wait()
+    log.info("stopping: %s; %d sessions closed", agents.link.stopping, agents.completed)
+    await agents.runner.close()
+    await http.cleanup()
+    agents.link.join()
+    if agents.link.failure:
+        print(f"april agents: {agents.link.failure}", file=sys.stderr)
+        return REFUSED if isinstance(agents.link.failure, AccessDenied) else 1
+    return 0

@@ -1,0 +1,193 @@
+"""What agents meet: the OpenAI SDK as it is, against a policy that says what the test says."""
+
+import asyncio
+import threading
+
+import numpy as np
+import openai
+import pytest
+from aiohttp import web
+
+from april import wire
+from april.agents.chat import Chat, StopIds
+from april.agents.gateway import Gateway
+from april.agents.rendering import Renderer
+from april.agents.session import AgentSession
+from april.data.tokenizer import Tokenizer
+from april.wire.rows import chunk_row
+from april.wire.version import Version
+
+TEMPLATE = "{% for message in messages %}<{{ message.role[0] }}>{{ message.content }}{% endfor %}<a>"
+PLAIN = "{% for message in messages %}{{ message.content }}{% endfor %}"
+
+
+class Policy:
+    """Answers each turn with the next of its lines; keeps what it was told."""
+
+    def __init__(self, tokenizer, *lines, pieces=1):
+        self.tokenizer, self.lines, self.pieces = tokenizer, list(lines), pieces
+        self.told = []
+
+    def say(self, lease_id, start, tokens, request):
+        self.told.append((start, self.tokenizer.decode(tokens), request))
+        line = self.lines.pop(0)
+        if line is not None:
+            asyncio.get_running_loop().call_later(0.01, self.answer, lease_id, start + len(tokens), line)
+
+    def answer(self, lease_id, start, line):
+        ids = self.tokenizer.encode_prompt(line)
+        for piece in np.array_split(ids, self.pieces):
+            payload = piece.tobytes() + bytes(4 * len(piece))
+            start, last = start + len(piece), start + len(piece)
+            over = "stop" if last == self.end(lease_id, ids) else ""
+            row = chunk_row(lease_id, last - len(piece), len(piece), Version(0, 0), over, payload)
+            self.session.hear([(row, payload)])
+
+    def end(self, lease_id, ids):
+        return self.session.turns[-1].start + len(ids)
+
+
+@pytest.fixture
+def loop():
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    yield loop
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+
+
+@pytest.fixture
+def meet(loop, policy_folder):
+    """meet(*lines) -> (client, policy, session, gateway)"""
+    tokenizer, runners, clients = Tokenizer(policy_folder), [], []
+
+    def begin(*lines, pieces=1, ignores=False, max_tokens=64):
+        policy = Policy(tokenizer, *lines, pieces=pieces)
+        told = wire.Session(7, 3, 1, False, '"12*3="', "63", max_tokens, 1.0)
+        session = policy.session = AgentSession(told, Renderer(tokenizer, PLAIN, {}), policy.say, None)
+        gateway = Gateway(Chat(StopIds(tokenizer), ignores), "run")
+
+        async def serve():
+            runner = web.AppRunner(gateway.app)
+            await runner.setup()
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            runners.append(runner)
+            return runner.addresses[0][1]
+
+        port = asyncio.run_coroutine_threadsafe(serve(), loop).result()
+        key = gateway.admit(session)
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=key, max_retries=0, timeout=30)
+        clients.append(client)
+        return client, policy, session, gateway
+
+    yield begin
+    for client in clients:
+        client.close()
+    for runner in runners:
+        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result()
+
+
+def ask(client, *messages, **more):
+    roles = ("user", "assistant")
+    said = [{"role": roles[place % 2], "content": text} for place, text in enumerate(messages)]
+    return client.chat.completions.create(model="run", messages=said, **more)
+
+
+def test_a_conversation_keeps_the_tokens_that_were_said_and_adds_what_is_new(meet):
+    client, policy, session, _ = meet("5*3=", "#51")
+    reply = ask(client, "12*3=", stop="=", max_tokens=9)
+    assert reply.choices[0].message.content == "5*3", "what ended the turn is not part of the text"
+    assert (reply.choices[0].finish_reason, reply.usage.prompt_tokens, reply.usage.completion_tokens) == ("stop", 5, 4)
+    reply = ask(client, "12*3=", "5*3", "#51")
+    assert reply.choices[0].message.content == "#51" and reply.choices[0].finish_reason == "length"
+    assert [(start, text) for start, text, _ in policy.told] == [(0, "12*3="), (9, "#51")]
+    first = policy.told[0][2]
+    assert first.max_tokens == 9 and [session.renderer.tokenizer.decode([one]) for one in first.stops] == ["="]
+
+
+def test_a_stream_is_the_same_answer_in_pieces(meet):
+    client, _, _, _ = meet("12345678", pieces=4)
+    chunks = list(ask(client, "12*3=", stream=True, stream_options={"include_usage": True}))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == "12345678"
+    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "length"
+    assert chunks[-1].usage.completion_tokens == 8 and len({chunk.id for chunk in chunks}) == 1
+
+
+@pytest.mark.parametrize(
+    "more, says",
+    [
+        ({"temperature": 0.3}, "'temperature' = 0.3"),
+        ({"n": 2}, "'n' = 2"),
+        ({"logit_bias": {"5": 1}}, "'logit_bias'"),
+        ({"response_format": {"type": "json_object"}}, "'response_format'"),
+        ({"tool_choice": "required", "tools": []}, "'tool_choice' = 'required'"),
+        ({"presence_penalty": 0.5}, "'presence_penalty'"),
+        ({"stop": "12"}, "'stop' = '12' is more than one token"),
+        ({"max_tokens": 0}, "'max_tokens' = 0"),
+        ({"extra_body": {"messages": []}}, "at least one message"),
+    ],
+)
+def test_what_would_change_the_distribution_is_refused_in_the_api_s_own_form(meet, more, says):
+    client, policy, _, _ = meet()
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(client, "12*3=", **more)
+    assert says in caught.value.body["message"] and caught.value.body["code"]
+    assert policy.told == []
+
+
+def test_it_may_be_ignored_and_is_counted(meet):
+    client, _, _, gateway = meet("1", ignores=True)
+    assert ask(client, "12*3=", temperature=0.3, n=3).choices[0].message.content == "1"
+    assert gateway.dialect.ignored == {"temperature": 1, "n": 1}
+
+
+def test_a_rewritten_history_and_a_full_context_are_400s(meet):
+    client, _, _, _ = meet("11", max_tokens=20)
+    ask(client, "12*3=")
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(client, "12*3=", "12", "1")
+    assert caught.value.body["code"] == "history_rewritten"
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(client, "12*3=", "11", "1" * 20)
+    assert caught.value.body["code"] == "context_length_exceeded"
+
+
+def test_a_repeated_call_gets_the_same_answer_without_a_new_turn(meet):
+    client, policy, _, _ = meet("11")
+    named = {"idempotency-key": "one"}
+    first = ask(client, "12*3=", extra_headers=named)
+    assert ask(client, "12*3=", extra_headers=named).id == first.id and len(policy.told) == 1
+    assert ask(client, "12*3=", extra_headers={"x-stainless-retry-count": "1"}).id == first.id
+    with pytest.raises(openai.BadRequestError):
+        ask(client, "12*3=")
+
+
+def test_another_execution_is_answered_from_what_is_there_and_the_former_is_shut_out(meet):
+    client, policy, session, gateway = meet("11", "2")
+    ask(client, "12*3=")
+    again = client.with_options(api_key=gateway.admit(session))
+    assert session.replaying
+    assert ask(again, "12*3=").choices[0].message.content == "11" and len(policy.told) == 1
+    assert not session.replaying
+    assert ask(again, "12*3=", "11", "+").choices[0].message.content == "2"
+    with pytest.raises(openai.ConflictError):
+        ask(client, "12*3=", "11", "+")
+
+
+def test_an_execution_that_asks_something_else_is_told_so(meet):
+    client, _, session, gateway = meet("11")
+    ask(client, "12*3=")
+    again = client.with_options(api_key=gateway.admit(session))
+    with pytest.raises(openai.ConflictError, match="asked something else"):
+        ask(again, "99*9=")
+
+
+def test_a_key_opens_its_session_alone_and_not_beyond_its_end(meet):
+    client, _, session, gateway = meet(None)
+    with pytest.raises(openai.AuthenticationError):
+        ask(client.with_options(api_key="another"), "12*3=")
+    gateway.dismiss(session)
+    with pytest.raises(openai.APIStatusError) as caught:
+        ask(client, "12*3=")
+    assert caught.value.status_code == 410

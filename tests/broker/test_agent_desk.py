@@ -1,0 +1,193 @@
+"""Sessions of agents, seen from the broker: a turn is anybody's to generate, and between turns nobody holds a slot."""
+
+import msgspec
+import numpy as np
+import pytest
+
+from april import config as configuration
+from april import wire
+from april.agents.link import read
+from april.broker.ledger.samples import SampleState
+from april.wire.rows import CHUNK, OBSERVATION, observation_row
+from april.wire.version import Version
+from tests.broker.conversation import Conversation, FakeLearner, FakeWorker, Holder, chunk, chunk_arrays
+
+
+class FakeAgents(Holder):
+    def __init__(self, conversation, name="a0", uid=None):
+        super().__init__(conversation, "agents", name, uid)
+        self.sessions, self.heard = {}, {}
+
+    def join(self, capacity=4, leases=()):
+        welcome = self.hello(leases)
+        self.say(wire.Room(capacity))
+        return welcome
+
+    def listen(self):
+        """Take what has arrived: sessions, and what was said in them."""
+        for received in self.take(wire.Sessions):
+            for told in received.message.sessions:
+                self.sessions[told.lease_id] = told
+                self.heard[told.lease_id] = list(read(*(packed.data for packed in received.packed)))
+        for received in self.take(wire.Turns):
+            for row, payload in read(*(packed.data for packed in received.packed)):
+                self.heard[row.lease_id].append((row, payload))
+        return list(self.sessions.values())
+
+    def say_to_policy(self, lease_id, start, count, max_tokens=8, key=b"k"):
+        request = msgspec.msgpack.encode(wire.TurnRequest(key, max_tokens, [5]))
+        payload = np.arange(count, dtype="<i4").tobytes() + request
+        self.report([(observation_row(lease_id, start, count, "", payload), payload)])
+
+
+@pytest.fixture
+def talk(config_file):
+    overrides = ["--evaluation.prompts", "1", "--agent.command", '["true"]', "--sampling.max_response_tokens", "32"]
+    return Conversation(configuration.load(config_file, overrides))
+
+
+@pytest.fixture
+def agents(talk):
+    agents = FakeAgents(talk)
+    agents.join()
+    return agents
+
+
+@pytest.fixture
+def told(agents):
+    """A session of a training sample."""
+    return next(told for told in agents.listen() if not told.evaluation)
+
+
+def sample_of(talk, told):
+    return talk.ledger.groups[told.group].samples[told.index]
+
+
+def test_a_turn_is_generated_by_a_worker_and_told_to_its_agent_once_it_is_on_disk(talk, worker, agents, told):
+    assert worker.grants() == [], "nobody generates before an agent has spoken"
+    agents.say_to_policy(told.lease_id, 0, 3)
+    assert agents.told("lengths") == [(told.lease_id, 3)]
+    (grant,) = worker.grants()
+    assert (grant.turn_start, grant.max_new_tokens, grant.stops, grant.hand_over) == (3, 8, [5], True)
+    assert [array.tolist() for array in grant.arrays] == [[], [0, 1, 2]]
+    worker.chunk(grant, 3, 2)
+    worker.chunk(grant, 5, 2, "stop")
+    assert worker.told("done") == [grant.lease_id]
+    assert sample_of(talk, told).state is SampleState.ACTING and talk.ledger.generating == 0
+    agents.listen()
+    rows = [row for row, _ in agents.heard[told.lease_id]]
+    assert [(row.start, row.tokens, row.kind, row.finish_reason) for row in rows] == [
+        (3, 2, CHUNK, ""),
+        (5, 2, CHUNK, "stop"),
+    ]
+
+
+def test_a_scored_session_goes_to_the_learner_without_the_turn_that_nobody_heard(talk, worker, agents, told):
+    agents.say_to_policy(told.lease_id, 0, 3)
+    (grant,) = worker.grants()
+    worker.chunk(grant, 3, 4, "stop")
+    agents.say_to_policy(told.lease_id, 7, 2)
+    (grant,) = worker.grants()
+    worker.chunk(grant, 9, 3)
+    agents.score(told, 0.5)
+    assert agents.told("done") == [told.lease_id]
+    sample = sample_of(talk, told)
+    assert (sample.state, sample.length, sample.reward) == (SampleState.DONE, 7, 0.5)
+    assert list(sample.segments) == [(3, 7, Version(0, 0))]
+    assert talk.ledger.discarded["unread"] == 3 and talk.ledger.closed
+    assert worker.take(wire.Cancel)[0].message.leases == [grant.lease_id]
+    assert len(talk.service.payloads.response_ids(sample).data) == 4 * 7
+
+
+def test_a_lost_process_costs_nothing_and_the_next_is_told_all_that_was_said(talk, worker, agents, told):
+    agents.say_to_policy(told.lease_id, 0, 3, key=b"first")
+    (grant,) = worker.grants()
+    worker.chunk(grant, 3, 4, "stop")
+    agents.say_to_policy(told.lease_id, 7, 2, key=b"second")
+    (grant,) = worker.grants()
+    worker.chunk(grant, 9, 1)
+    talk.now += talk.config.broker.session_timeout_s + 1
+    worker.say(wire.Heartbeat([grant.lease_id]))
+    talk.tick()
+    assert sample_of(talk, told).agent_lease == 0
+    other = FakeAgents(talk, "a1")
+    other.join(capacity=100)
+    again = next(one for one in other.listen() if (one.group, one.index) == (told.group, told.index))
+    rows = [(row.kind, row.start, row.tokens, bool(row.finish)) for row, _ in other.heard[again.lease_id]]
+    assert rows == [(OBSERVATION, 0, 3, False), (CHUNK, 3, 4, True), (OBSERVATION, 7, 2, False), (CHUNK, 9, 1, False)]
+    states = [payload[4 * row.tokens :] for row, payload in other.heard[again.lease_id] if row.kind == OBSERVATION]
+    assert [msgspec.msgpack.decode(state, type=wire.TurnRequest).key for state in states] == [b"first", b"second"]
+    worker.chunk(grant, 10, 1, "stop")
+    other.listen()
+    assert other.heard[again.lease_id][-1][0].finish_reason == "stop", "the turn went on meanwhile"
+    assert sample_of(talk, told).attempts == 0, "it had completed a turn"
+
+
+def test_a_restarted_broker_tells_its_agents_what_they_may_have_missed(talk, worker, agents, told):
+    agents.say_to_policy(told.lease_id, 0, 3)
+    (grant,) = worker.grants()
+    worker.chunk(grant, 3, 4, "stop")
+    talk.restart_broker()
+    agents = FakeAgents(talk)
+    assert agents.join(leases=[told.lease_id]).lost == []
+    agents.listen()
+    assert [(row.start, row.finish_reason) for row, _ in agents.heard[told.lease_id]] == [(0, ""), (3, "stop")]
+
+
+def test_a_failed_agent_starts_from_nothing(talk, worker, agents, told):
+    agents.say_to_policy(told.lease_id, 0, 3)
+    (grant,) = worker.grants()
+    worker.chunk(grant, 3, 4, "stop")
+    agents.give_back(told, 0, "agent_failed", "ValueError: no")
+    assert agents.told("done") == [told.lease_id]
+    sample = sample_of(talk, told)
+    assert (sample.length, sample.attempts, sample.last_error) == (0, 1, "ValueError: no")
+    assert talk.ledger.discarded["agent_failed"] == 4 and talk.ledger.closed
+
+
+def test_an_agent_that_never_asked_has_failed(talk, agents, told):
+    agents.report(closings=[wire.Closed(told.lease_id)])
+    assert "before it had an answer" in sample_of(talk, told).last_error
+
+
+def test_a_closed_session_waits_for_its_verifier(talk, worker, agents, told):
+    agents.say_to_policy(told.lease_id, 0, 3)
+    (grant,) = worker.grants()
+    worker.chunk(grant, 3, 4, "stop")
+    agents.report(closings=[wire.Closed(told.lease_id)])
+    (grant,) = worker.grants()
+    assert grant.scoring and grant.finish_reason == "stop"
+    worker.score(grant, 1.0)
+    assert sample_of(talk, told).state is SampleState.DONE
+
+
+@pytest.mark.parametrize("start, count, key", [(0, 40, b"k"), (0, 3, b"k" * 65)])
+def test_what_cannot_be_a_turn_is_refused_with_its_session(talk, agents, told, start, count, key):
+    agents.say_to_policy(told.lease_id, start, count, key=key)
+    ((lease_id, reason),) = agents.told("refused")
+    assert lease_id == told.lease_id and reason.startswith("bad row: ")
+    assert sample_of(talk, told).length == 0
+
+
+def test_an_agent_samples_nothing(talk, agents, told):
+    agents.report([chunk(told.lease_id, 0, Version(0, 0), chunk_arrays(0, 3), "")])
+    ((_, reason),) = agents.told("refused")
+    assert "samples nothing" in reason
+
+
+def test_every_session_of_a_batch_reaches_the_learner_and_the_ledger_closes(talk, agents):
+    worker, learner = FakeWorker(talk), FakeLearner(talk)
+    worker.join(capacity=1000)
+    learner.join()
+    agents.say(wire.Room(1000))
+    sessions = {(told.group, told.index): told for told in agents.listen()}
+    for told in sessions.values():
+        agents.say_to_policy(told.lease_id, 0, 3)
+    for grant in worker.grants():
+        worker.chunk(grant, 3, 4, "stop")
+        agents.score(sessions[grant.group, grant.index], float(grant.index % 2))
+    batch, _ = learner.fetch(0)
+    heads = [head for group in batch.groups for head in group.samples]
+    assert len(heads) == talk.config.schedule.rollout_batch_size * talk.config.schedule.n_samples_per_prompt
+    assert all(head.segments == [(3, 7, Version(0, 0))] for head in heads)
+    assert all(group.prompt_tokens == 0 for group in batch.groups) and talk.ledger.closed

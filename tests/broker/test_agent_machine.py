@@ -1,0 +1,168 @@
+"""Sessions of agents in the ledger, whatever happens in whatever order: each token is in one place, none is lost."""
+
+import random
+from collections import Counter
+
+import pytest
+
+from april.broker.conformance.prompts import NumberedPrompts
+from april.broker.conformance.runs import advance
+from april.broker.journal.snapshot import freeze, thaw
+from april.broker.ledger.ledger import Ledger, Verdict
+from april.broker.ledger.samples import SampleState
+from april.broker.ledger.state import Rules
+from april.broker.plan import make_schedule
+from april.broker.schedules.schedule import choose_sample
+from april.config import ScheduleSection
+from april.wire.rows import observation_row, pack_rows
+from april.wire.version import Version
+
+BUDGET = 40
+SEEDS = range(4)
+
+
+class World:
+    """Two workers, two agents processes and a learner, each of which does what chance says."""
+
+    def __init__(self, seed, kind):
+        self.chance = random.Random(seed)
+        self.log = []
+        self.rules = Rules(2, 2, 2, max_attempts=4, max_response_tokens=BUDGET, agents=True)
+        self.ledger = Ledger(self.rules, write=self.journal)
+        section = ScheduleSection(
+            kind=kind, rollout_batch_size=2, n_samples_per_prompt=2, max_staleness=2, max_steps=40
+        )
+        self.schedule = make_schedule(section, NumberedPrompts(30, 50))
+        self.ledger.start_learner(0)
+        self.steps = {"w0": 0, "w1": 0}
+        self.acknowledged = Counter()
+        """sampled tokens that were taken"""
+
+    def journal(self, event, arrays):
+        self.log.append(event)
+        return len(self.log), 100
+
+    def a_lease(self, fits):
+        return self.chance.choice([lease for lease in self.ledger.leases.values() if fits(lease)] or [None])
+
+    # --- what happens ---
+
+    def open_session(self):
+        if sample := self.schedule.next_for_agent(self.ledger) or self.ledger.queue.take_for_agent(True):
+            self.ledger.lease_agent(sample, self.chance.choice(["a0", "a1"]), 0.0)
+
+    def speak(self):
+        """An agent says something when it is its turn, and is refused when it is not."""
+        if lease := self.a_lease(lambda lease: lease.agent):
+            sample, count = lease.sample, self.chance.randint(1, 3)
+            row = observation_row(lease.id, sample.length, count, "", b"request")
+            may = sample.state is SampleState.ACTING and sample.length + count < BUDGET
+            [verdict] = self.ledger.add_chunks(pack_rows([row]), b"request")
+            assert verdict is (Verdict.OK if may else Verdict.INVALID)
+
+    def generate(self):
+        worker = self.chance.choice(list(self.steps))
+        if sample := choose_sample(self.schedule, self.ledger, self.steps[worker]):
+            self.ledger.lease(sample, worker, self.steps[worker], 0.0)
+        if lease := self.a_lease(lambda lease: lease.generating and lease.worker == worker):
+            sample = lease.sample
+            count = min(self.chance.randint(1, 5), BUDGET - sample.length)
+            ends = self.chance.random() < 0.5 or sample.length + count == BUDGET
+            before = sample.length
+            version = Version(self.ledger.branch, self.steps[worker])
+            verdict = self.ledger.add_chunk(lease.id, before, count, version, "stop" if ends else "")
+            assert verdict is Verdict.OK
+            self.acknowledged[sample.group.evaluation] += count
+            assert sample.state is (SampleState.ACTING if ends else SampleState.LEASED)
+
+    def close(self):
+        if lease := self.a_lease(lambda lease: lease.agent and self.chance.random() < 0.3):
+            sample, heard = lease.sample, lease.sample.heard
+            if self.chance.random() < 0.5:
+                verdict = self.ledger.score(lease.id, self.chance.random())
+            else:
+                verdict = self.ledger.close_agent(lease.id)
+            assert verdict is (Verdict.OK if heard else Verdict.INVALID)
+            if heard:
+                assert sample.length == heard == sample.segments.end, "it ends with a turn that was heard"
+
+    def score(self):
+        if lease := self.a_lease(lambda lease: lease.scoring):
+            assert self.ledger.score(lease.id, 1.0) is Verdict.OK
+
+    def lose(self):
+        if lease := self.a_lease(lambda lease: self.chance.random() < 0.2):
+            cause = "agent_failed" if lease.agent and self.chance.random() < 0.3 else "lost"
+            said, state = lease.sample.length, lease.sample.state
+            self.ledger.end_lease(lease.id, cause)
+            if lease.agent and cause == "lost" and lease.sample.state is not SampleState.DEAD:
+                assert (lease.sample.length, lease.sample.state) == (said, state), "a turn goes on without its agent"
+
+    def abort(self):
+        for lease in list(self.ledger.leases.values()):
+            if self.ledger.is_aborted(lease.id):
+                assert not lease.agent
+                self.ledger.end_lease(lease.id, "abort")
+
+    def evaluate(self):
+        if self.chance.random() < 0.1 and not self.ledger.evaluations:
+            self.ledger.open_group(0, 0, floor=self.ledger.consumed, evaluation=True, size=2)
+        for step, groups in list(self.ledger.evaluations.items()):
+            if all(group.state != "open" for group in groups):
+                self.ledger.record_evaluation(step, {})
+
+    def learn(self):
+        if self.ledger.consumed < self.ledger.next_step:
+            batch = self.ledger.deliveries[self.ledger.consumed]
+            assert all(s.reward is not None for g in batch for s in g.samples if s.state is SampleState.DONE)
+            self.ledger.consume(self.ledger.consumed)
+        for worker in self.steps:
+            if self.chance.random() < 0.5:
+                self.steps[worker] = self.ledger.consumed
+
+    # --- what holds ---
+
+    def check(self):
+        ledger = self.ledger
+        assert ledger.closed and ledger.tokens["generated"] == self.acknowledged[False]
+        assert ledger.bound.holds(ledger.next_step)
+        for lease in ledger.leases.values():
+            sample = lease.sample
+            assert (sample.agent_lease if lease.agent else sample.lease_id) == lease.id
+        assert ledger.generating == sum(
+            lease.generating and not lease.sample.group.evaluation for lease in ledger.leases.values()
+        )
+
+    def rebuilt(self):
+        """From the journal alone."""
+        again = Ledger(self.rules)
+        for place, event in enumerate(self.log):
+            again.apply(event, (place + 1, 100))
+        return again
+
+
+@pytest.mark.parametrize("kind", ["april", "sync", "continuous"])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_ledger_closes_and_a_journal_or_a_snapshot_rebuilds_it(kind, seed):
+    world = World(seed, kind)
+    happenings = [world.open_session, world.speak, world.speak, world.generate, world.generate, world.close,
+                  world.score, world.lose, world.abort, world.evaluate, world.learn]  # fmt: skip
+    for _ in range(3000):
+        world.chance.choice(happenings)()
+        advance(world.schedule, world.ledger)
+        world.check()
+    assert freeze(world.rebuilt()) == freeze(world.ledger)
+    thawed = Ledger(world.rules)
+    thaw(freeze(world.ledger), thawed)
+    assert freeze(thawed) == freeze(world.ledger)
+    assert sorted(map(repr, taken(thawed))) == sorted(map(repr, taken(world.ledger))), "the same sessions lack an agent"
+    assert world.ledger.consumed > 1, "a world in which nothing is trained shows nothing"
+
+
+def taken(ledger):
+    """(group, index) of all whose agent nobody runs."""
+    found = []
+    for evaluation in (False, True):
+        while sample := ledger.queue.take_for_agent(evaluation):
+            found.append((sample.group.id, sample.index))
+    return set(found)
