@@ -3,7 +3,6 @@
 A call stays open until its answer is there, however often its sample is aborted, moved and resumed meanwhile.
 """
 
-import asyncio
 import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -12,14 +11,13 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from april.agents import chat
+from april.agents.dialects import Dialect
+from april.agents.dialects.base import Event
 from april.agents.rendering import BadMessages
 from april.agents.session import AgentSession, Refusal, Turn
 
 BODY_BYTES = 8 << 20
 """of a request"""
-UNFINISHED_TEXT = "\ufffd"
-"""the end of a text whose last character has not come whole"""
 MOVED, OVER = 409, 410
 """HTTP statuses of keys that open nothing any more"""
 FORMER_KEYS = 10_000
@@ -28,13 +26,13 @@ SDK_RETRIES, SAME_CALL = "x-stainless-retry-count", "idempotency-key"
 
 
 class Gateway:
-    """gateway = Gateway(chat, model="my-run")
+    """gateway = Gateway([Chat(tokenizer, model="my-run", ignores=False)])
     key = gateway.admit(session)       # what its agent has to say with each call
     """
 
-    def __init__(self, dialect: chat.Chat, model: str):
-        self.dialect = dialect
-        self.model = model
+    def __init__(self, dialects: list[Dialect]):
+        self.dialects = dialects
+        self.of_path = {dialect.path: dialect for dialect in dialects}
         self.sessions: dict[str, AgentSession] = {}
         """by the key of the execution that may speak"""
         self.former: dict[str, int] = {}
@@ -44,7 +42,8 @@ class Gateway:
         self.calls: dict[AgentSession, str] = {}
         """the idempotency key of the last call of a session that named one"""
         self.app = web.Application(client_max_size=BODY_BYTES, middlewares=[self._errors])
-        self.app.router.add_post("/v1/chat/completions", self._chat)
+        for dialect in dialects:
+            self.app.router.add_post(dialect.path, self._converse)
         self.app.router.add_get("/v1/models", self._models)
         self.app.router.add_post("/v1/session/reward", self._reward)
         self.app.router.add_get("/v1/session", self._session)
@@ -68,7 +67,7 @@ class Gateway:
     # --- requests ---------------------------------------------------------------------------------------------
 
     async def _models(self, request: web.Request) -> web.Response:
-        one = {"id": self.model, "object": "model", "created": 0, "owned_by": "april"}
+        one = {"id": self.dialects[0].model, "object": "model", "created": 0, "owned_by": "april"}
         return answer({"object": "list", "data": [one]})
 
     async def _session(self, request: web.Request) -> web.Response:
@@ -83,47 +82,42 @@ class Gateway:
         session.reward = float(reward)
         return answer({"reward": session.reward})
 
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
+    async def _converse(self, request: web.Request) -> web.StreamResponse:
+        dialect = self.of_path[request.path]
         session, body = self._of(request), await read_body(request)
-        turn = session.ask(self.dialect.wish(body, session, self._is_repeated(request, session)))
+        turn = session.ask(dialect.wish(body, session, self._is_repeated(request, session)))
         if body.get("stream"):
-            options = body.get("stream_options") or {}
-            return await self._stream(request, session, turn, bool(options.get("include_usage")))
+            return await self._stream(request, body, dialect, session, turn)
         async for _ in news(session, turn):
             pass
         turn.delivered = True
-        return answer(chat.completion(session, turn, self.model))
+        return answer(dialect.whole(session, turn))
 
     async def _stream(
-        self, request: web.Request, session: AgentSession, turn: Turn, with_usage: bool
+        self, request: web.Request, body: dict[str, Any], dialect: Dialect, session: AgentSession, turn: Turn
     ) -> web.StreamResponse:
-        """Server-sent events: text as it reaches the disk."""
+        """Server-sent events: text as it reaches the disk; where answers are parsed, once they are whole."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
-        sent, delta = "", {"role": "assistant", "content": ""}
-        await send(response, chat.piece(session, turn, self.model, delta, None))
+        await send(response, *dialect.begin(session, turn))
+        sent = ""
         try:
             async for _ in news(session, turn):
-                text = session.text(turn)
-                if not turn.over:
-                    text = text.rstrip(UNFINISHED_TEXT)
+                text = session.text_so_far(turn)
                 if text.startswith(sent) and len(text) > len(sent):
-                    delta, sent = {"content": text[len(sent) :]}, text
-                    await send(response, chat.piece(session, turn, self.model, delta, None))
+                    more, sent = text[len(sent) :], text
+                    await send(response, dialect.more(session, turn, more))
         except Refusal as error:
-            await send(response, error_body(error.code, str(error)))
+            await send(response, Event(dialect.error(error.code, str(error), error.status), "error"))
             return response
         turn.delivered = True
-        await send(response, chat.piece(session, turn, self.model, {}, chat.finish_reason(session, turn)))
-        if with_usage:
-            last = chat.piece(session, turn, self.model, {}, None)
-            await send(response, last | {"choices": [], "usage": chat.usage(turn)})
-        await response.write(b"data: [DONE]\n\n")
+        await send(response, *dialect.end(session, turn, body, bool(sent)))
+        await response.write(dialect.farewell)
         return response
 
     def _of(self, request: web.Request) -> AgentSession:
         """The session that a request's key opens."""
-        key = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+        key = next(filter(None, (dialect.key(request.headers) for dialect in self.dialects)), "")
         if self.former.get(key) == MOVED:
             raise Refusal("session_moved", "another execution of this session's agent has taken its place", MOVED)
         if key in self.former:
@@ -145,14 +139,15 @@ class Gateway:
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         """Refusals in the shape of the API: what an agent can handle, and does not try again for ever."""
+        refused = self.of_path.get(request.path, self.dialects[0]).error
         try:
             response = await handler(request)
         except Refusal as error:
-            response = answer(error_body(error.code, str(error)), error.status)
+            response = answer(refused(error.code, str(error), error.status), error.status)
         except BadMessages as error:
-            response = answer(error_body("invalid_messages", str(error)), 400)
+            response = answer(refused("invalid_messages", str(error), 400), 400)
         except web.HTTPException as error:
-            response = answer(error_body("invalid_request", error.reason), error.status)
+            response = answer(refused("invalid_request", error.reason, error.status), error.status)
         self.counts[str(response.status)] += 1
         return response
 
@@ -195,10 +190,7 @@ def answer(body: dict[str, Any], status: int = 200) -> web.Response:
     return web.Response(body=orjson.dumps(body), status=status, content_type="application/json")
 
 
-def error_body(code: str, text: str) -> dict[str, Any]:
-    return {"error": {"message": text, "type": "invalid_request_error", "param": None, "code": code}}
-
-
-async def send(response: web.StreamResponse, event: dict[str, Any]) -> None:
-    await response.write(b"data: " + orjson.dumps(event) + b"\n\n")
-    await asyncio.sleep(0)
+async def send(response: web.StreamResponse, *events: Event) -> None:
+    for event in events:
+        named = f"event: {event.name}\n".encode() if event.name else b""
+        await response.write(named + b"data: " + orjson.dumps(event.data) + b"\n\n")

@@ -50,12 +50,16 @@ class Session:
     """What a program is given."""
 
     base_url: str
-    """of the API, with /v1"""
+    """of the API, with /v1; without it, as Anthropic's SDK wants it, `root_url`"""
     api_key: str
     task: dict[str, Any]
     """`messages` and `label` of the row; `group`, `index` and `evaluation` of the sample"""
     replaying: bool
     """it was run before, and what it asks first is answered from the journal"""
+
+    @property
+    def root_url(self) -> str:
+        return self.base_url.removesuffix("/v1")
 
 
 class Host:

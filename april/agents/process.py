@@ -33,7 +33,7 @@ async def serve(config: Config, address: str, name: str, keys: Keys | None) -> i
     from aiohttp import web
 
     from april.agents.agents import Agents
-    from april.agents.chat import Chat, StopIds
+    from april.agents.dialects import DIALECTS
     from april.agents.gateway import Gateway
     from april.agents.link import Link
     from april.agents.programs import CommandRunner, ProgramRunner
@@ -41,8 +41,11 @@ async def serve(config: Config, address: str, name: str, keys: Keys | None) -> i
     from april.data.tokenizer import Tokenizer
 
     section, tokenizer = config.agent, Tokenizer(config.model.path)
-    gateway = Gateway(Chat(StopIds(tokenizer), section.overrides == "ignore"), config.run.name)
-    agents = Agents(section, gateway, Renderer(tokenizer, section.chat_template, config.data.template_options))
+    ignores = section.overrides == "ignore"
+    gateway = Gateway([dialect(tokenizer, config.run.name, ignores) for dialect in DIALECTS])
+    options = config.data.template_options
+    renderer = Renderer(tokenizer, section.chat_template, options, section.response_template)
+    agents = Agents(section, gateway, renderer)
     agents.runner = (
         ProgramRunner(section.program, section.sessions, agents)
         if section.program

@@ -28,11 +28,12 @@ class Renderer:
     renderer.go_on(before, new, tools, ended_by="<|im_end|>")     # what follows the policy's answer to `before`
     """
 
-    def __init__(self, tokenizer: Tokenizer, template: str, options: dict[str, Any]):
-        """`template`: in place of the tokeniser's own; `options`: for it."""
+    def __init__(self, tokenizer: Tokenizer, template: str, options: dict[str, Any], response_template: dict[str, Any]):
+        """`template`, `response_template`: in place of the tokeniser's own; `options`: for the first."""
         self.tokenizer = tokenizer
         self.template = template or None
         self.options = options
+        self.response_template = response_template or getattr(tokenizer.inner, "response_template", None)
 
     def begin(self, messages: list[Message], tools: list[Any] | None) -> np.ndarray:
         return self._encode(self._render(messages, tools))
@@ -41,10 +42,32 @@ class Renderer:
         """`last`: the token that the policy's answer ends with; the template's end of a message is not said twice."""
         text = self._render([*before, {"role": "assistant", "content": SAID}, *new], tools)
         behind = text.rpartition(SAID)[2]
-        ending = self.tokenizer.inner.decode([last], skip_special_tokens=False)
+        ending = self.written([last])
         if last in self.tokenizer.eos_token_ids and behind.startswith(ending):
             behind = behind[len(ending) :]
         return self._encode(behind)
+
+    @property
+    def parses(self) -> bool:
+        """Whether answers are more than a text: calls of tools, thoughts."""
+        return self.response_template is not None
+
+    def parse(self, text: str, opening: str) -> Message:
+        """An answer as a message. What cannot be parsed is a text: the agent says what is wrong with it."""
+        message: Message = {"role": "assistant", "content": text}
+        if not self.parses:
+            return message
+        try:
+            found = self.tokenizer.inner.parse_response(text, self.response_template, prefix=opening)
+            message["content"] = text_of(found.get("content"))
+            calls = [tool_call(call) for call in found.get("tool_calls") or []]
+        except (ValueError, TypeError):
+            return {"role": "assistant", "content": text}
+        return message | ({"tool_calls": calls} if calls else {})
+
+    def written(self, ids: Any) -> str:
+        """Text of the ids, special tokens included."""
+        return self.tokenizer.inner.decode(ids, skip_special_tokens=False)
 
     def _render(self, messages: list[Message], tools: list[Any] | None) -> str:
         from jinja2 import TemplateError

@@ -17,6 +17,8 @@ from april.agents.link import Said
 from april.agents.rendering import Message, Renderer, digest
 from april.wire.rows import CHUNK
 
+UNFINISHED_TEXT = "\ufffd"
+"""the end of a text whose last character has not come whole"""
 Say = Callable[[int, int, np.ndarray, wire.TurnRequest], None]
 
 
@@ -33,6 +35,8 @@ class Turn:
     request: wire.TurnRequest
     start: int
     """tokens of the session before the policy's own"""
+    opening: str = ""
+    """what the policy read last before it, special tokens included: templates begin its message there"""
     messages: list[Message] | None = None
     """that it answers; None while only the journal knows of it"""
     ids: list[int] = field(default_factory=list)
@@ -86,7 +90,7 @@ class AgentSession:
                 turn.news.set()
             else:
                 request = msgspec.msgpack.decode(payload[4 * row.tokens :], type=wire.TurnRequest)
-                self.turns.append(Turn(request, row.end))
+                self.turns.append(Turn(request, row.end, self.renderer.written(ids)))
             self.length = row.end
 
     def end(self, why: str) -> None:
@@ -143,7 +147,8 @@ class AgentSession:
                 "leaves no room for an answer",
             )
         wanted = wish.max_tokens or self.max_turn_tokens or left
-        turn = Turn(wire.TurnRequest(key, min(wanted, left), list(wish.stops)), start, wish.messages)
+        request = wire.TurnRequest(key, min(wanted, left), list(wish.stops))
+        turn = Turn(request, start, self.renderer.written(tokens), wish.messages)
         self.say(self.told.lease_id, self.length, tokens, turn.request)
         self.turns.append(turn)
         self.length, self.asked = start, self.asked + 1
@@ -170,11 +175,17 @@ class AgentSession:
         """Whether the policy has ended the turn, rather than its bound."""
         return turn.over and turn.ids[-1] in self.renderer.tokenizer.eos_token_ids | set(turn.request.stops)
 
-    def text(self, turn: Turn) -> str:
+    def text_so_far(self, turn: Turn) -> str:
+        """What can be told of the answer's text; where answers are parsed, nothing before they are whole."""
+        if turn.over:
+            return str(self.answer(turn)["content"])
+        return "" if self.renderer.parses else self._text(turn).rstrip(UNFINISHED_TEXT)
+
+    def answer(self, turn: Turn) -> Message:
+        """Of a turn that is over, as a message of the next request."""
+        return self.renderer.parse(self._text(turn), turn.opening)
+
+    def _text(self, turn: Turn) -> str:
         """What the policy has said so far, without what ended it."""
         ids = turn.ids[:-1] if self.ends_with_stop(turn) else turn.ids
         return self.renderer.tokenizer.decode(ids)
-
-    def answer(self, turn: Turn) -> Message:
-        """As a message of the next request."""
-        return {"role": "assistant", "content": self.text(turn)}

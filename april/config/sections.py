@@ -324,6 +324,9 @@ class AgentSection(Section):
     listen: str = Field("127.0.0.1:0", description="HOST:PORT of the API; port 0: any that is free")
     timeout_s: float = Field(600.0, gt=0, description="a session is ended after this long (seconds)")
     chat_template: str = Field("", description="Jinja text in place of the tokeniser's own chat template")
+    response_template: dict[str, Any] = Field(
+        {}, description="how answers are parsed into texts and tool calls; none: the tokeniser's own, or not at all"
+    )
     max_turn_tokens: int | None = Field(None, ge=1, description="of a turn whose request names none; none: all")
     overrides: Literal["refuse", "ignore"] = Field(
         "refuse", description="what becomes of requests that would change the distribution, such as a temperature"

@@ -1,15 +1,16 @@
-"""What agents meet: the OpenAI SDK as it is, against a policy that says what the test says."""
+"""What agents meet: the SDKs of OpenAI and Anthropic as they are, against a policy that says what the test says."""
 
 import asyncio
 import threading
 
+import anthropic
 import numpy as np
 import openai
 import pytest
 from aiohttp import web
 
 from april import wire
-from april.agents.chat import Chat, StopIds
+from april.agents.dialects import DIALECTS
 from april.agents.gateway import Gateway
 from april.agents.rendering import Renderer
 from april.agents.session import AgentSession
@@ -17,7 +18,20 @@ from april.data.tokenizer import Tokenizer
 from april.wire.rows import chunk_row
 from april.wire.version import Version
 
-TEMPLATE = "{% for message in messages %}<{{ message.role[0] }}>{{ message.content }}{% endfor %}<a>"
+CALLS = {
+    "start_anchor": ":",
+    "fields": {
+        "content": {},
+        "tool_calls": {
+            "open": "CALL",
+            "close": "END",
+            "repeats": True,
+            "transform": {"type": "function", "function": {"name": "times", "arguments": {"of": "{content}"}}},
+        },
+    },
+}
+"""as a tokeniser may say of its model: CALL5*3END is a call of a tool"""
+MARKED = "{% for message in messages %}{{ message.content }}{% endfor %}:"
 PLAIN = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 
@@ -62,11 +76,12 @@ def meet(loop, policy_folder):
     """meet(*lines) -> (client, policy, session, gateway)"""
     tokenizer, runners, clients = Tokenizer(policy_folder), [], []
 
-    def begin(*lines, pieces=1, ignores=False, max_tokens=64):
+    def begin(*lines, pieces=1, ignores=False, max_tokens=64, template=PLAIN, response_template=None):
         policy = Policy(tokenizer, *lines, pieces=pieces)
         told = wire.Session(7, 3, 1, False, '"12*3="', "63", max_tokens, 1.0)
-        session = policy.session = AgentSession(told, Renderer(tokenizer, PLAIN, {}), policy.say, None)
-        gateway = Gateway(Chat(StopIds(tokenizer), ignores), "run")
+        renderer = Renderer(tokenizer, template, {}, response_template or {})
+        session = policy.session = AgentSession(told, renderer, policy.say, None)
+        gateway = Gateway([dialect(tokenizer, "run", ignores) for dialect in DIALECTS])
 
         async def serve():
             runner = web.AppRunner(gateway.app)
@@ -123,7 +138,7 @@ def test_a_stream_is_the_same_answer_in_pieces(meet):
         ({"response_format": {"type": "json_object"}}, "'response_format'"),
         ({"tool_choice": "required", "tools": []}, "'tool_choice' = 'required'"),
         ({"presence_penalty": 0.5}, "'presence_penalty'"),
-        ({"stop": "12"}, "'stop' = '12' is more than one token"),
+        ({"stop": "12"}, "'stop' = '12' is not one token"),
         ({"max_tokens": 0}, "'max_tokens' = 0"),
         ({"extra_body": {"messages": []}}, "at least one message"),
     ],
@@ -139,7 +154,7 @@ def test_what_would_change_the_distribution_is_refused_in_the_api_s_own_form(mee
 def test_it_may_be_ignored_and_is_counted(meet):
     client, _, _, gateway = meet("1", ignores=True)
     assert ask(client, "12*3=", temperature=0.3, n=3).choices[0].message.content == "1"
-    assert gateway.dialect.ignored == {"temperature": 1, "n": 1}
+    assert gateway.dialects[0].ignored == {"temperature": 1, "n": 1}
 
 
 def test_a_rewritten_history_and_a_full_context_are_400s(meet):
@@ -191,3 +206,78 @@ def test_a_key_opens_its_session_alone_and_not_beyond_its_end(meet):
     with pytest.raises(openai.APIStatusError) as caught:
         ask(client, "12*3=")
     assert caught.value.status_code == 410
+
+
+# --- tools, and the other API -----------------------------------------------------------------------------------------
+
+TIMES = {"name": "times", "parameters": {"type": "object", "properties": {"of": {"type": "string"}}}}
+
+
+def test_a_call_of_a_tool_comes_as_one_and_its_result_goes_on_behind_it(meet):
+    client, policy, _, _ = meet("okCALL5*3END", "51", template=MARKED, response_template=CALLS)
+    question = {"role": "user", "content": "12*3="}
+    tools = [{"type": "function", "function": TIMES}]
+    reply = client.chat.completions.create(model="run", messages=[question], tools=tools, max_tokens=13)
+    said, reason = reply.choices[0].message, reply.choices[0].finish_reason
+    assert (said.content, reason) == ("ok", "length")
+    (call,) = said.tool_calls
+    assert (call.function.name, call.function.arguments) == ("times", '{"of":"5*3"}')
+    result = {"role": "tool", "tool_call_id": call.id, "content": "#51"}
+    spaced = said.model_dump()
+    spaced["tool_calls"][0]["function"]["arguments"] = '{ "of" : "5*3" }'
+    reply = client.chat.completions.create(model="run", messages=[question, spaced, result], tools=tools)
+    assert reply.choices[0].message.content == "51" and policy.told[1][:2] == (18, "#51:")
+
+
+def test_a_call_that_cannot_be_parsed_is_a_text(meet):
+    broken = CALLS | {"fields": CALLS["fields"] | {"tool_calls": {"open": "CALL", "close": "END", "content": "json"}}}
+    client, _, _, _ = meet("CALLxEND", template=MARKED, response_template=broken)
+    assert ask(client, "12*3=").choices[0].message.content == "CALLxEND"
+
+
+@pytest.fixture
+def clients(meet):
+    """clients(*lines) -> (client of Anthropic's SDK, policy)"""
+
+    def begin(*lines, **more):
+        client, policy, _, _ = meet(*lines, **more)
+        root = str(client.base_url).removesuffix("/v1/")
+        return anthropic.Anthropic(base_url=root, api_key=client.api_key, max_retries=0, timeout=30), policy
+
+    return begin
+
+
+def test_anthropic_s_sdk_speaks_with_the_policy(clients):
+    client, policy = clients("5*3=", "1")
+    question = {"role": "user", "content": [{"type": "text", "text": "12*3="}]}
+    said = client.messages.create(model="run", max_tokens=9, system="S", messages=[question], stop_sequences=["="])
+    assert (said.content[0].text, said.stop_reason, said.stop_sequence) == ("5*3", "stop_sequence", "=")
+    assert (said.usage.input_tokens, said.usage.output_tokens) == (6, 4) and policy.told[0][1] == "S12*3="
+    messages = [question, {"role": "assistant", "content": said.content}, {"role": "user", "content": "#51"}]
+    assert client.messages.create(model="run", max_tokens=9, system="S", messages=messages).stop_reason == "max_tokens"
+    assert policy.told[1][:2] == (10, "#51")
+
+
+def test_anthropic_s_streams_and_tools(clients):
+    client, policy = clients("okCALL5*3END", "12345678", template=MARKED, response_template=CALLS, pieces=3)
+    question = {"role": "user", "content": "12*3="}
+    tools = [{"name": "times", "input_schema": TIMES["parameters"]}]
+    with client.messages.stream(model="run", max_tokens=12, messages=[question], tools=tools) as stream:
+        said = stream.get_final_message()
+    text, call = said.content
+    assert (text.text, call.name, call.input) == ("ok", "times", {"of": "5*3"})
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": "#51"}
+    messages = [question, {"role": "assistant", "content": said.content}, {"role": "user", "content": [result]}]
+    with client.messages.stream(model="run", max_tokens=12, messages=messages, tools=tools) as stream:
+        assert "".join(stream.text_stream) == "12345678"
+    assert policy.told[1][:2] == (18, "#51:")
+
+
+def test_anthropic_s_errors_have_its_own_form(clients):
+    client, _ = clients()
+    with pytest.raises(anthropic.BadRequestError, match="unsupported_parameter"):
+        client.messages.create(
+            model="run", max_tokens=9, messages=[{"role": "user", "content": "1"}], extra_body={"temperature": 0.2}
+        )
+    with pytest.raises(anthropic.AuthenticationError):
+        client.with_options(api_key="other").messages.create(model="run", max_tokens=9, messages=[])

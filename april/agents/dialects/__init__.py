@@ -1,0 +1,7 @@
+"""The APIs that agents speak: each is one module, and one entry here."""
+
+from april.agents.dialects.base import Dialect
+from april.agents.dialects.chat import Chat
+from april.agents.dialects.messages import Messages
+
+DIALECTS: list[type[Dialect]] = [Chat, Messages]

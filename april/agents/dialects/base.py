@@ -1,0 +1,125 @@
+"""What the gateway asks of an API: what a request wishes, and how an answer is written, whole or in pieces.
+
+What would have tokens drawn from another distribution than the run trains on is refused, or ignored and counted:
+`agent.overrides`.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
+
+from april.agents.rendering import BadMessages
+from april.agents.session import AgentSession, Refusal, Turn, Wish
+from april.data.tokenizer import Tokenizer
+
+Body = dict[str, Any]
+
+
+class Event(NamedTuple):
+    """Of a stream."""
+
+    data: Body
+    name: str = ""
+
+
+class Dialect:
+    path: ClassVar[str]
+    """of the API's requests"""
+    neutral: ClassVar[dict[str, tuple[Any, ...]]]
+    """what may be said of a parameter without a consequence, beside nothing"""
+    farewell: ClassVar[bytes] = b""
+    """behind the last event of a stream"""
+
+    def __init__(self, tokenizer: Tokenizer, model: str, ignores: bool):
+        """`ignores`: what would change the distribution is ignored; otherwise it is refused."""
+        self.tokenizer = tokenizer
+        self.model = model
+        self.ignores = ignores
+        self.ignored: Counter[str] = Counter()
+        """requests that named what was ignored, by its name"""
+
+    # --- of each API ------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def key(headers: Mapping[str, str]) -> str:
+        """That a request shows."""
+        raise NotImplementedError
+
+    def wish(self, body: Body, session: AgentSession, repeated: bool) -> Wish:
+        """Raises Refusal and BadMessages."""
+        raise NotImplementedError
+
+    def whole(self, session: AgentSession, turn: Turn) -> Body:
+        """The answer, once its turn is over."""
+        raise NotImplementedError
+
+    def begin(self, session: AgentSession, turn: Turn) -> list[Event]:
+        """Of a stream, before there is any text."""
+        raise NotImplementedError
+
+    def more(self, session: AgentSession, turn: Turn, text: str) -> Event:
+        """Text behind what was sent before."""
+        raise NotImplementedError
+
+    def end(self, session: AgentSession, turn: Turn, body: Body, streamed: bool) -> list[Event]:
+        """Of the stream for a request; `streamed`: some text was sent."""
+        raise NotImplementedError
+
+    @staticmethod
+    def error(code: str, text: str, status: int) -> Body:
+        raise NotImplementedError
+
+    # --- of all -----------------------------------------------------------------------------------------------
+
+    def check(self, body: Body, temperature: float) -> None:
+        """Raises Refusal for what would change the distribution, unless it is ignored."""
+        for key, values in (self.neutral | {"temperature": (temperature,)}).items():
+            if body.get(key) is None or body[key] in values:
+                continue
+            if not self.ignores:
+                raise Refusal(
+                    "unsupported_parameter",
+                    f"{key!r} = {body[key]!r} would have tokens drawn from another distribution than the run trains "
+                    f"on; leave it out, or set agent.overrides = 'ignore' (this run: {values[0]!r})",
+                )
+            self.ignored[key] += 1
+
+    def messages(self, body: Body) -> list[Any]:
+        messages = body.get("messages")
+        if not isinstance(messages, list) or not messages:
+            raise BadMessages("'messages' is a list of at least one message")
+        return messages
+
+    def most(self, body: Body, *keys: str) -> int | None:
+        """Tokens of the turn, under the first of the keys that is there."""
+        key = next((key for key in keys if body.get(key) is not None), None)
+        if key is None:
+            return None
+        most = body[key]
+        if not isinstance(most, int) or isinstance(most, bool) or most < 1:
+            raise Refusal("invalid_value", f"{key!r} = {most!r} is no number of tokens; give 1 or more")
+        return most
+
+    def stops(self, key: str, stop: Any) -> tuple[int, ...]:
+        """Token ids of the texts that end a turn."""
+        texts = [stop] if isinstance(stop, str) else stop or []
+        ids = {text: self.tokenizer.encode_prompt(text).tolist() for text in texts if isinstance(text, str)}
+        for text in texts:
+            if len(ids.get(text, ())) != 1:
+                raise Refusal(
+                    "invalid_value", f"{key!r} = {text!r} is not one token of this policy; name a text that is one"
+                )
+        return tuple(sorted({one for (one,) in ids.values()}))
+
+
+def name_of(session: AgentSession, turn: Turn) -> str:
+    """The same whoever answers, and whenever."""
+    return f"{session.told.group}-{session.told.index}-{session.turns.index(turn)}"
+
+
+def calls_of(session: AgentSession, turn: Turn) -> list[tuple[str, str, Any]]:
+    """(id, name, arguments) of the tools that the policy has called."""
+    calls = session.answer(turn).get("tool_calls", [])
+    name = name_of(session, turn)
+    functions = [call["function"] for call in calls]
+    return [(f"call_{name}-{place}", one["name"], one["arguments"]) for place, one in enumerate(functions)]
