@@ -3,4 +3,18 @@
 A durable message broker between generation workers and a distributed learner.
 """
 
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from april.rollouts import connect as connect
+
 __version__ = "0.2.0"
+
+
+def __getattr__(name: str) -> Any:
+    """`april.connect`, which needs torch, once it is asked for."""
+    if name != "connect":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from april.rollouts import connect
+
+    return connect

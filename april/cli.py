@@ -56,6 +56,10 @@ def build_parser() -> argparse.ArgumentParser:
         parser_of_run.add_argument(
             "--resume", action="store_true", help="go on with the run folder of that name [default off]"
         )
+    run.add_argument(
+        "--without-learner", action="store_true", help="broker and workers, for a trainer of your own [default off]"
+    )
+    quickstart.set_defaults(without_learner=False)
 
     add(commands, "broker", broker_command, "the broker of a run alone", config=True)
 
@@ -184,9 +188,12 @@ def run_command(options, overrides: list[str]) -> int:
     from april.launch import preflight
     from april.launch.devices import describe_placement, place, visible_devices
     from april.launch.supervisor import RunFailed, Supervisor
+    from april.processes.lifetime import die_with_parent
     from april.report.live import LiveView
     from april.simulate.automatic import resolve
 
+    if options.without_learner:
+        die_with_parent()
     config, why = resolve(configuration.load(options.config, overrides), resumed=options.resume)
     with contextlib.ExitStack() as folder:
         changes = []
@@ -210,7 +217,7 @@ def run_command(options, overrides: list[str]) -> int:
             for change in changes:
                 view.note(f"resumed with a changed key: {change}")
             try:
-                state = Supervisor(config, view, placed).run()
+                state = Supervisor(config, view, placed, trains=not options.without_learner).run()
             except RunFailed as error:
                 state, failure = "failed", str(error)
         if failure:

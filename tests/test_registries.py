@@ -116,6 +116,7 @@ ANOTHER_MEANING = {
     ("april/launch/dry_run.py", "torch"): "the package",
     ("april/launch/preflight.py", "torch"): "the package",
     ("april/launch/quickstart.py", "torch"): "the package",
+    ("april/rollouts/run.py", "local"): "broker and workers as children of the trainer",
     ("april/broker/telemetry/recorder.py", "environment"): "a key of metrics.jsonl",
     ("april/report/corrections.py", "truncated"): "a line of the picture: the share of tokens that a cap has touched",
     ("april/data/rows.py", "dapo"): "what a mapping of a published dataset says in its rows, as anybody's data do",

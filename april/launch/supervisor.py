@@ -112,9 +112,18 @@ class Supervisor:
     status = Supervisor(config, view, placed).run()      # "finished" or "stopped"; raises RunFailed
     """
 
-    def __init__(self, config: Config, view: View, placed: Mapping[str, Sequence[str]] | None = None):
-        """`placed`: accelerators of the parts that get their own, by name."""
+    def __init__(
+        self,
+        config: Config,
+        view: View,
+        placed: Mapping[str, Sequence[str]] | None = None,
+        trains: bool = True,
+    ):
+        """`placed`: accelerators of the parts that get their own, by name; `trains`: whether the learner is one of the
+        parts, and not somebody else's."""
         self.config = config
+        self.trains = trains
+        self.learner: Part | None = None
         self.view = view
         self.placed = placed or {}
         self.target: Target = TARGETS.find(config.run.target)()
@@ -147,11 +156,12 @@ class Supervisor:
             address = self._wait_for_broker()
             if address is None:
                 return "stopped"
-            self.learner = self._learner_part(config_path, address)
+            if self.trains:
+                self.learner = self._learner_part(config_path, address)
             self.workers = [self._worker_part(index, config_path, address) for index in range(self.config.worker.count)]
             for role, count in (("scorer", self.config.scorers), ("agents", self.config.agents)):
                 self.workers += [self._holder_part(role, index, config_path, address) for index in range(count)]
-            for part in (self.learner, *self.workers):
+            for part in self._others:
                 self._start(part)
             self.connection = self._connection(address)
             return self._watch()
@@ -162,6 +172,11 @@ class Supervisor:
                 self.connection.close()
             for number, handler in previous.items():
                 signal.signal(number, handler)
+
+    @property
+    def _others(self) -> list[Part]:
+        """All parts but the broker."""
+        return [part for part in (self.learner, *self.workers) if part]
 
     def _start(self, part: Part) -> None:
         self._started.append(part)
@@ -229,8 +244,9 @@ class Supervisor:
             if self._stop_signals and not self._over and clock.now() >= self._ask_at:
                 self._ask_to_stop()
             ending = self._over or self.stop_by is not None
-            for part in (self.broker, self.learner) if ending else (self.broker, self.learner, *self.workers):
-                self._tend(part)
+            for part in (self.broker, *self._others):
+                if not (ending and part in self.workers):
+                    self._tend(part)
             if self.stop_by is not None and clock.now() > self.stop_by:
                 raise RunFailed(f"the run did not stop within {self._stop_s:g} s and was killed")
 
@@ -270,19 +286,19 @@ class Supervisor:
             self._stop_run(reason, "failed")
             deadline = clock.now() + (CLOSE_S if part is self.learner else self._stop_s)
             while clock.now() < deadline and self.broker.status is None:
-                if self.learner.status is not None:
+                if self.learner and self.learner.status is not None:
                     deadline = min(deadline, clock.now() + CLOSE_S)
                 self._poll_status()
         raise RunFailed(f"{reason}; its last lines:\n{part.last_lines()}")
 
     def _broker_ended(self) -> str:
         deadline = clock.now() + CLOSE_S
-        for part in (self.learner, *self.workers):
+        for part in self._others:
             part.wait(max(0.1, deadline - clock.now()))
         self._show_new_steps()
         if self._stop_signals or read_summary(self.run_dir / "summary.json").get("state") == "stopped":
             return "stopped"
-        if self.learner.status != 0:
+        if self.learner and self.learner.status != 0:
             raise RunFailed(f"learner ended with status {self.learner.status}:\n{self.learner.last_lines()}")
         return "finished"
 
@@ -352,12 +368,15 @@ class Supervisor:
         present = {holder["name"]: holder for holder in (*status["workers"], *status["scorers"], *status["agents"])}
         silent_s = status["learner_silent_s"]
         self.broker.heard_at = now
-        self.learner.heard_at = max(self.learner.heard_at, now - (math.inf if silent_s is None else silent_s))
+        if self.learner:
+            self.learner.heard_at = max(self.learner.heard_at, now - (math.inf if silent_s is None else silent_s))
         for worker in self.workers:
             worker.heard_at = now if worker.name in present else worker.heard_at
         if status["step"] > self._best_step:
             self._best_step = status["step"]
-            self.broker.restarts = self.learner.restarts = 0
+            for part in (self.broker, self.learner):
+                if part:
+                    part.restarts = 0
             for worker in self.workers:
                 if worker.name in present and present[worker.name].get("tokens_per_s", 1):
                     worker.restarts = 0

@@ -6,63 +6,20 @@ to the workers; a checkpoint is written.
 
 import logging
 import time
-from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import Protocol
 
 import orjson
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from april.config import Config
-from april.learner.background import in_background
-from april.learner.batch import Batch, encode, share_batch
+from april.learner.batch import Batch, encode
+from april.learner.beside import Handover, Publisher, Sending, Source
 from april.learner.process_group import handover_group
 from april.learner.samples import SampleKeeper
-from april.learner.trainer import ReadyBatch, Trainer
-from april.weights.canary import Canary
-from april.wire.training import Discard
-from april.wire.version import Version
+from april.learner.trainer import Trainer
 
 log = logging.getLogger(__name__)
-
-ALIVE_S = 1.0
-"""the source hears this often that the learner waits for a batch, and does not hang"""
-
-
-class Source(Protocol):
-    """Where batches come from, and where the learner reports what has become of them.
-
-    `fetch` is called by one thread while another calls the rest.
-    """
-
-    def start(self, checkpoint_step: int) -> tuple[int, int]:
-        """The learner holds weights `checkpoint_step`, whose checkpoint is on disk -> (branch, frontier).
-
-        They contain every batch below `checkpoint_step`. Batches from there to the frontier have been consumed
-        before and are handed out again identically. After a crash between a checkpoint and its reports,
-        `checkpoint_step` is ahead of what `durable` has said, and stands for it.
-        """
-
-    def fetch(self, step: int) -> Batch | None:
-        """Wait for batch `step`, which may be one ahead of the batches consumed; None when the run is over."""
-
-    def alive(self) -> None:
-        """The learner waits and lives; said every `ALIVE_S`."""
-
-    def consumed(self, step: int, metrics: dict[str, float], discarded: Discard = "") -> None:
-        """Batch `step` is in the weights, or was passed without changing them because it is `discarded`."""
-
-    def durable(self, step: int, oldest: int) -> None:
-        """The checkpoint of weights `step` is on disk, and the oldest that is kept is `oldest`: the batches below
-        that are never needed again."""
-
-
-class Publisher(Protocol):
-    def publish(self, version: Version, tensors: dict[str, Tensor], canary: Canary | None) -> dict[str, float]:
-        """Hand the weights (on the CPU, by Hugging Face name) to the workers, and what they are known by; figures about
-        it."""
 
 
 class Diverged(RuntimeError):
@@ -89,8 +46,8 @@ def run(config: Config, trainer: Trainer, source: Source | None, publisher: Publ
     group, meeting = handover_group(), handover_group()
     saved_step = trainer.restore()
     branch, frontier = share_numbers(source.start(saved_step) if source else (0, 0), group)
-    handover = Handover(trainer, source, group)
-    release = Release(trainer, publisher, branch, frontier)
+    handover = Handover(source, group, trainer.prepare)
+    release = Release(trainer, Sending(publisher, branch, frontier))
     nonfinite_in_a_row = 0
     handover.ask(trainer.step_count)
     release.publish()
@@ -175,69 +132,25 @@ def settle(trainer: Trainer, source: Source | None, meeting: dist.ProcessGroup) 
     dist.barrier(meeting)
 
 
-class Handover:
-    """Fetches the next batch on rank 0, shares it with all and makes it ready, in a thread beside the training."""
-
-    def __init__(self, trainer: Trainer, source: Source | None, group: dist.ProcessGroup):
-        self.trainer, self.source, self.group = trainer, source, group
-        self._next: Future[tuple[Batch, ReadyBatch] | None]
-        """of the last `ask`"""
-
-    def ask(self, step: int) -> None:
-        self._next = in_background(self._fetch, step)
-
-    def _fetch(self, step: int) -> tuple[Batch, ReadyBatch] | None:
-        batch = share_batch(self.source.fetch(step) if self.source else None, self.group)
-        if batch is None:
-            return None
-        if batch.step != step:
-            raise ValueError(f"batch {batch.step} arrived where batch {step} was due; the source is out of step")
-        return batch, self.trainer.prepare(batch)
-
-    def take(self) -> tuple[tuple[Batch, ReadyBatch], float] | None:
-        """The batch that was asked for, and the seconds waited for it; None when the run is over."""
-        began = time.perf_counter()
-        while not self._next.done():
-            if self.source:
-                self.source.alive()
-            wait([self._next], ALIVE_S)
-        arrived = self._next.result()
-        return arrived and (arrived, time.perf_counter() - began)
-
-
 class Release:
-    """Publishes the trainer's weights: collects them at once, and sends them in a thread beside the training."""
+    """Publishes the trainer's weights: collects them at once, and sends them beside the training."""
 
-    def __init__(self, trainer: Trainer, publisher: Publisher | None, branch: int, frontier: int):
-        self.trainer, self.publisher, self.branch, self.frontier = trainer, publisher, branch, frontier
-        self._sending: Future[dict[str, float]] | None = None
+    def __init__(self, trainer: Trainer, sending: Sending):
+        self.trainer, self.sending = trainer, sending
 
     def publish(self) -> dict[str, float]:
         """Begin with the weights as they are, unless they are below the frontier. Collective."""
-        if self.trainer.step_count < self.frontier:
+        if not self.sending.is_due(self.trainer.step_count):
             return {}
         began = time.perf_counter()
         canary = self.trainer.canary() if self.trainer.config.weights.canary else None
         scored = time.perf_counter()
-        tensors = self.trainer.weights()
-        if self.publisher:
-            version = Version(self.branch, self.trainer.step_count)
-            self._sending = in_background(self._send, self.publisher, version, tensors, canary)
+        self.sending.start(self.trainer.step_count, self.trainer.weights(), canary)
         return {"canary_s": scored - began, "gather_s": time.perf_counter() - scored}
-
-    def _send(
-        self, publisher: Publisher, version: Version, tensors: dict[str, Tensor], canary: Canary | None
-    ) -> dict[str, float]:
-        began = time.perf_counter()
-        return publisher.publish(version, tensors, canary) | {"publish_s": time.perf_counter() - began}
 
     def finish(self) -> dict[str, float]:
         """Wait for what is being sent; figures about it."""
-        if self._sending is None:
-            return {}
-        began = time.perf_counter()
-        sending, self._sending = self._sending, None
-        return sending.result() | {"publish_wait_s": time.perf_counter() - began}
+        return self.sending.finish()
 
 
 def share_numbers(numbers: tuple[int, ...], group: dist.ProcessGroup) -> tuple[int, ...]:

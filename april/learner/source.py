@@ -34,7 +34,7 @@ class Request:
 
 
 class BrokerSource:
-    """Implements `april.learner.loop.Source` over a broker connection, for rank 0.
+    """Implements `april.learner.beside.Source` over a broker connection, for rank 0.
 
     A thread owns the connection, so that the next batch is fetched by one thread of the learner while another reports
     the last. It says that the learner lives only while `alive` is called or a report is under way: a training step that

@@ -1,0 +1,83 @@
+"""The weights of somebody else's trainer, as workers take them: whole, on the CPU, by their Hugging Face names."""
+
+from collections.abc import Iterable, Mapping
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from april.config import Config
+from april.learner.model import persistent_buffers
+from april.weights.canary import Canary, canary_tokens
+
+Weights: TypeAlias = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
+WRAPPERS = ("module", "_orig_mod")
+"""where DistributedDataParallel and torch.compile keep the model"""
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    for name in WRAPPERS:
+        if isinstance(inner := getattr(model, name, None), nn.Module):
+            return unwrapped(inner)
+    return model
+
+
+def collect(weights: Weights, keep: bool = True) -> dict[str, Tensor]:
+    """Copies of a model's, a state dictionary's or named tensors; {} unless they are to be kept. Collective where
+    tensors are sharded.
+
+    A tensor under two names, as a tied head, is taken under the first alone. What is on an accelerator is rounded to
+    bfloat16.
+    """
+    whole, seen = {}, set()
+    for name, tensor in named(weights):
+        own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        place = own.device, own.data_ptr(), own.shape
+        if own.numel() and place in seen:
+            continue
+        seen.add(place)
+        copied = to_host(tensor)
+        if keep:
+            whole[name] = copied
+    if keep and isinstance(weights, nn.Module) and isinstance(model := unwrapped(weights), PreTrainedModel):
+        return dict(revert_weight_conversion(model, whole))
+    return whole
+
+
+def named(weights: Weights) -> Iterable[tuple[str, Tensor]]:
+    if isinstance(weights, nn.Module):
+        model = unwrapped(weights)
+        return [*model.named_parameters(), *persistent_buffers(model)]
+    return weights.items() if isinstance(weights, Mapping) else weights
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    if tensor.device.type != "cpu" and tensor.is_floating_point():
+        tensor = tensor.to(torch.bfloat16)
+    if isinstance(tensor, DTensor):
+        tensor = tensor.full_tensor()
+    return tensor.to("cpu", copy=True)
+
+
+def canary_of(weights: Weights, config: Config) -> Canary | None:
+    """What the weights say of the canary, where they are a model that transformers knows. Collective if sharded."""
+    if not (config.weights.canary and isinstance(weights, nn.Module)):
+        return None
+    model = unwrapped(weights)
+    if not isinstance(model, PreTrainedModel):
+        return None
+    longest = config.longest_prompt_tokens + config.sampling.max_response_tokens
+    tokens = canary_tokens(model.get_input_embeddings().num_embeddings, longest - 1)
+    ids = torch.tensor(tokens, dtype=torch.int64, device=model.device)[None]
+    trained = model.training
+    model.eval()
+    with torch.no_grad():
+        logprobs = model(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
+    model.train(trained)
+    exact = model.dtype == torch.float32 and model.device.type == "cpu"
+    chosen = logprobs.gather(-1, ids[0, 1:, None])[:, 0]
+    return Canary(tokens.tolist(), chosen.tolist(), "float32" if exact else "bfloat16")

@@ -1,0 +1,151 @@
+"""A trainer of one's own: what it is given, in which order, and what it may forget to say."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import april
+from april.config import ConfigError, load
+from april.learner.batch import Batch, TrainSample
+from april.rollouts.batch import to_tensors
+from april.rollouts.run import Rollouts
+from april.rollouts.weights import canary_of, collect
+from april.wire.version import Version
+
+WEIGHTS = {"weight": torch.ones(2)}
+
+
+def sample(tokens, prompt_tokens, reward, segments):
+    response = len(tokens) - prompt_tokens
+    logprobs = np.arange(-1, -1 - response, -1, np.float32)
+    return TrainSample(np.array(tokens, np.int32), prompt_tokens, logprobs, reward, segments)
+
+
+def batch_of(step):
+    """A response that an environment has interrupted between two versions, and a shorter one."""
+    first = sample([5, 6, 7, 8, 9], 2, 1.0, ((0, 1, Version(0, 3)), (2, 3, Version(0, 4))))
+    return Batch(step, [[first, sample([5, 6, 7], 2, 0.0, ((0, 1, Version(0, 4)),))]])
+
+
+class Books:
+    """A broker and its workers in memory, which write down what they are told."""
+
+    def __init__(self, steps, frontier=0):
+        self.steps, self.frontier, self.said = steps, frontier, []
+
+    def start(self, checkpoint_step):
+        self.said.append(("start", checkpoint_step))
+        return 1, self.frontier
+
+    def fetch(self, step):
+        return batch_of(step) if step < self.steps else None
+
+    def alive(self):
+        pass
+
+    def consumed(self, step, metrics, discarded=""):
+        self.said.append(("consumed", step))
+
+    def durable(self, step, oldest):
+        self.said.append(("durable", step, oldest))
+
+    def publish(self, version, tensors, canary):
+        self.said.append(("publish", version.step))
+        return {}
+
+
+@pytest.fixture
+def config(config_file):
+    return load(config_file)
+
+
+def test_a_batch_says_of_each_token_who_sampled_it_and_how_likely_that_was(config):
+    batch = to_tensors(batch_of(7), "grpo")
+    assert batch.input_ids.tolist() == [[5, 6, 7, 8, 9], [5, 6, 7, 0, 0]]
+    assert batch.attention_mask.sum(1).tolist() == [5, 3]
+    assert batch.response_mask.tolist() == [[False, False, True, False, True], [False, False, True, False, False]]
+    assert batch.versions.tolist() == [[-1, -1, 3, -1, 4], [-1, -1, 4, -1, -1]]
+    assert batch.logprobs.tolist() == [[0, 0, -1, 0, -3], [0, 0, -1, 0, 0]]
+    assert batch.rewards.tolist() == [1, 0] and batch.group.tolist() == [0, 0]
+    assert batch.advantages[0] > 0 > batch.advantages[1]
+    assert (batch.step, batch.checkpoint) == (7, 8)
+
+
+def test_each_batch_is_consumed_before_its_weights_are_published_and_durable_counts_the_checkpoint(config):
+    books = Books(2)
+    with Rollouts(config, 0, books, books) as run:
+        run.publish(WEIGHTS)
+        for batch in run.batches():
+            run.consumed(batch, {"loss": 1.0})
+            run.publish(WEIGHTS)
+            run.durable(batch, oldest=batch.step)
+    in_order = [said for said in books.said if said[0] != "durable"]
+    assert in_order == [
+        ("start", 0), ("publish", 0), ("consumed", 0), ("publish", 1), ("consumed", 1), ("publish", 2)
+    ]  # fmt: skip
+    assert [said for said in books.said if said[0] == "durable"] == [("durable", 1, 0), ("durable", 2, 1)]
+
+
+def test_the_next_batch_means_that_the_last_one_is_consumed(config):
+    books = Books(2)
+    with Rollouts(config, 0, books, books) as run:
+        run.publish(WEIGHTS)
+        for _ in run.batches():
+            run.publish(WEIGHTS)
+    assert [said for said in books.said if said[0] == "consumed"] == [("consumed", 0), ("consumed", 1)]
+
+
+def test_weights_of_batches_that_come_again_are_not_sent(config):
+    books = Books(4, frontier=3)
+    with Rollouts(config, 1, books, books) as run:
+        for _ in run.batches():
+            run.publish(WEIGHTS)
+    assert [said[1] for said in books.said if said[0] == "publish"] == [3, 4]
+
+
+def test_who_waits_for_workers_that_wait_for_weights_is_told(config):
+    books = Books(2)
+    with Rollouts(config, 0, books, books) as run:
+        with pytest.raises(RuntimeError, match=r"weights 0 have not been published.*call run.publish"):
+            next(run.batches())
+        run.publish(WEIGHTS)
+        batches = run.batches()
+        next(batches)
+        with pytest.raises(RuntimeError, match="weights 1 have not been published"):
+            next(batches)
+
+
+def test_a_model_its_state_and_its_tensors_are_the_same_weights_and_tied_ones_come_once(policy_folder, config):
+    model = AutoModelForCausalLM.from_pretrained(policy_folder)
+    wrapped = torch.nn.Module()
+    wrapped.module = model
+    expected = dict(model.named_parameters())
+    for weights in (model, wrapped, model.state_dict(), iter(model.state_dict().items())):
+        collected = collect(weights)
+        assert collected.keys() == expected.keys()
+        assert all(torch.equal(collected[name], expected[name]) for name in expected)
+    with torch.no_grad():
+        next(model.parameters()).add_(1)
+    assert not torch.equal(collected[next(iter(expected))], next(model.parameters())), "what is sent stays as it was"
+    assert canary_of(model, config).dtype == "float32" and canary_of(model.state_dict(), config) is None
+
+
+def test_what_the_run_refuses_is_said_by_connect(config_file, tmp_path):
+    (tmp_path / "bad.jsonl").write_text("not json\n")
+    with pytest.raises(ConfigError, match="line 1"):
+        april.connect(config_file, overrides={"data.path": str(tmp_path / "bad.jsonl")})
+    with pytest.raises(ConfigError, match=r"tcp://HOST:PORT"):
+        april.connect(config_file, run="nowhere")
+    (tmp_path / "runs" / "small").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"'run.name' = 'small' names a folder .* that has no journal; remove it"):
+        april.connect(config_file)
+
+
+def test_the_package_is_imported_without_torch():
+    asked = "import sys, april; print('torch' in sys.modules); april.connect; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True)
+    assert done.stdout.split() == ["False", "True"], done.stderr
