@@ -111,7 +111,7 @@ CONFIGURATION = {PACKAGE / "config" / "sections.py", PACKAGE / "config" / "prese
 """the configuration: its defaults and presets are names"""
 ANOTHER_MEANING = {
     ("april/agents/gateway.py", "april"): "who owns the model, in the API's own form",
-    ("april/agents/gateway.py", "code"): "of an error, in the API's own form",
+    ("april/agents/dialects/chat.py", "code"): "of an error, in the API's own form",
     ("april/launch/devices.py", "torch"): "the package",
     ("april/launch/dry_run.py", "torch"): "the package",
     ("april/launch/preflight.py", "torch"): "the package",

@@ -49,8 +49,6 @@ class Agents:
         session = AgentSession(told, self.renderer, self.link.say, self.section.max_turn_tokens)
         session.hear(said)
         self.sessions[told.lease_id] = session
-        loop = asyncio.get_running_loop()
-        self._timers[told.lease_id] = loop.call_later(self.section.timeout_s, self._overdue, told.lease_id)
         self._run(session)
 
     def hear(self, said: list[Said]) -> None:
@@ -68,6 +66,12 @@ class Agents:
         self.over.set()
 
     # --- from programs ----------------------------------------------------------------------------------------
+
+    def began(self, key: int) -> None:
+        """Its time runs, and does not begin anew where it is run again."""
+        if key not in self._timers:
+            loop = asyncio.get_running_loop()
+            self._timers[key] = loop.call_later(self.section.timeout_s, self._overdue, key)
 
     def ended(self, key: int, reward: float | None, error: str) -> None:
         session = self.sessions.get(key)
@@ -115,6 +119,7 @@ class Agents:
         if session:
             session.end(why)
             self.gateway.dismiss(session)
-            self._timers.pop(lease_id).cancel()
+            if timer := self._timers.pop(lease_id, None):
+                timer.cancel()
             self._deaths.pop(lease_id, None)
         return session

@@ -71,11 +71,11 @@ class Gateway:
         return answer({"object": "list", "data": [one]})
 
     async def _session(self, request: web.Request) -> web.Response:
-        session = self._of(request)
+        session = self.session_of(request)
         return answer({"replaying": session.replaying, "task": task_of(session), "reward": session.reward})
 
     async def _reward(self, request: web.Request) -> web.Response:
-        session, body = self._of(request), await read_body(request)
+        session, body = self.session_of(request), await read_body(request)
         reward = body.get("reward")
         if not isinstance(reward, int | float) or isinstance(reward, bool) or not abs(reward) <= 1e9:
             raise Refusal("invalid_value", f"'reward' = {reward!r} is no finite number up to 1e9")
@@ -84,7 +84,7 @@ class Gateway:
 
     async def _converse(self, request: web.Request) -> web.StreamResponse:
         dialect = self.of_path[request.path]
-        session, body = self._of(request), await read_body(request)
+        session, body = self.session_of(request), await read_body(request)
         turn = session.ask(dialect.wish(body, session, self._is_repeated(request, session)))
         if body.get("stream"):
             return await self._stream(request, body, dialect, session, turn)
@@ -115,9 +115,13 @@ class Gateway:
         await response.write(dialect.farewell)
         return response
 
-    def _of(self, request: web.Request) -> AgentSession:
-        """The session that a request's key opens."""
-        key = next(filter(None, (dialect.key(request.headers) for dialect in self.dialects)), "")
+    def key_of(self, request: web.Request) -> str:
+        """That a request shows, in the manner of any of the APIs."""
+        return next(filter(None, (dialect.key(request.headers) for dialect in self.dialects)), "")
+
+    def session_of(self, request: web.Request) -> AgentSession:
+        """The one that a request's key opens. Raises Refusal."""
+        key = self.key_of(request)
         if self.former.get(key) == MOVED:
             raise Refusal("session_moved", "another execution of this session's agent has taken its place", MOVED)
         if key in self.former:

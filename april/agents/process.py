@@ -33,6 +33,7 @@ async def serve(config: Config, address: str, name: str, keys: Keys | None) -> i
     from aiohttp import web
 
     from april.agents.agents import Agents
+    from april.agents.attached import AttachedRunner
     from april.agents.dialects import DIALECTS
     from april.agents.gateway import Gateway
     from april.agents.link import Link
@@ -46,11 +47,12 @@ async def serve(config: Config, address: str, name: str, keys: Keys | None) -> i
     options = config.data.template_options
     renderer = Renderer(tokenizer, section.chat_template, options, section.response_template)
     agents = Agents(section, gateway, renderer)
-    agents.runner = (
-        ProgramRunner(section.program, section.sessions, agents)
-        if section.program
-        else CommandRunner(section.command, config.run_dir / "logs" / f"{name}-programs.log", agents)
-    )
+    if section.program:
+        agents.runner = ProgramRunner(section.program, section.sessions, agents)
+    elif section.command:
+        agents.runner = CommandRunner(section.command, config.run_dir / "logs" / f"{name}-programs.log", agents)
+    else:
+        agents.runner = AttachedRunner(agents, gateway)
     http = web.AppRunner(gateway.app, access_log=None)
     await http.setup()
     host, _, port = section.listen.rpartition(":")

@@ -29,6 +29,9 @@ START_S = 120.0
 
 
 class Audience(Protocol):
+    def began(self, key: int) -> None:
+        """A session's program is under way: its time runs."""
+
     def ended(self, key: int, reward: float | None, error: str) -> None:
         """A session's program has ended."""
 
@@ -73,6 +76,7 @@ class ProgramRunner:
     def begin(self, order: Begin) -> None:
         self.running.add(order.key)
         self._send(order)
+        self.audience.began(order.key)
 
     def cease(self, key: int) -> None:
         if key in self.running and key not in self.ceasing:
@@ -147,6 +151,7 @@ class CommandRunner:
 
     def begin(self, order: Begin) -> None:
         task = asyncio.create_task(self._run(order))
+        self.audience.began(order.key)
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
 

@@ -268,10 +268,10 @@ def check_agent(config: Config) -> None:
     agent = config.agent
     if not agent.is_set:
         return
-    if agent.program and agent.command:
-        raise ConfigError(
-            f"key 'agent.command' = {agent.command!r} goes beside agent.program = {agent.program!r}; leave one out"
-        )
+    ways = [f"agent.{key} = {value!r}" for key in ("program", "command", "attach") if (value := getattr(agent, key))]
+    if len(ways) > 1:
+        key, _, value = ways[0].partition(" = ")
+        raise ConfigError(f"key {key!r} = {value} goes beside {' and '.join(ways[1:])}; keep one of them")
     if config.environment.name:
         raise ConfigError(
             f"key 'environment.name' = {config.environment.name!r} answers the policy where an agent does; leave out "

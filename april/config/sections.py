@@ -319,6 +319,7 @@ class AgentSection(Section):
     command: list[str] = Field(
         [], description="a process for each session in its place, such as ['python', 'agent.py']"
     )
+    attach: bool = Field(False, description="an outside harness comes for the sessions over HTTP")
     count: int = Field(1, ge=1, description="agents processes that `april run` starts")
     sessions: int = Field(64, ge=1, description="sessions that one of them has open at a time")
     listen: str = Field("127.0.0.1:0", description="HOST:PORT of the API; port 0: any that is free")
@@ -336,7 +337,7 @@ class AgentSection(Section):
 
     @property
     def is_set(self) -> bool:
-        return bool(self.program or self.command)
+        return bool(self.program or self.command or self.attach)
 
 
 class LearnerSection(Section):

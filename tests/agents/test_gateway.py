@@ -1,7 +1,10 @@
 """What agents meet: the SDKs of OpenAI and Anthropic as they are, against a policy that says what the test says."""
 
 import asyncio
+import json
 import threading
+import urllib.error
+import urllib.request
 
 import anthropic
 import numpy as np
@@ -10,8 +13,10 @@ import pytest
 from aiohttp import web
 
 from april import wire
+from april.agents.attached import AttachedRunner
 from april.agents.dialects import DIALECTS
-from april.agents.gateway import Gateway
+from april.agents.gateway import Gateway, task_of
+from april.agents.host import Begin
 from april.agents.rendering import Renderer
 from april.agents.session import AgentSession
 from april.data.tokenizer import Tokenizer
@@ -61,6 +66,17 @@ class Policy:
         return self.session.turns[-1].start + len(ids)
 
 
+class Audience:
+    def __init__(self, seen):
+        self.seen = seen
+
+    def began(self, key):
+        self.seen.append(("began", key))
+
+    def ended(self, key, reward, error):
+        self.seen.append(("ended", key, reward, error))
+
+
 @pytest.fixture
 def loop():
     loop = asyncio.new_event_loop()
@@ -76,12 +92,16 @@ def meet(loop, policy_folder):
     """meet(*lines) -> (client, policy, session, gateway)"""
     tokenizer, runners, clients = Tokenizer(policy_folder), [], []
 
-    def begin(*lines, pieces=1, ignores=False, max_tokens=64, template=PLAIN, response_template=None):
+    def begin(*lines, pieces=1, ignores=False, max_tokens=64, template=PLAIN, response_template=None, attached=False):
         policy = Policy(tokenizer, *lines, pieces=pieces)
         told = wire.Session(7, 3, 1, False, '"12*3="', "63", max_tokens, 1.0)
         renderer = Renderer(tokenizer, template, {}, response_template or {})
         session = policy.session = AgentSession(told, renderer, policy.say, None)
         gateway = Gateway([dialect(tokenizer, "run", ignores) for dialect in DIALECTS])
+
+        if attached:
+            begin.seen = []
+            begin.runner = AttachedRunner(Audience(begin.seen), gateway)
 
         async def serve():
             runner = web.AppRunner(gateway.app)
@@ -281,3 +301,34 @@ def test_anthropic_s_errors_have_its_own_form(clients):
         )
     with pytest.raises(anthropic.AuthenticationError):
         client.with_options(api_key="other").messages.create(model="run", max_tokens=9, messages=[])
+
+
+# --- a harness of its own ---------------------------------------------------------------------------------------------
+
+
+def call(method, url, body=None, key=""):
+    """(status, JSON of the answer or None)"""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Authorization": f"Bearer {key}"}, method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=30) as response:
+            return response.status, json.loads(response.read() or "null")
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())
+
+
+def test_a_harness_comes_for_a_session_and_says_what_it_was_worth(meet, loop):
+    client, _, session, gateway = meet("11", attached=True)
+    url = str(client.base_url).removesuffix("/")
+    assert call("POST", f"{url}/sessions", {}) == (204, None), "nothing is offered yet"
+    order = Begin(7, url, gateway.admit(session), task_of(session), False)
+    loop.call_soon_threadsafe(meet.runner.begin, order)
+    status, told = call("POST", f"{url}/sessions", {"wait_s": 20})
+    assert status == 201 and told["task"]["messages"] == [{"role": "user", "content": "12*3="}]
+    key = told["api_key"]
+    assert ask(client.with_options(api_key=key), "12*3=").choices[0].message.content == "11"
+    assert call("POST", f"{url}/session/reward", {"reward": "much"}, key)[0] == 400
+    assert call("POST", f"{url}/session/reward", {"reward": 0.5}, key) == (200, {"reward": 0.5})
+    assert call("DELETE", f"{url}/session")[0] == 401
+    assert call("DELETE", f"{url}/session", key=key)[0] == 204
+    assert meet.seen == [("began", 7), ("ended", 7, None, "")] and session.reward == 0.5
