@@ -14,6 +14,6 @@
 
 from april.rollouts.batch import RolloutBatch
 from april.rollouts.local import LocalRunFailed
-from april.rollouts.run import Rollouts, connect
+from april.rollouts.run import LOCAL, Rollouts, connect
 
-__all__ = ["LocalRunFailed", "RolloutBatch", "Rollouts", "connect"]
+__all__ = ["LOCAL", "LocalRunFailed", "RolloutBatch", "Rollouts", "connect"]

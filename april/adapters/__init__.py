@@ -1,0 +1,1 @@
+"""April under other people's trainers, a module each, over `april.rollouts`."""

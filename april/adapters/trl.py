@@ -1,0 +1,222 @@
+"""TRL's GRPOTrainer on April's rollouts.
+
+    arguments = GRPOConfig(...)
+    with april.adapters.trl.connect("my-run.toml", arguments) as rollouts:
+        trainer = GRPOTrainer(
+            model=...,
+            args=arguments,
+            train_dataset=rollouts.dataset,
+            reward_funcs=rollouts.reward,
+            rollout_func=rollouts.generate,
+        )
+        rollouts.train(trainer)
+
+April draws the prompts, generates, and scores. TRL computes advantages, corrects for stale tokens by the behaviour
+log-probabilities, trains and saves. One batch is one optimizer step. A checkpoint of TRL's makes its batch durable, and
+`train` goes on from the newest.
+"""
+
+import itertools
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+from datasets import Dataset
+from transformers import TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
+from trl import GRPOConfig, GRPOTrainer
+
+from april import rollouts
+from april.config import Config, ConfigError
+from april.config.checks import cut_of
+from april.learner.batch import TrainSample
+from april.rollouts import RolloutBatch, Rollouts
+
+REWARD = "april_reward"
+"""what TRL hands on to `reward` with each sample"""
+CHECKPOINT = "checkpoint-"
+
+
+class TrlRollouts:
+    """What `connect` gives: the parts that GRPOTrainer asks for, and the run behind them."""
+
+    def __init__(self, run: Rollouts, arguments: GRPOConfig, resumed_from: str | None = None):
+        """`resumed_from`: TRL's checkpoint that the trainer will go on from."""
+        self.run, self.arguments, self.resumed_from = run, arguments, resumed_from
+        self.batch: RolloutBatch | None = None
+        """in training"""
+        self._batches: Iterator[RolloutBatch] = run.batches()
+
+    @property
+    def dataset(self) -> Dataset:
+        """Rows that count TRL's steps. Their prompts are not read: those of the run are."""
+        schedule = self.run.config.schedule
+        return Dataset.from_dict({"prompt": [""] * schedule.rollout_batch_size * schedule.max_steps})
+
+    def reward(self, **columns: Any) -> list[float]:
+        """What April's verifier has said of each sample."""
+        return columns[REWARD]
+
+    def generate(self, prompts: list[Any], trainer: GRPOTrainer) -> dict[str, list[Any]]:
+        """This process's share of the next batch, as `rollout_func` has to give it. Collective.
+
+        The `prompts` are TRL's own and have no part in it. RuntimeError where the run is over before TRL is, and where
+        TRL evaluates: April does that.
+        """
+        if not trainer.model.training:
+            raise RuntimeError(
+                "TRL cannot evaluate on April's rollouts; set eval_strategy='no', evaluation.every is April's"
+            )
+        self.batch = next(self._batches, None)
+        if self.batch is None:
+            raise RuntimeError(f"the run is over after {self.run.step} batches; lower max_steps to that")
+        size = self.run.config.schedule.n_samples_per_prompt
+        samples = [sample for group in self.batch.groups for sample in filled(group, size)]
+        first = (dist.get_rank() if dist.is_initialized() else 0) * len(prompts)
+        return described(samples[first : first + len(prompts)])
+
+    def attach(self, trainer: GRPOTrainer) -> None:
+        """Make a trainer take its rollouts, bring its weights, and report; done by `train`.
+
+        TRL corrects by behaviour log-probabilities for a server's rollouts alone, and brings weights to that server
+        before it generates. From here on that server is April.
+        """
+        trainer.use_vllm = True
+        trainer.vllm_generation = WeightsToApril(self.run, trainer)
+        trainer._last_loaded_step = -1
+        trainer.add_callback(Reports(self, trainer))
+
+    def train(self, trainer: GRPOTrainer) -> Any:
+        """`trainer.train` from the newest checkpoint in `output_dir`, if there is one."""
+        self.attach(trainer)
+        return trainer.train(resume_from_checkpoint=self.resumed_from)
+
+    def finish(self) -> None:
+        """All batches are trained: the run may end, and evaluate the last weights."""
+        if self.run.step >= self.run.config.schedule.max_steps:
+            next(self._batches, None)
+
+    def __enter__(self) -> "TrlRollouts":
+        self.run.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: Any, trace: TracebackType | None) -> None:
+        self.run.__exit__(kind, error, trace)
+
+
+class WeightsToApril:
+    """In the place of TRL's generation server."""
+
+    def __init__(self, run: Rollouts, trainer: GRPOTrainer):
+        self.run, self.trainer = run, trainer
+
+    def sync_weights(self) -> None:
+        self.run.publish(self.trainer.accelerator.unwrap_model(self.trainer.model))
+
+
+class Reports(TrainerCallback):
+    """Tells April what has become of each batch."""
+
+    def __init__(self, owner: TrlRollouts, trainer: GRPOTrainer):
+        self.owner, self.trainer = owner, trainer
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        batch = self.owner.batch
+        assert batch, "a step is made of a batch"
+        self.owner.run.consumed(batch, {"reward": batch.rewards.mean().item()})
+
+    def on_save(self, arguments: GRPOConfig, *_: Any, **__: Any) -> None:
+        if self.owner.batch:
+            folders = checkpoints(arguments.output_dir)
+            sync(folders[self.owner.run.step])
+            self.owner.run.durable(self.owner.batch, oldest=min(folders))
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        self.trainer.vllm_generation.sync_weights()
+        self.owner.finish()
+
+
+def connect(
+    config: str | Path | Sequence[Path],
+    arguments: GRPOConfig,
+    run: str = rollouts.LOCAL,
+    overrides: Mapping[str, Any] | None = None,
+) -> TrlRollouts:
+    """As `april.connect`, at the newest checkpoint in `arguments.output_dir`. Raises ConfigError for arguments that do
+    not fit the run."""
+    newest = get_last_checkpoint(arguments.output_dir) if Path(arguments.output_dir).is_dir() else None
+    step = step_of(Path(newest)) if newest else 0
+    connected = rollouts.connect(config, step, run, overrides)
+    try:
+        check(connected.config, arguments)
+    except ConfigError as error:
+        connected.__exit__(ConfigError, error, None)
+        raise
+    return TrlRollouts(connected, arguments, newest)
+
+
+def check(config: Config, arguments: GRPOConfig) -> None:
+    """That one batch is one optimizer step of TRL's, and that both mean the same by a log-probability."""
+    schedule = config.schedule
+    for name, wanted, why in (
+        ("num_generations", schedule.n_samples_per_prompt, "schedule.n_samples_per_prompt"),
+        (
+            "generation_batch_size",
+            schedule.rollout_batch_size * schedule.n_samples_per_prompt,
+            "the samples of a batch of the run",
+        ),
+        ("steps_per_generation", arguments.gradient_accumulation_steps, "gradient_accumulation_steps"),
+        ("num_iterations", 1, "one step a batch"),
+        ("max_steps", schedule.max_steps, "schedule.max_steps"),
+        ("temperature", config.sampling.temperature, "sampling.temperature"),
+    ):
+        if (given := getattr(arguments, name)) != wanted:
+            raise ConfigError(f"GRPOConfig's '{name}' = {given!r} does not fit the run; set it to {wanted!r}, {why}")
+
+    if config.sampling.is_cut:
+        key, value = cut_of(config)
+        raise ConfigError(
+            f"key 'sampling.{key}' = {value} cuts the distribution, which TRL does not follow; leave it out"
+        )
+
+
+def filled(group: list[TrainSample], size: int) -> list[TrainSample]:
+    """`size` samples: TRL knows groups of one size alone, so one that has lost some has others twice."""
+    return list(itertools.islice(itertools.cycle(group), size))
+
+
+def described(samples: list[TrainSample]) -> dict[str, list[Any]]:
+    masks = []
+    for sample in samples:
+        mask = [0] * sample.response_tokens
+        for place in sample.sampled.tolist():
+            mask[place] = 1
+        masks.append(mask)
+    return {
+        "prompt_ids": [sample.tokens[: sample.prompt_tokens].tolist() for sample in samples],
+        "completion_ids": [sample.tokens[sample.prompt_tokens :].tolist() for sample in samples],
+        "logprobs": [sample.logprobs.tolist() for sample in samples],
+        "env_mask": masks,
+        REWARD: [float(sample.reward) for sample in samples],
+    }
+
+
+def checkpoints(output_dir: str) -> dict[int, Path]:
+    """TRL's, by their step."""
+    folders = Path(output_dir).glob(f"{CHECKPOINT}[0-9]*")
+    return {step_of(folder): folder for folder in folders}
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix(CHECKPOINT))
+
+
+def sync(folder: Path) -> None:
+    """Put a checkpoint on disk: TRL has only written it."""
+    for path in [*folder.rglob("*"), folder, folder.parent]:
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
