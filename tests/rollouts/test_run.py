@@ -2,60 +2,22 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
-import numpy as np
+import orjson
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 import april
 from april.config import ConfigError, load
-from april.learner.batch import Batch, TrainSample
 from april.rollouts.batch import to_tensors
 from april.rollouts.run import Rollouts
 from april.rollouts.weights import canary_of, collect
-from april.wire.version import Version
+from tests.rollouts.books import Books, batch_of
+from tests.run.processes import Job
 
 WEIGHTS = {"weight": torch.ones(2)}
-
-
-def sample(tokens, prompt_tokens, reward, segments):
-    response = len(tokens) - prompt_tokens
-    logprobs = np.arange(-1, -1 - response, -1, np.float32)
-    return TrainSample(np.array(tokens, np.int32), prompt_tokens, logprobs, reward, segments)
-
-
-def batch_of(step):
-    """A response that an environment has interrupted between two versions, and a shorter one."""
-    first = sample([5, 6, 7, 8, 9], 2, 1.0, ((0, 1, Version(0, 3)), (2, 3, Version(0, 4))))
-    return Batch(step, [[first, sample([5, 6, 7], 2, 0.0, ((0, 1, Version(0, 4)),))]])
-
-
-class Books:
-    """A broker and its workers in memory, which write down what they are told."""
-
-    def __init__(self, steps, frontier=0):
-        self.steps, self.frontier, self.said = steps, frontier, []
-
-    def start(self, checkpoint_step):
-        self.said.append(("start", checkpoint_step))
-        return 1, self.frontier
-
-    def fetch(self, step):
-        return batch_of(step) if step < self.steps else None
-
-    def alive(self):
-        pass
-
-    def consumed(self, step, metrics, discarded=""):
-        self.said.append(("consumed", step))
-
-    def durable(self, step, oldest):
-        self.said.append(("durable", step, oldest))
-
-    def publish(self, version, tensors, canary):
-        self.said.append(("publish", version.step))
-        return {}
 
 
 @pytest.fixture
@@ -149,3 +111,19 @@ def test_the_package_is_imported_without_torch():
     asked = "import sys, april; print('torch' in sys.modules); april.connect; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True)
     assert done.stdout.split() == ["False", "True"], done.stderr
+
+
+@pytest.mark.full
+def test_under_torchrun_each_rank_gets_the_batch_and_sharded_weights_are_sent_whole(config_file, tmp_path):
+    script = Path(__file__).with_name("ranks.py")
+    launch = [sys.executable, "-m", "april.learner.launch", "--nproc-per-node=2"]
+    job = Job([*launch, str(script), str(config_file), str(tmp_path)], tmp_path / "log")
+    try:
+        assert job.wait() == 0, job.output
+    finally:
+        job.end()
+    seen = orjson.loads((tmp_path / "seen.json").read_bytes())
+    of_first, of_second = seen["ranks"]
+    assert of_first == of_second == [[step, *to_tensors(batch_of(step), "grpo").input_ids.tolist()] for step in (0, 1)]
+    assert seen["said"] == [["start", 0], ["consumed", 0], ["publish", 1], ["consumed", 1], ["publish", 2]]
+    assert seen["shapes"] == {"weight": [4, 3], "bias": [4]}

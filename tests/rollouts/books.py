@@ -1,0 +1,46 @@
+"""A broker and its workers in memory, and the batches that it hands out."""
+
+import numpy as np
+
+from april.learner.batch import Batch, TrainSample
+from april.wire.version import Version
+
+
+def sample(tokens, prompt_tokens, reward, segments):
+    response = len(tokens) - prompt_tokens
+    logprobs = np.arange(-1, -1 - response, -1, np.float32)
+    return TrainSample(np.array(tokens, np.int32), prompt_tokens, logprobs, reward, segments)
+
+
+def batch_of(step):
+    """A response that an environment has interrupted between two versions, and a shorter one."""
+    first = sample([5, 6, 7, 8, 9], 2, 1.0, ((0, 1, Version(0, 3)), (2, 3, Version(0, 4))))
+    return Batch(step, [[first, sample([5, 6, 7], 2, 0.0, ((0, 1, Version(0, 4)),))]])
+
+
+class Books:
+    """Writes down what it is told."""
+
+    def __init__(self, steps, frontier=0):
+        self.steps, self.frontier, self.said, self.weights = steps, frontier, [], {}
+
+    def start(self, checkpoint_step):
+        self.said.append(("start", checkpoint_step))
+        return 1, self.frontier
+
+    def fetch(self, step):
+        return batch_of(step) if step < self.steps else None
+
+    def alive(self):
+        pass
+
+    def consumed(self, step, metrics, discarded=""):
+        self.said.append(("consumed", step))
+
+    def durable(self, step, oldest):
+        self.said.append(("durable", step, oldest))
+
+    def publish(self, version, tensors, canary):
+        self.said.append(("publish", version.step))
+        self.weights[version.step] = tensors
+        return {}
