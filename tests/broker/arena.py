@@ -3,8 +3,10 @@
 from collections import Counter, deque
 
 from april import wire
+from april.broker.ledger.samples import SampleState
 from tests.broker.conversation import (
     Conversation,
+    FakeAgents,
     FakeLearner,
     FakeScorer,
     FakeWorker,
@@ -14,6 +16,9 @@ from tests.broker.conversation import (
     observation,
 )
 from tests.broker.hostile import encode
+
+WORK = (wire.Grants, wire.Sessions, wire.Turns)
+"""what peers keep until they work"""
 
 
 class Arena(Conversation):
@@ -34,7 +39,8 @@ class Arena(Conversation):
         super().__init__(config)
         self.workers = [Worker(self, name) for name in ("w0", "w1")]
         self.scorer = Scorer(self, "s0")
-        self.holders = [self.scorer, *self.workers]
+        self.agents = Agents(self, "a0") if config.agent.is_set else None
+        self.holders = [self.scorer, *self.workers, *([self.agents] if self.agents else [])]
         self.learner = Learner(self)
         self.monitor = Monitor(self, "monitor", "monitor")
         self.everyone = [*self.holders, self.learner, self.monitor]
@@ -62,7 +68,7 @@ class Arena(Conversation):
         self.learner.train()
         self.monitor.say(wire.StatusRequest())
         for peer in self.everyone:
-            peer.inbox = peer.take(wire.Grants)
+            peer.inbox = [received for received in peer.inbox if isinstance(received.message, WORK)]
 
     def leases_of(self, holder):
         return [lease_id for lease_id, lease in self.ledger.leases.items() if lease.worker == holder.uid]
@@ -153,6 +159,27 @@ class Scorer(Holder, FakeScorer):
 
     def go_on(self, grant, length, chance):
         self.judge(grant, chance)
+
+
+class Agents(Remembered, FakeAgents):
+    def work(self):
+        arena, chance = self.conversation, self.conversation.chance
+        self.listen()
+        for lease_id in [lease_id for lease_id in self.sessions if lease_id not in arena.ledger.leases]:
+            arena.ended.append(lease_id)
+            del self.sessions[lease_id]
+        self.say(wire.Heartbeat(list(self.sessions), 0, self.received_bytes), connection=b"control")
+        if chance.random() < 0.2:
+            self.say(wire.Room(chance.choice([2, 6, 40])))
+        for told in chance.sample(list(self.sessions.values()), min(6, len(self.sessions))):
+            sample = arena.ledger.leases[told.lease_id].sample
+            if sample.state is SampleState.ACTING and sample.length + 8 < told.max_tokens and chance.random() < 0.7:
+                self.say_to_policy(told.lease_id, sample.length, 1)
+            elif sample.heard:
+                closings = [wire.Scored(told.lease_id, [chance.random()], [{}]), wire.Closed(told.lease_id)]
+                self.report(closings=[chance.choice(closings)])
+            elif chance.random() < 0.05:
+                self.report(closings=[wire.GiveBack(told.lease_id, 0, "agent_failed", "tired")])
 
 
 class Learner(Remembered, FakeLearner):

@@ -3,9 +3,11 @@
 import itertools
 from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 
 from april import wire
+from april.agents.link import read
 from april.broker.journal.journal import Journal
 from april.broker.prompts import PromptBook
 from april.broker.service import Service
@@ -149,6 +151,37 @@ class FakeScorer(Holder):
         welcome = self.hello(leases)
         self.say(wire.Room(capacity))
         return welcome
+
+
+class FakeAgents(Holder):
+    def __init__(self, conversation, name="a0", uid=None):
+        super().__init__(conversation, "agents", name, uid)
+        self.sessions, self.heard = {}, {}
+        """by lease: what was told of each, and the rows that were said in it, with their payloads"""
+        self.received_bytes = 0
+
+    def join(self, capacity=4, leases=()):
+        welcome = self.hello(leases)
+        self.say(wire.Room(capacity))
+        return welcome
+
+    def listen(self):
+        """Take what has arrived: sessions, and what was said in them."""
+        for received in self.take(wire.Sessions):
+            self.received_bytes += received.array_bytes
+            for told in received.message.sessions:
+                self.sessions[told.lease_id] = told
+                self.heard[told.lease_id] = list(read(*(packed.data for packed in received.packed)))
+        for received in self.take(wire.Turns):
+            self.received_bytes += received.array_bytes
+            for row, payload in read(*(packed.data for packed in received.packed)):
+                self.heard[row.lease_id].append((row, payload))
+        return list(self.sessions.values())
+
+    def say_to_policy(self, lease_id, start, count, max_tokens=8, key=b"k"):
+        request = msgspec.msgpack.encode(wire.TurnRequest(key, max_tokens, [5]))
+        payload = np.arange(count, dtype="<i4").tobytes() + request
+        self.report([(observation_row(lease_id, start, count, "", payload), payload)])
 
 
 class FakeLearner(Peer):

@@ -2,8 +2,9 @@
 
 A real service with a real journal serves peers that behave (arena.py); in between, it is sent what no peer should
 send (hostile.py). Nothing of that may raise, be recorded, or change the ledger; what is refused is answered once and
-counted once, by a handful of causes; memory stays as it is. Half of the messages go to a plain run, half to one with
-everything on. Of every hundred messages one more goes over real sockets to a real server (fuzz_sockets.py).
+counted once, by a handful of causes; memory stays as it is. A third of the messages go to a plain run, as many to one
+with everything on, and to one with agents. Of every hundred messages one more goes over real sockets to a real server
+(fuzz_sockets.py).
 """
 
 import argparse
@@ -39,6 +40,7 @@ EVERYTHING = [
     "--reward.allowed", '["exact", "group:rewards:rank"]',
 ]  # fmt: skip
 """scorers, supports, an environment"""
+AGENTS = ["--run.name", "agents", "--agent.attach", "true", "--reward.where", "scorer"]
 
 
 def make_configs(path, folder):
@@ -50,7 +52,7 @@ def make_configs(path, folder):
     mixed = folder / "mixed.jsonl"
     mixed.write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
     everything = ["--run.name", "everything", "--data.path", str(mixed), *EVERYTHING]
-    return [configuration.load(path, SETTINGS), configuration.load(path, [*SETTINGS, *everything])]
+    return [configuration.load(path, [*SETTINGS, *more]) for more in ([], everything, AGENTS)]
 
 
 def fuzz(config, messages, seed=0, report=lambda done: None):

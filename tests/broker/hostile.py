@@ -52,6 +52,7 @@ ONLY_FOR = {
         wire.Report([wire.GiveBack(1, 0, "leave")]),
     ],
     "scorer": [wire.Room(4)],
+    "agents": [wire.Report([wire.Closed(1)])],
     "learner": [wire.LearnerStart(0, ""), wire.Fetch(0), wire.Consumed(0, {"loss": 1.0}), wire.Durable(0, 0)],
     "monitor": [wire.StatusRequest(), wire.StopRun("enough"), wire.Drain(True), wire.Requeue([1])],
     "broker": [
@@ -60,6 +61,8 @@ ONLY_FOR = {
         wire.Accepted(),
         wire.Batch(0, 0, 0, []),
         wire.Stop(""),
+        wire.Sessions([]),
+        wire.Turns(),
     ],
     "lanes": [LaneJoin("u", "n", "cpu", None), LaneAlive("l"), LaneFailed("l", "e")],
 }
@@ -95,6 +98,8 @@ class Attacker:
             self.absurd_tokens, self.absurd_scores, self.repeated, self.greeting, self.revoked, self.other_key,
             self.too_large,
         ]  # fmt: skip
+        if arena.agents:
+            self.kinds.append(self.absurd_agents)
 
     def attack(self):
         return self.chance.choice(self.kinds)()
@@ -174,6 +179,8 @@ class Attacker:
         peer = self.peer()
         role = self.chance.choice([role for role in ONLY_FOR if role != peer.role])
         message = self.chance.choice(ONLY_FOR[role])
+        if isinstance(message, wire.Room) and peer.role == "agents":
+            return self.noise()
         return peer.name.encode() + b"/data", encode(message, session=peer.session), None, "refused"
 
     def foreign_lease(self):
@@ -260,6 +267,25 @@ class Attacker:
             ]
         )
         return worker.name.encode() + b"/data", encode(wire.Report(), arrays, worker.session), None, "refused"
+
+    def absurd_agents(self):
+        """What makes no sense where the session is the process's own, or is none."""
+        agents, worker, (ids, logprobs) = self.arena.agents, self.chance.choice(self.arena.workers), TOKENS
+        mine, another = self.arena.a_lease_of(agents), self.arena.a_lease_of(worker)
+        requests = [b"", b"state", msgpack.packb([b"k", 0, []]), msgpack.packb([b"k" * 65, 4, []]),
+                    msgpack.packb([b"k", 4, [1] * 17]), msgpack.packb([b"k", "many", []])]  # fmt: skip
+        sent = self.chance.choice(
+            [
+                (agents, wire.Report(), report(*observation(mine, 0, ids, self.chance.choice(requests)))),
+                (agents, wire.Report(), report(*chunk(mine, 0, Version(0, 0), [ids, logprobs]))),
+                (agents, wire.Report([wire.Scored(mine, [float("nan")], [{}])]), []),
+                (worker, wire.Report([wire.Closed(another)]), []),
+                (worker, wire.Report([wire.GiveBack(another, 0, "agent_failed", "tired")]), []),
+                (agents, wire.Holding(Version(0, 0), 4), []),
+            ]
+        )
+        peer, message, arrays = sent
+        return peer.name.encode() + b"/data", encode(message, arrays, peer.session), None, "refused"
 
     def absurd_scores(self):
         """Scores that make no sense where the lease is the holder's own."""

@@ -1,43 +1,14 @@
 """Sessions of agents, seen from the broker: a turn is anybody's to generate, and between turns nobody holds a slot."""
 
 import msgspec
-import numpy as np
 import pytest
 
 from april import config as configuration
 from april import wire
-from april.agents.link import read
 from april.broker.ledger.samples import SampleState
-from april.wire.rows import CHUNK, OBSERVATION, observation_row
+from april.wire.rows import CHUNK, OBSERVATION
 from april.wire.version import Version
-from tests.broker.conversation import Conversation, FakeLearner, FakeWorker, Holder, chunk, chunk_arrays
-
-
-class FakeAgents(Holder):
-    def __init__(self, conversation, name="a0", uid=None):
-        super().__init__(conversation, "agents", name, uid)
-        self.sessions, self.heard = {}, {}
-
-    def join(self, capacity=4, leases=()):
-        welcome = self.hello(leases)
-        self.say(wire.Room(capacity))
-        return welcome
-
-    def listen(self):
-        """Take what has arrived: sessions, and what was said in them."""
-        for received in self.take(wire.Sessions):
-            for told in received.message.sessions:
-                self.sessions[told.lease_id] = told
-                self.heard[told.lease_id] = list(read(*(packed.data for packed in received.packed)))
-        for received in self.take(wire.Turns):
-            for row, payload in read(*(packed.data for packed in received.packed)):
-                self.heard[row.lease_id].append((row, payload))
-        return list(self.sessions.values())
-
-    def say_to_policy(self, lease_id, start, count, max_tokens=8, key=b"k"):
-        request = msgspec.msgpack.encode(wire.TurnRequest(key, max_tokens, [5]))
-        payload = np.arange(count, dtype="<i4").tobytes() + request
-        self.report([(observation_row(lease_id, start, count, "", payload), payload)])
+from tests.broker.conversation import Conversation, FakeAgents, FakeLearner, FakeWorker, chunk, chunk_arrays
 
 
 @pytest.fixture
@@ -161,12 +132,28 @@ def test_a_closed_session_waits_for_its_verifier(talk, worker, agents, told):
     assert sample_of(talk, told).state is SampleState.DONE
 
 
-@pytest.mark.parametrize("start, count, key", [(0, 40, b"k"), (0, 3, b"k" * 65)])
-def test_what_cannot_be_a_turn_is_refused_with_its_session(talk, agents, told, start, count, key):
-    agents.say_to_policy(told.lease_id, start, count, key=key)
+@pytest.mark.parametrize("count, says", [(40, "has no room for so much"), (32, "has no room for so much")])
+def test_a_turn_that_leaves_no_room_ends_its_session(talk, agents, told, count, says):
+    agents.say_to_policy(told.lease_id, 0, count)
     ((lease_id, reason),) = agents.told("refused")
-    assert lease_id == told.lease_id and reason.startswith("bad row: ")
-    assert sample_of(talk, told).length == 0
+    assert lease_id == told.lease_id and says in reason
+    assert (sample_of(talk, told).length, sample_of(talk, told).attempts) == (0, 1)
+
+
+def test_what_cannot_be_read_as_a_turn_is_refused_and_its_session_goes_on(talk, worker, agents, told):
+    agents.say_to_policy(told.lease_id, 0, 3, key=b"k" * 65)
+    assert agents.told("refused") == [(told.lease_id, "bad row: its state is no turn request")]
+    agents.say_to_policy(told.lease_id, 0, 3)
+    assert worker.grants() and sample_of(talk, told).attempts == 0
+
+
+def test_a_worker_cannot_end_its_lease_as_an_agent_does(talk, worker, agents, told):
+    agents.say_to_policy(told.lease_id, 0, 3)
+    (grant,) = worker.grants()
+    worker.chunk(grant, 3, 1)
+    worker.report(closings=[wire.Closed(grant.lease_id), wire.GiveBack(grant.lease_id, 0, "agent_failed")])
+    assert worker.told("refused") == [(grant.lease_id, "bad closing: the lease is no session")] * 2
+    assert sample_of(talk, told).length == 4 and sample_of(talk, told).lease_id == grant.lease_id
 
 
 def test_an_agent_samples_nothing(talk, agents, told):

@@ -56,8 +56,10 @@ class AgentDesk(HolderDesk):
                 tokens += int(table["tokens"][place]) if verdict is Verdict.OK else 0
             elif verdict is Verdict.GAP:
                 self.sessions.ask_again(session, lease_id, lease.sample.length)
+            elif place in wrong:
+                self.refuse(session, lease_id, f"bad row: {wrong[place]}")
             elif verdict is not Verdict.DROPPED:
-                reason = f"bad row: {wrong.get(place, 'nothing can be said now, or not so much')}"
+                reason = "turn refused: it is not the agent's turn, or the session has no room for so much"
                 self.ledger.end_lease(lease_id, "agent_failed", reason, now)
                 self.refuse(session, lease_id, reason)
         self.recorder.observed(verdicts.count(Verdict.OK), tokens, 0)

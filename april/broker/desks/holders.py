@@ -106,6 +106,8 @@ class HolderDesk:
         fault = fault_of_score(scored, len(lease.samples))
         if fault:
             return self.refuse(session, lease.id, f"bad score: {fault}")
+        if lease.agent and lease.sample.group.together:
+            return self._close_agent(session, lease.id, now)
         if lease.on_group:
             verdict = self.ledger.score_group(lease.id, scored.rewards, scored.details)
         else:
@@ -117,6 +119,8 @@ class HolderDesk:
         self.sessions.acknowledge(session, lease.id)
 
     def _close_agent(self, session: Session, lease_id: int, now: float) -> None:
+        if not self.ledger.leases[lease_id].agent:
+            return self.refuse(session, lease_id, "bad closing: the lease is no session")
         if self.ledger.close_agent(lease_id) is Verdict.INVALID:
             return self._agent_said_nothing(session, self.ledger.leases[lease_id], now)
         self.sessions.acknowledge(session, lease_id)
@@ -129,6 +133,8 @@ class HolderDesk:
     def _take_back(self, session: Session, back: wire.GiveBack, now: float) -> None:
         lease = self.ledger.leases[back.lease_id]
         sample = lease.sample
+        if back.cause == "agent_failed" and not lease.agent:
+            return self.refuse(session, lease.id, "bad closing: the lease is no session")
         if not lease.scoring and back.length > sample.length:
             return self.sessions.ask_again(session, lease.id, sample.length)
         error = limits.clip(back.error)

@@ -331,7 +331,7 @@ class LedgerState:
     def _on_LeaseEnded(self, event: events.LeaseEnded, reference: Any) -> None:
         lease = self._release(event.lease_id)
         samples, group = lease.samples, lease.sample.group
-        starts_anew = event.cause == "agent_failed"
+        starts_anew = lease.agent and event.cause == "agent_failed"
         if starts_anew:
             self._void(lease.sample)
             self._cut(lease.sample, 0, event.cause)
