@@ -175,7 +175,7 @@ class Service:
         elif isinstance(message, wire.Goodbye):
             self._goodbye(session)
         elif kind not in MAY_SEND[session.role]:
-            raise wire.WireError(f"not for this role, {session.role}, to send: {kind}")
+            raise wire.WireError(f"not for a {session.role} to send: {kind}")
         elif kind == "Heartbeat" and session.role not in HOLDERS:
             self.sessions.answer_heartbeat(session, [])
         else:
