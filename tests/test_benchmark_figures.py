@@ -27,6 +27,19 @@ def test_a_row_is_the_median_of_its_measurements_unless_it_says_else(module):
     assert row("r", [4.0, 1.0, 8.0, 2.0], "s", of=max).to_json() == spread | {"value": 8.0}
 
 
+# --- adapters.py ----------------------------------------------------------------------------------------------
+
+
+def test_the_speed_of_a_trainer_leaves_its_first_step_out_with_all_that_starting_up_takes(module, tmp_path):
+    log = tmp_path / "trl.jsonl"
+    log.write_text(
+        "".join(f'{{"time": {t}, "reward": 0.5, "tokens": {n}}}\n' for t, n in ((90, 7), (92, 27), (94, 47)))
+    )
+    steps = module("adapters").steps_of_trl(log)
+    assert steps.tokens == [7, 20, 20]
+    assert (steps.tokens_per_s, steps.step_s) == (10.0, 2.0)
+
+
 # --- rollout.py, rollout_real.py, rollout_turn.py -------------------------------------------------------------
 
 
