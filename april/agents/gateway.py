@@ -6,6 +6,7 @@ A call stays open until its answer is there, however often its sample is aborted
 import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -99,19 +100,20 @@ class Gateway:
         """Server-sent events: text as it reaches the disk; where answers are parsed, once they are whole."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
-        await send(response, *dialect.begin(session, turn))
+        stream = Stream(response, dialect.numbered)
+        await stream.send(*dialect.begin(session, turn))
         sent = ""
         try:
             async for _ in news(session, turn):
                 text = session.text_so_far(turn)
                 if text.startswith(sent) and len(text) > len(sent):
                     more, sent = text[len(sent) :], text
-                    await send(response, dialect.more(session, turn, more))
+                    await stream.send(dialect.more(session, turn, more))
         except Refusal as error:
-            await send(response, Event(dialect.error(error.code, str(error), error.status), "error"))
+            await stream.send(Event(dialect.error(error.code, str(error), error.status), "error"))
             return response
         turn.delivered = True
-        await send(response, *dialect.end(session, turn, body, bool(sent)))
+        await stream.send(*dialect.end(session, turn, body, bool(sent)))
         await response.write(dialect.farewell)
         return response
 
@@ -194,7 +196,17 @@ def answer(body: dict[str, Any], status: int = 200) -> web.Response:
     return web.Response(body=orjson.dumps(body), status=status, content_type="application/json")
 
 
-async def send(response: web.StreamResponse, *events: Event) -> None:
-    for event in events:
-        named = f"event: {event.name}\n".encode() if event.name else b""
-        await response.write(named + b"data: " + orjson.dumps(event.data) + b"\n\n")
+@dataclass
+class Stream:
+    """Of server-sent events."""
+
+    response: web.StreamResponse
+    numbered: bool
+    sent: int = 0
+
+    async def send(self, *events: Event) -> None:
+        for data, name in events:
+            number = {"sequence_number": self.sent} if self.numbered else {}
+            head = f"event: {name}\n".encode() if name else b""
+            await self.response.write(head + b"data: " + orjson.dumps(data | number) + b"\n\n")
+            self.sent += 1

@@ -15,6 +15,8 @@ Message = dict[str, Any]
 SAID = "\ue000said\ue000"
 """stands for what the policy has said, where a template is asked for what follows it"""
 DIGEST_BYTES = 16
+TEXTS = ("text", "input_text", "output_text")
+"""types of a content's parts"""
 
 
 class BadMessages(ValueError):
@@ -101,7 +103,7 @@ def same_form(message: Any) -> Message:
 def text_of(content: Any) -> str:
     if content is None or isinstance(content, str):
         return content or ""
-    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") in TEXTS for part in content):
         return "".join(str(part.get("text", "")) for part in content)
     raise BadMessages("a message's content is text; images and sounds are not supported")
 

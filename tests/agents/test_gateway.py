@@ -41,7 +41,7 @@ PLAIN = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 
 class Policy:
-    """Answers each turn with the next of its lines; keeps what it was told."""
+    """Answers each turn with the next of its lines, of which $ is the end of text; keeps what it was told."""
 
     def __init__(self, tokenizer, *lines, pieces=1):
         self.tokenizer, self.lines, self.pieces = tokenizer, list(lines), pieces
@@ -54,7 +54,9 @@ class Policy:
             asyncio.get_running_loop().call_later(0.01, self.answer, lease_id, start + len(tokens), line)
 
     def answer(self, lease_id, start, line):
-        ids = self.tokenizer.encode_prompt(line)
+        ids = self.tokenizer.encode_prompt(line.removesuffix("$"))
+        if line.endswith("$"):
+            ids = np.append(ids, np.int32(self.tokenizer.end_of_text))
         for piece in np.array_split(ids, self.pieces):
             payload = piece.tobytes() + bytes(4 * len(piece))
             start, last = start + len(piece), start + len(piece)
@@ -332,3 +334,41 @@ def test_a_harness_comes_for_a_session_and_says_what_it_was_worth(meet, loop):
     assert call("DELETE", f"{url}/session")[0] == 401
     assert call("DELETE", f"{url}/session", key=key)[0] == 204
     assert meet.seen == [("began", 7), ("ended", 7, None, "")] and session.reward == 0.5
+
+
+# --- Responses --------------------------------------------------------------------------------------------------------
+
+
+def test_responses_go_on_from_the_one_they_name_or_from_all_that_was_said(meet):
+    client, policy, _, _ = meet("11", "2", "33")
+    first = client.responses.create(model="run", instructions="S", input="12*3=", max_output_tokens=2)
+    assert (first.output_text, first.status) == ("11", "incomplete") and first.usage.output_tokens == 2
+    second = client.responses.create(model="run", input="+", previous_response_id=first.id)
+    assert second.output_text == "2"
+    said = [{"role": "system", "content": "S"}, {"role": "user", "content": "12*3="}, *first.output]
+    said += [{"role": "user", "content": "+"}, *second.output]
+    star = {"role": "user", "content": [{"type": "input_text", "text": "*"}]}
+    third = client.responses.create(model="run", input=[*said, star])
+    assert third.output_text == "33"
+    assert [text for _, text, _ in policy.told] == ["S12*3=", "+", "*"]
+
+
+def test_responses_stream_and_call_tools(meet):
+    client, policy, _, _ = meet("okCALL5*3END$", "7", template=MARKED, response_template=CALLS, pieces=2)
+    tools = [{"type": "function"} | TIMES]
+    question = {"role": "user", "content": "12*3="}
+    with client.responses.stream(model="run", input=[question], tools=tools) as stream:
+        said = stream.get_final_response()
+    text, call = said.output
+    assert (text.content[0].text, call.name, call.arguments) == ("ok", "times", '{"of":"5*3"}')
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "#51"}
+    reply = client.responses.create(model="run", input=[question, *said.output, result], tools=tools)
+    assert reply.output_text == "7" and policy.told[1][:2] == (19, "#51:")
+
+
+def test_a_response_that_nobody_has_heard_of_is_a_400(meet):
+    client, _, _, _ = meet()
+    with pytest.raises(openai.BadRequestError, match="previous_response_id"):
+        client.responses.create(model="run", input="1", previous_response_id="resp_0-0-0")
+    with pytest.raises(openai.BadRequestError, match="vendor"):
+        client.responses.create(model="run", input="1", tools=[{"type": "web_search"}])

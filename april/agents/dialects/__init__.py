@@ -3,5 +3,6 @@
 from april.agents.dialects.base import Dialect
 from april.agents.dialects.chat import Chat
 from april.agents.dialects.messages import Messages
+from april.agents.dialects.responses import Responses
 
-DIALECTS: list[type[Dialect]] = [Chat, Messages]
+DIALECTS: list[type[Dialect]] = [Chat, Responses, Messages]

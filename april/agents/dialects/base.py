@@ -27,6 +27,8 @@ class Dialect:
     """of the API's requests"""
     neutral: ClassVar[dict[str, tuple[Any, ...]]]
     """what may be said of a parameter without a consequence, beside nothing"""
+    numbered: ClassVar[bool] = False
+    """whether the events of a stream have numbers"""
     farewell: ClassVar[bytes] = b""
     """behind the last event of a stream"""
 
