@@ -175,8 +175,8 @@ def test_what_would_change_the_distribution_is_refused_in_the_api_s_own_form(mee
 
 def test_it_may_be_ignored_and_is_counted(meet):
     client, _, _, gateway = meet("1", ignores=True)
-    assert ask(client, "12*3=", temperature=0.3, n=3).choices[0].message.content == "1"
-    assert gateway.dialects[0].ignored == {"temperature": 1, "n": 1}
+    assert ask(client, "12*3=", temperature=0.3, n=3, stop="12").choices[0].message.content == "1"
+    assert gateway.dialects[0].ignored == {"temperature": 1, "n": 1, "stop": 1}
 
 
 def test_a_rewritten_history_and_a_full_context_are_400s(meet):

@@ -104,14 +104,20 @@ class Dialect:
 
     def stops(self, key: str, stop: Any) -> tuple[int, ...]:
         """Token ids of the texts that end a turn."""
-        texts = [stop] if isinstance(stop, str) else stop or []
-        ids = {text: self.tokenizer.encode_prompt(text).tolist() for text in texts if isinstance(text, str)}
-        for text in texts:
-            if len(ids.get(text, ())) != 1:
+        ids = set[int]()
+        for text in [stop] if isinstance(stop, str) else stop or []:
+            tokens = self.tokenizer.encode_prompt(text).tolist() if isinstance(text, str) else []
+            if len(tokens) == 1:
+                ids.update(tokens)
+            elif self.ignores and len(tokens) > 1:
+                self.ignored[key] += 1
+            else:
                 raise Refusal(
-                    "invalid_value", f"{key!r} = {text!r} is not one token of this policy; name a text that is one"
+                    "invalid_value",
+                    f"{key!r} = {text!r} is not one token of this policy; name a text that is one, or set "
+                    "agent.overrides = 'ignore'",
                 )
-        return tuple(sorted({one for (one,) in ids.values()}))
+        return tuple(sorted(ids))
 
 
 def name_of(session: AgentSession, turn: Turn) -> str:
