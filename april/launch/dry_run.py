@@ -106,13 +106,21 @@ def describe_processes(config: Config) -> str:
     scoring = f"{scorers} scorers, " if scorers else ""
     verifiers = (scorers or workers) * config.reward.processes
     environments = f", {workers * config.environment.processes} environments" if config.environment.name else ""
-    return f"1 broker, {workers} workers, {scoring}{ranks} learner ranks, {verifiers} verifiers{environments}"
+    agents = f", {config.agents} agents processes of {config.agent.sessions} sessions" if config.agents else ""
+    return f"1 broker, {workers} workers, {scoring}{ranks} learner ranks, {verifiers} verifiers{environments}{agents}"
 
 
 def describe_model(config: Config, shape: Shape | None) -> str:
     if shape is None:
         return f"{config.model.path}, of unknown size"
-    return f"{config.model.path}, {shape.parameters / 1e9:.2f} billion parameters, context {shape.context} tokens"
+    return f"{config.model.path}, {count_of(shape.parameters)} parameters, context {shape.context} tokens"
+
+
+def count_of(parameters: int) -> str:
+    for unit, name in ((10**9, "billion"), (10**6, "million"), (10**3, "thousand")):
+        if parameters >= unit:
+            return f"{parameters / unit:.2f} {name}"
+    return str(parameters)
 
 
 def describe_source(source: SourceSection) -> str:
@@ -155,7 +163,8 @@ def training(config: Config, shape: Shape | None) -> str:
 def engine(config: Config, shape: Shape | None) -> str:
     if shape is None:
         return "memory unknown without the model"
-    longest = config.sampling.max_response_tokens + config.data.max_prompt_tokens
+    prompt_tokens = 0 if config.agent.is_set else config.longest_prompt_tokens
+    longest = config.sampling.max_response_tokens + prompt_tokens
     cache = shape.kv_bytes * longest * config.worker.slots
     return (
         f"{size(shape.parameters * WEIGHT_BYTES)} of weights, {size(shape.kv_bytes * 1024)} of cache for 1024 tokens, "

@@ -134,7 +134,7 @@ def overview(status: dict, last_step: dict, rewards: list[float]) -> Table:
 
 
 def holders_table(status: dict) -> Table:
-    """One line a worker: the version it holds, its busy slots, its speed; one a scorer: its leases."""
+    """One line a worker: the version it holds, its busy slots, its speed; one a scorer, and one an agents process."""
     table = Table.grid(padding=(0, 2))
     for justify in ("left", "left", "left", "right", "right"):
         table.add_column(justify=justify, no_wrap=True)
@@ -147,10 +147,11 @@ def holders_table(status: dict) -> Table:
             f"{min(leased, slots)}/{slots} slots",
             speed(worker.get("tokens_per_s")) or "–",
         )
-    for scorer in status.get("scorers") or []:
-        capacity, leased = scorer.get("capacity") or 0, scorer.get("leased") or 0
-        bar = Bar(total=max(capacity, 1), completed=min(leased, capacity), width=16)
-        table.add_row(Text(str(scorer.get("name"))), Text("scores", style="dim"), bar, f"{leased}/{capacity} leases")
+    for role, does, what in (("scorers", "scores", "leases"), ("agents", "runs agents", "sessions")):
+        for holder in status.get(role) or []:
+            capacity, leased = holder.get("capacity") or 0, holder.get("leased") or 0
+            bar = Bar(total=max(capacity, 1), completed=min(leased, capacity), width=16)
+            table.add_row(Text(str(holder.get("name"))), Text(does, style="dim"), bar, f"{leased}/{capacity} {what}")
     return table
 
 
