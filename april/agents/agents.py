@@ -35,6 +35,8 @@ class Agents:
         self.runner: Runner
         self.link: Link
         self.over = asyncio.Event()
+        self.failure = ""
+        """why this process cannot go on"""
         self.completed = 0
         """sessions that were closed"""
         self._timers: dict[int, asyncio.TimerHandle] = {}
@@ -95,6 +97,11 @@ class Agents:
                     self._give_back(key, why)
                 else:
                     self._run(session)
+
+    def broken(self, why: str) -> None:
+        """Others go on with what is open here."""
+        self.failure = f"the process of agent.program = {self.section.program!r}: {why}"
+        self.link.leave(self.failure)
 
     # --- sessions ---------------------------------------------------------------------------------------------
 

@@ -57,7 +57,7 @@ class Link(threading.Thread):
         self.reports = Reports(connection)
         self.leases: set[int] = set()
         self.stopping = ""
-        self.failure: BrokerUnreachable | None = None
+        self.failure: Exception | None = None
         self._orders: deque[Callable[[], None]] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         connection.wake_by(self._wake)
@@ -93,6 +93,10 @@ class Link(threading.Thread):
         except BrokerUnreachable as error:
             self.failure = error
             self._end(str(error))
+        except Exception as error:
+            log.exception("the conversation with the broker has failed")
+            self.failure = error
+            self._end("a fault of April's own")
         finally:
             self.connection.close()
             self._call(self.listener.stop, self.stopping)
@@ -143,6 +147,8 @@ class Link(threading.Thread):
         match message:
             case wire.Sessions():
                 for place, told in enumerate(message.sessions):
+                    if self.reports.is_closing(told.lease_id):
+                        continue  # the broker has not read its end yet
                     self.leases.add(told.lease_id)
                     said = list(read(received.packed[2 * place].data, received.packed[2 * place + 1].data))
                     self._call(self.listener.open, told, said)

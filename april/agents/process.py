@@ -84,4 +84,7 @@ async def serve(config: Config, address: str, name: str, keys: Keys | None) -> i
     if agents.link.failure:
         print(f"april agents: {agents.link.failure}", file=sys.stderr)
         return REFUSED if isinstance(agents.link.failure, AccessDenied) else 1
+    if agents.failure:
+        print(f"april agents: {agents.failure}", file=sys.stderr)
+        return 1
     return 0

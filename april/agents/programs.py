@@ -38,6 +38,9 @@ class Audience(Protocol):
     def died(self, keys: list[int], why: str) -> None:
         """The process of these sessions' programs is gone; none of them has ended."""
 
+    def broken(self, why: str) -> None:
+        """No program can be run here any more."""
+
 
 class Runner(Protocol):
     async def start(self) -> None: ...
@@ -118,8 +121,10 @@ class ProgramRunner:
             timer.cancel()
         gone = sorted(self.running - set(self.ceasing))
         self.running, self.ceasing = set(), {}
-        with contextlib.suppress(TimeoutError, asyncio.IncompleteReadError):
+        try:
             await self.start()
+        except (TimeoutError, asyncio.IncompleteReadError):
+            return self.audience.broken(f"{why} (status {status}), and did not start again")
         self.audience.died(gone, f"{why} (status {status})")
 
     def _kill(self) -> None:

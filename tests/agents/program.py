@@ -35,3 +35,12 @@ def write(task, line):
     file = Path(os.environ["READ_BY_AGENTS"], f"{task['group']}-{task['index']}")
     with file.open("ab") as lines:
         lines.write(orjson.dumps(line) + b"\n")
+
+
+def as_told(session):
+    """A plain function."""
+    if "exits" in session.task:
+        os._exit(session.task["exits"])
+    if "raises" in session.task:
+        raise ValueError(session.task["raises"])
+    return session.task["returns"]

@@ -7,6 +7,7 @@ import urllib.error
 import urllib.request
 
 import anthropic
+import msgspec
 import numpy as np
 import openai
 import pytest
@@ -177,6 +178,12 @@ def test_it_may_be_ignored_and_is_counted(meet):
     client, _, _, gateway = meet("1", ignores=True)
     assert ask(client, "12*3=", temperature=0.3, n=3, stop="12").choices[0].message.content == "1"
     assert gateway.dialects[0].ignored == {"temperature": 1, "n": 1, "stop": 1}
+
+
+def test_a_held_out_prompt_has_its_own_temperature_whatever_is_asked_for(meet):
+    client, _, session, _ = meet("1")
+    session.told = msgspec.structs.replace(session.told, evaluation=True, temperature=0.0)
+    assert ask(client, "12*3=", temperature=1.0).choices[0].message.content == "1"
 
 
 def test_a_rewritten_history_and_a_full_context_are_400s(meet):

@@ -6,6 +6,7 @@ import pytest
 from april import config as configuration
 from april import wire
 from april.broker.ledger.samples import SampleState
+from april.broker.views.status import status
 from april.wire.rows import CHUNK, OBSERVATION
 from april.wire.version import Version
 from tests.broker.conversation import Conversation, FakeAgents, FakeLearner, FakeWorker, chunk, chunk_arrays
@@ -178,3 +179,13 @@ def test_every_session_of_a_batch_reaches_the_learner_and_the_ledger_closes(talk
     assert len(heads) == talk.config.schedule.rollout_batch_size * talk.config.schedule.n_samples_per_prompt
     assert all(head.segments == [(3, 7, Version(0, 0))] for head in heads)
     assert all(group.prompt_tokens == 0 for group in batch.groups) and talk.ledger.closed
+
+
+def test_a_drained_run_has_no_turn_under_way_and_its_sessions_stay(talk, worker, agents, told):
+    agents.say_to_policy(told.lease_id, 0, 3)
+    (grant,) = worker.grants()
+    talk.ledger.start_drain()
+    assert status(talk.service.books, talk.now)["drain"] == "draining"
+    worker.give_back(grant, 3, "abort")
+    assert status(talk.service.books, talk.now)["drain"] == "drained"
+    assert sample_of(talk, told).agent_lease == told.lease_id

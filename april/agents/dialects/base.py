@@ -73,9 +73,11 @@ class Dialect:
 
     # --- of all -----------------------------------------------------------------------------------------------
 
-    def check(self, body: Body, temperature: float) -> None:
-        """Raises Refusal for what would change the distribution, unless it is ignored."""
-        for key, values in (self.neutral | {"temperature": (temperature,)}).items():
+    def check(self, body: Body, session: AgentSession) -> None:
+        """Raises Refusal for what would change the distribution, unless it is ignored; held-out prompts have a
+        temperature of their own, whatever a program asks for."""
+        own = {} if session.told.evaluation else {"temperature": (session.told.temperature,)}
+        for key, values in (self.neutral | own).items():
             if body.get(key) is None or body[key] in values:
                 continue
             if not self.ignores:

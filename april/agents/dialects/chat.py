@@ -32,7 +32,7 @@ class Chat(Dialect):
         return headers.get("Authorization", "").removeprefix("Bearer ").strip()
 
     def wish(self, body: Body, session: AgentSession, repeated: bool) -> Wish:
-        self.check(body, session.told.temperature)
+        self.check(body, session)
         tools = body.get("tools") if body.get("tool_choice") != "none" else None
         messages = list(map(same_form, self.messages(body)))
         most = self.most(body, "max_completion_tokens", "max_tokens")

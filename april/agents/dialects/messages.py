@@ -21,7 +21,7 @@ class Messages(Dialect):
         return headers.get("x-api-key", "").strip()
 
     def wish(self, body: Body, session: AgentSession, repeated: bool) -> Wish:
-        self.check(body, session.told.temperature)
+        self.check(body, session)
         system = text_of(body.get("system"))
         messages = [{"role": "system", "content": system}] if system else []
         for message in self.messages(body):

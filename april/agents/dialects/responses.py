@@ -28,7 +28,7 @@ class Responses(Dialect):
         return Chat.key(headers)
 
     def wish(self, body: Body, session: AgentSession, repeated: bool) -> Wish:
-        self.check(body, session.told.temperature)
+        self.check(body, session)
         messages = self._before(body, session) + list(map(same_form, plain_messages(body.get("input"))))
         tools = [tool(one) for one in body.get("tools") or []] if body.get("tool_choice") != "none" else None
         return Wish(messages, tools, self.most(body, "max_output_tokens"), (), repeated)

@@ -78,10 +78,11 @@ def learner_silent_s(books: Books, now: float) -> float | None:
 
 
 def drain_state(ledger: Ledger) -> str:
-    """draining: leases are still to come back; drained: none is left and none is given; otherwise empty."""
+    """draining: leases are still to come back; drained: none is left and none is given; otherwise empty. Sessions of
+    agents stay where they are."""
     if not ledger.draining:
         return ""
-    return "draining" if ledger.leases else "drained"
+    return "draining" if any(not lease.agent for lease in ledger.leases.values()) else "drained"
 
 
 def phase(books: Books) -> str:
@@ -99,8 +100,10 @@ def phase(books: Books) -> str:
         return "evaluating"
     if ledger.consumed < ledger.next_step:
         return "training"
-    if ledger.leases or ledger.queue.has_scoring:
+    if ledger.queue.has_scoring or any(not lease.agent for lease in ledger.leases.values()):
         return "scoring"
+    if ledger.leases:
+        return "waiting for agents"
     if not any(session.version and session.version.step >= floor for session in books.sessions.workers()):
         return "waiting for weights"
     return "handing out"

@@ -1,0 +1,176 @@
+"""What an agents process does with its sessions, whatever becomes of their programs."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from april import wire
+from april.agents.agents import MOST_DEATHS, Agents
+from april.agents.dialects import Chat
+from april.agents.gateway import Gateway
+from april.agents.host import Begin, Ended
+from april.agents.link import Link
+from april.agents.programs import CommandRunner, ProgramRunner
+from april.agents.rendering import Renderer
+from april.config.sections import AgentSection
+from april.data.tokenizer import Tokenizer
+
+TELL_AND_EXIT = 'echo "$OPENAI_BASE_URL $APRIL_TASK"; exit $(echo $APRIL_TASK | tr -dc 0-9)'
+TOLD = wire.Session(7, 3, 1, False, '"12*3="', "63", 64, 1.0)
+
+
+class Runner:
+    def __init__(self):
+        self.begun, self.ceased = [], []
+
+    def begin(self, order):
+        self.begun.append(order)
+
+    def cease(self, key):
+        self.ceased.append(key)
+
+
+@pytest.fixture
+def agents(policy_folder):
+    tokenizer = Tokenizer(policy_folder)
+    agents = Agents(AgentSection(attach=True, timeout_s=0.05), Gateway([Chat(tokenizer, "run", False)]),
+                    Renderer(tokenizer, "", {}, {}))  # fmt: skip
+    agents.runner, closings, left = Runner(), [], []
+    agents.link = SimpleNamespace(
+        say=None, close_session=closings.append, leave=left.append, closings=closings, left=left
+    )
+    return agents
+
+
+def test_a_program_that_is_lost_with_its_process_is_run_again_under_a_new_key_until_that_brings_nothing(agents):
+    agents.open(TOLD, [])
+    for _ in range(MOST_DEATHS):
+        agents.died([7], "killed")
+    keys = [order.api_key for order in agents.runner.begun]
+    assert len(set(keys)) == 1 + MOST_DEATHS and list(agents.gateway.sessions) == keys[-1:]
+    assert agents.link.closings == []
+    agents.died([7], "killed")
+    assert agents.link.closings == [wire.GiveBack(7, 0, "agent_failed", "killed")] and not agents.sessions
+
+
+@pytest.mark.parametrize(
+    "reward, said, closing",
+    [
+        (0.5, None, wire.Scored(7, [0.5], [{}])),
+        (None, 0.25, wire.Scored(7, [0.25], [{}])),
+        (0.0, 0.25, wire.Scored(7, [0.0], [{}])),
+        (None, None, wire.Closed(7)),
+    ],
+)
+def test_the_reward_is_the_program_s_or_what_was_said_over_http_or_the_verifier_s(agents, reward, said, closing):
+    agents.open(TOLD, [])
+    agents.sessions[7].reward = said
+    agents.ended(7, reward, "")
+    assert agents.link.closings == [closing] and not agents.gateway.sessions
+
+
+def test_a_failed_program_starts_from_nothing_and_a_late_word_of_it_counts_no_more(agents):
+    agents.open(TOLD, [])
+    agents.ended(7, None, "ValueError: no\nTraceback ...")
+    agents.ended(7, 1.0, "")
+    assert agents.link.closings == [wire.GiveBack(7, 0, "agent_failed", "ValueError: no")]
+
+
+def test_a_session_that_takes_too_long_is_ended_with_its_program(agents):
+    async def wait():
+        agents.open(TOLD, [])
+        agents.began(7)
+        await asyncio.sleep(0.2)
+
+    asyncio.run(wait())
+    assert agents.runner.ceased == [7] and "agent.timeout_s = 0.05" in agents.link.closings[0].error
+
+
+def test_without_a_process_for_programs_all_sessions_go_elsewhere(agents):
+    agents.open(TOLD, [])
+    agents.broken("it does not start")
+    assert agents.link.left == [agents.failure] and "it does not start" in agents.failure
+
+
+def test_what_the_broker_tells_of_a_session_that_is_ending_starts_nothing(monkeypatch):
+    link = Link.__new__(Link)
+    link.leases, link.reports = {7}, SimpleNamespace(is_closing=lambda lease_id: lease_id == 7)
+    heard = []
+    monkeypatch.setattr(Link, "_call", lambda self, function, *arguments: heard.append(arguments))
+    link.listener = SimpleNamespace(open=None)
+    empty = wire.Packed("u1", 0, b"")
+    both = wire.Sessions([TOLD, wire.Session(8, 3, 2, False, '""', "", 64, 1.0)])
+    link._handle(wire.Received(both, [empty] * 4))
+    assert [told.lease_id for told, _ in heard] == [8]
+
+
+class Audience:
+    def __init__(self):
+        self.heard, self.news = [], asyncio.Event()
+
+    def began(self, key):
+        pass
+
+    def ended(self, key, reward, error):
+        self.heard.append(Ended(key, reward, error))
+        self.news.set()
+
+    def died(self, keys, why):
+        self.heard.append((keys, why))
+        self.news.set()
+
+    def broken(self, why):
+        raise AssertionError(why)
+
+    async def next(self):
+        async with asyncio.timeout(60):
+            await self.news.wait()
+        self.news.clear()
+        return self.heard.pop(0)
+
+
+def order(key, task=None):
+    return Begin(key, "http://127.0.0.1:1/v1", "key", task or {}, False)
+
+
+def test_functions_run_in_a_process_that_is_replaced_when_it_dies():
+    async def play():
+        audience = Audience()
+        runner = ProgramRunner("tests.agents.program:as_told", 4, audience)
+        await runner.start()
+        runner.begin(order(1, {"returns": 0.5}))
+        returned = await audience.next()
+        runner.begin(order(2, {"raises": "no"}))
+        raised = await audience.next()
+        runner.begin(order(3, {"returns": "much"}))
+        nonsense = await audience.next()
+        runner.begin(order(4, {"exits": 1}))
+        died = await audience.next()
+        runner.begin(order(5, {"returns": None}))
+        again = await audience.next()
+        await runner.close()
+        return returned, raised, nonsense, died, again
+
+    returned, raised, nonsense, died, again = asyncio.run(play())
+    assert (returned.key, returned.reward, again) == (1, 0.5, Ended(5))
+    assert raised.error.startswith("ValueError: no\n") and "neither a number" in nonsense.error
+    assert died[0] == [4] and "status" in died[1]
+
+
+def test_a_command_is_a_process_for_each_session(tmp_path):
+    async def play():
+        audience, log = Audience(), tmp_path / "logs" / "programs.log"
+        runner = CommandRunner(["sh", "-c", TELL_AND_EXIT], log, audience)
+        await runner.start()
+        runner.begin(order(1, {"status": 0}))
+        good = await audience.next()
+        runner.begin(order(2, {"status": 3}))
+        bad = await audience.next()
+        missing = CommandRunner(["no-such-command"], log, audience)
+        missing.begin(order(3))
+        return good, bad, await audience.next(), log.read_text()
+
+    good, bad, missing, log = asyncio.run(play())
+    assert good == Ended(1) and "status 3" in bad.error and "'no-such-command' cannot be started" in missing.error
+    assert 'http://127.0.0.1:1/v1 {"status":0}' in log
