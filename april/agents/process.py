@@ -5,6 +5,7 @@ import logging
 import signal
 import sys
 import uuid
+from collections import Counter
 from typing import NoReturn
 
 from april.agents import PROGRAMS
@@ -78,6 +79,8 @@ async def serve(config: Config, address: str, name: str, keys: Keys | None) -> i
     agents.link.start()
     await agents.over.wait()
     log.info("stopping: %s; %d sessions closed", agents.link.stopping, agents.completed)
+    ignored = sum((dialect.ignored for dialect in gateway.dialects), Counter())
+    log.info("answers by status: %s; ignored: %s", dict(gateway.counts), dict(ignored) or "nothing")
     await agents.runner.close()
     await http.cleanup()
     agents.link.join()

@@ -4,6 +4,7 @@ What would have tokens drawn from another distribution than the run trains on is
 `agent.overrides`.
 """
 
+import logging
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
@@ -11,6 +12,8 @@ from typing import Any, ClassVar, NamedTuple
 from april.agents.rendering import BadMessages
 from april.agents.session import AgentSession, Refusal, Turn, Wish
 from april.data.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
 
 Body = dict[str, Any]
 
@@ -86,7 +89,12 @@ class Dialect:
                     f"{key!r} = {body[key]!r} would have tokens drawn from another distribution than the run trains "
                     f"on; leave it out, or set agent.overrides = 'ignore' (this run: {values[0]!r})",
                 )
-            self.ignored[key] += 1
+            self._ignore(key, body[key])
+
+    def _ignore(self, key: str, value: Any) -> None:
+        if not self.ignored[key]:
+            log.warning("%r = %r is ignored here and from now on, as agent.overrides says", key, value)
+        self.ignored[key] += 1
 
     def messages(self, body: Body) -> list[Any]:
         messages = body.get("messages")
@@ -112,7 +120,7 @@ class Dialect:
             if len(tokens) == 1:
                 ids.update(tokens)
             elif self.ignores and len(tokens) > 1:
-                self.ignored[key] += 1
+                self._ignore(key, text)
             else:
                 raise Refusal(
                     "invalid_value",
