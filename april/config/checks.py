@@ -21,6 +21,7 @@ BANDS = [
     key.removesuffix("_low") for key in AlgorithmSection.model_fields if key.endswith("_low") and key != "clip_low"
 ]
 """keys of [algorithm] that come with a low and a high end"""
+HUB_NAME = r"[\w.-]+/[\w.-]+"
 LARGEST_PORT = 65535
 INPUTS = ("model", "data")
 """what a run reads; its data is read by the broker alone, which may be on another machine"""
@@ -288,10 +289,13 @@ def check_agent(config: Config) -> None:
 
 def check_model(config: Config) -> None:
     if not (config.model.path / "config.json").is_file():
-        raise ConfigError(
-            f"key 'model.path' = {str(config.model.path)!r} is not a Hugging Face model folder (no config.json); "
-            "give one, or make the quickstart's with `april make-policy`"
-        )
+        name, mend = str(config.model.path), "give one, or make the quickstart's with `april make-policy`"
+        if re.fullmatch(HUB_NAME, name) and not config.model.path.exists():
+            mend += (
+                f"; a run downloads nothing: if it is a name of the hub, fetch it with `hf download {name} --local-dir "
+                f"models/{config.model.path.name}` and give that folder"
+            )
+        raise ConfigError(f"key 'model.path' = {name!r} is not a Hugging Face model folder (no config.json); {mend}")
     try:
         room = config.longest_prompt_tokens
     except (OSError, ValueError, AttributeError):

@@ -7,10 +7,13 @@ from typing import Annotated, Any, Literal
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, WrapValidator, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from april.config.presets import fill_preset
 from april.wire.limits import CHUNK_TOKENS, TOP_K
 
+NAME_BYTES = 200
+"""of a run's folder; a file system takes 255, and a name that is taken gets a number"""
 CONTEXT_TOKENS = 1 << 20
 """of a prompt, and of a response"""
 
@@ -20,13 +23,23 @@ class Section(BaseModel):
 
 
 class RunSection(Section):
-    name: str = Field(
-        "run", min_length=1, pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$", description="folder name of the run"
-    )
+    name: str = Field("run", description="folder name of the run: letters, digits, spaces and signs, but no / or \\")
     dir: Path = Field(Path("runs"), description="where run folders are written")
     target: str = Field(
         "local", description="where `april run` starts the parts: local, or yours as package.module:Class"
     )
+
+    @field_validator("name")
+    @classmethod
+    def is_a_folder_s_name(cls, name: str) -> str:
+        allowed = name.isprintable() and name == name.strip() and not set(name) & {"/", "\\"}
+        if not allowed or not 1 <= len(name.encode()) <= NAME_BYTES or name.startswith("."):
+            raise PydanticCustomError(
+                "folder_name",
+                f"should be a folder's name: letters, digits, spaces and signs without / and \\, up to {NAME_BYTES} "
+                "bytes, without a full stop before it or spaces around it",
+            )
+        return name
 
 
 class ModelSection(Section):
