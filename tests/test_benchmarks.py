@@ -5,6 +5,8 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import pytest
+
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 NEEDS_REDIS = BENCHMARKS / "broker.py"
 
@@ -28,6 +30,7 @@ def scripts():
     return [path for path in found if path != NEEDS_REDIS or find_spec("redis")]
 
 
+@pytest.mark.full
 def test_each_benchmark_says_how_it_is_used():
     assert len(scripts()) > 10
     done = subprocess.run(

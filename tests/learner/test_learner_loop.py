@@ -185,6 +185,7 @@ def test_two_ranks_live_through_a_run_and_a_replay(policy_folder, tmp_path):
     assert all(torch.equal(value, again["weights"][name]) for name, value in first["weights"].items())
 
 
+@pytest.mark.full
 def test_the_ranks_wait_for_a_slow_broker_and_a_slow_disk_longer_than_for_each_other(policy_folder, tmp_path):
     config = make_config(policy_folder, tmp_path / "run", checkpoint_every=2, collective_timeout_s=5)
     (result,) = run_ranks(2, [job(config, [], live={"last_step": 4}, late_s=6)], tmp_path / "ranks")

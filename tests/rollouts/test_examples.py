@@ -42,6 +42,7 @@ def test_it_is_short_and_imports_the_public_interface_torch_and_transformers_alo
     assert "from april" not in text and "april." in text and text.count("\n") < 150
 
 
+@pytest.mark.full
 def test_it_trains_all_steps_and_the_run_ends_with_it(train, tmp_path):
     job = train("--schedule.max_steps", "2")
     assert job.wait() == 0, job.output

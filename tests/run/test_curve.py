@@ -126,6 +126,7 @@ def test_a_key_taken_off_the_list_loses_its_session_and_one_added_gets_in(broker
     ]
 
 
+@pytest.mark.full
 def test_parts_with_the_wrong_key_end_with_a_sentence(broker, start, config_file, keys, tmp_path):
     keygen.make_folder(tmp_path / "others")
     with_others = ["--connect", broker.address, "--security.keys", str(tmp_path / "others")]

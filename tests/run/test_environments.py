@@ -2,6 +2,8 @@
 
 import os
 
+import pytest
+
 from april.broker.journal.journal import Journal
 from april.broker.ledger.events import GroupOpened, Leased, RowsAccepted
 from april.data.tokenizer import Tokenizer
@@ -37,6 +39,7 @@ def assert_every_answer_fits_its_turn(run_dir, tokenizer):
     return workers, observed
 
 
+@pytest.mark.full
 def test_killed_in_the_midst_of_a_tool_call(start_run, run_dir, policy_folder, tmp_path, monkeypatch):
     monkeypatch.setenv("GATE", str(tmp_path))
     asked = lambda: {path.name for path in tmp_path.glob("asked-*")}  # noqa: E731

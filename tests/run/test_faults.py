@@ -36,6 +36,7 @@ def test_a_killed_worker_is_restarted_and_the_run_comes_to_its_end(run, run_dir)
     assert job.descendants() == []
 
 
+@pytest.mark.full
 def test_a_worker_that_slept_too_long_comes_back_by_itself(run, run_dir):
     """Its session and its lane have ended meanwhile; it says hello again and goes on, without a restart."""
     job = run("--broker.session_timeout_s", "2", "--schedule.max_steps", "100000")
@@ -87,6 +88,7 @@ def test_a_dead_broker_or_learner_is_restarted_and_the_others_go_on(run, run_dir
     assert job.descendants() == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("victim", ["april.cli broker", LAUNCHER])
 def test_a_broker_or_learner_that_keeps_dying_ends_the_run_with_its_last_lines(run, run_dir, victim):
     part = "broker" if "broker" in victim else "learner"
@@ -152,6 +154,7 @@ def test_nobody_outlives_a_killed_supervisor(run, run_dir):
     wait_until(lambda: job.descendants() == [])
 
 
+@pytest.mark.full
 def test_a_worker_that_cannot_start_ends_the_run_with_its_last_lines(run, policy_folder, tmp_path):
     """The policy loses its weights' shape after the checks, as a bad upload would."""
     broken = tmp_path / "broken"

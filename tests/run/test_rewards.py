@@ -1,6 +1,7 @@
 """Verifiers that hang, fork, crash, flood and lie, in a real run: each is retried, then dead with its reason."""
 
 import orjson
+import pytest
 
 from april.broker.journal.journal import Journal
 from april.broker.ledger.events import GroupOpened, Leased, LeaseEnded, SampleScored
@@ -35,6 +36,7 @@ REASONS = {
 }  # fmt: skip
 
 
+@pytest.mark.full
 def test_wild_verifiers_cost_their_own_groups_and_nothing_else(finish_run, run_dir, tmp_path, monkeypatch):
     (tmp_path / "wild.py").write_text(WILD)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:.")

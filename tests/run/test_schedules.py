@@ -5,6 +5,7 @@ import pytest
 
 from april.broker.journal.journal import Journal
 from april.broker.ledger.events import BatchConsumed, BatchDelivered, GroupOpened, Leased, RowsAccepted
+from tests.conftest import full
 from tests.run.processes import assert_closed, steps_recorded, wait_until
 
 ONE_RANK = ["--learner.ranks", "1"]
@@ -17,7 +18,7 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", [*list(SCHEDULES)[:-1], full("on_policy")])
 def test_a_schedule_trains(finish_run, run_dir, name):
     longer = ["--sampling.max_response_tokens", "200", "--schedule.max_steps", "5", "--learner.checkpoint_every", "5"]
     _, summary = finish_run(*ONE_RANK, *longer, *SCHEDULES[name])
@@ -41,6 +42,7 @@ def test_a_short_last_batch_is_trained_when_the_prompts_are_exhausted(finish_run
     assert summary["tokens"]["generated"] == summary["tokens"]["trained"]
 
 
+@pytest.mark.full
 def test_continuous_generates_while_the_learner_trains(finish_run, run_dir):
     """Six samples in flight, through weight updates and into the next batches, with evaluation in between.
 
@@ -81,6 +83,7 @@ def continuous_facts(run_dir):
     return while_training, versions
 
 
+@pytest.mark.full
 def test_continuous_goes_on_when_learner_broker_and_worker_are_killed(start_run, run_dir):
     """The learner starts again from an older checkpoint than the weights that workers hold."""
     settings = ["--schedule.kind", "continuous", "--schedule.in_flight", "12", "--schedule.max_staleness", "2"]

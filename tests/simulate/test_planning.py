@@ -339,6 +339,7 @@ def test_a_schedule_that_the_bound_refuses_is_left_out_and_said_to_be(small, cap
     assert "continuous, 16 in flight" in out and out.count("left out") == 1
 
 
+@pytest.mark.full
 def test_what_a_scenario_says_of_its_schedule_is_kept_where_something_else_is_compared(small):
     dropped = load_scenario(small, [("schedule.partial_rollout", False), ("schedule.overlap", True), ("steps", 4)])
     found = [outcome for _, outcome in [*sweeps(dropped)[0].points, *buffers(dropped)[1]]]
