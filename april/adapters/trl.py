@@ -25,8 +25,8 @@ from typing import Any
 
 import torch.distributed as dist
 from datasets import Dataset
-from transformers import TrainerCallback
-from transformers.trainer_utils import get_last_checkpoint
+from transformers import TrainerCallback, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
 from trl import GRPOConfig, GRPOTrainer
 
 from april import rollouts
@@ -145,17 +145,17 @@ def connect(
     run: str = rollouts.LOCAL,
     overrides: Mapping[str, Any] | None = None,
 ) -> TrlRollouts:
-    """As `april.connect`, at the newest checkpoint in `arguments.output_dir`. Raises ConfigError for arguments that do
-    not fit the run."""
-    newest = get_last_checkpoint(arguments.output_dir) if Path(arguments.output_dir).is_dir() else None
-    step = step_of(Path(newest)) if newest else 0
+    """As `april.connect`, at the newest whole checkpoint in `arguments.output_dir`. Raises ConfigError for arguments
+    that do not fit the run."""
+    whole = {step: folder for step, folder in checkpoints(arguments.output_dir).items() if is_whole(folder)}
+    step = max(whole, default=0)
     connected = rollouts.connect(config, step, run, overrides)
     try:
         check(connected.config, arguments)
     except ConfigError as error:
         connected.__exit__(ConfigError, error, None)
         raise
-    return TrlRollouts(connected, arguments, newest)
+    return TrlRollouts(connected, arguments, str(whole[step]) if whole else None)
 
 
 def check(config: Config, arguments: GRPOConfig) -> None:
@@ -212,6 +212,14 @@ def checkpoints(output_dir: str) -> dict[int, Path]:
 
 def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix(CHECKPOINT))
+
+
+def is_whole(checkpoint: Path) -> bool:
+    """A trainer that is killed while it saves leaves a part: the file that it reads here is the last that it writes."""
+    try:
+        return TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME)).global_step == step_of(checkpoint)
+    except (OSError, ValueError, TypeError):
+        return False
 
 
 def sync(folder: Path) -> None:

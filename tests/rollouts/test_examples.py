@@ -78,6 +78,9 @@ def test_trl_trains_on_behaviour_log_probabilities_and_goes_on_from_its_own_chec
     wait_until(lambda: steps_recorded(run_dir) >= 4, job)
     job.kill("trl_grpo.py")
     wait_until(lambda: not job.descendants(), timeout_s=60)
+    part = tmp_path / "saved/checkpoint-6"
+    part.mkdir(exist_ok=True)
+    (part / "trainer_state.json").write_text('{"global_step": 6, "log_')  # killed while it saved
     again = trl()
     assert again.wait() == 0, again.output
     found = assert_closed(run_dir)
@@ -91,7 +94,7 @@ def test_trl_trains_on_behaviour_log_probabilities_and_goes_on_from_its_own_chec
     assert first_apart < 1e-4, "under the weights that sampled them TRL says the same of all tokens"
     before, after = figures(job.output, "loss"), figures(again.output, "loss")
     gone_on_from = 7 - len(after)
-    assert gone_on_from in (2, 4, 6)
+    assert gone_on_from in (2, 4)
     assert before[gone_on_from:] == after[: len(before) - gone_on_from], "the same batches and weights"
     ratios = figures(again.output, "sampling/importance_sampling_ratio/max")
     assert max(ratios) > 1.0, "tokens of older weights are corrected"
