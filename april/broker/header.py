@@ -1,6 +1,7 @@
 """What a run must keep of its configuration: its journal's first record, and who is refused by it."""
 
-from april.broker.journal.journal import JournalError
+from april.broker.fingerprints import NONE, fingerprints
+from april.broker.journal.files import JournalError
 from april.broker.ledger.events import RunStarted
 from april.broker.plan import ledger_rules
 from april.broker.prompts import PromptBook
@@ -19,7 +20,7 @@ KEYS = {
     "support": "sampling.top_k",
     "temperature": "sampling.temperature",
 }
-"""of the header's fields: where the configuration has them, or what follows from them"""
+"""of the header's other fields: where the configuration has them, or what follows from them"""
 
 
 def make_header(config: Config, prompts: PromptBook) -> RunStarted:
@@ -36,6 +37,7 @@ def make_header(config: Config, prompts: PromptBook) -> RunStarted:
         rules.max_response_tokens,
         config.sampling.is_cut,
         config.sampling.temperature,
+        fingerprints(config, prompts),
     )
 
 
@@ -45,6 +47,11 @@ def check_header(recorded: RunStarted, wanted: RunStarted) -> None:
         f"key {key!r} was {getattr(recorded, field)!r} and is {getattr(wanted, field)!r} now"
         for field, key in KEYS.items()
         if getattr(recorded, field) != getattr(wanted, field)
+    ]
+    changed += [
+        f"key {key!r} was {was!r} and is {wanted.fingerprints[key]!r} now"
+        for key, was in recorded.fingerprints.items()
+        if was != NONE and wanted.fingerprints.get(key, was) != was
     ]
     if changed:
         raise JournalError(

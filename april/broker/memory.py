@@ -16,7 +16,7 @@ def settle() -> None:
     """Call once all that the process begins with is loaded.
 
     glibc takes a large block from the system and returns it whole, but raises what is large to the size of each one
-    that is freed; a snapshot's image would soon fall between objects that live on. Here it stays at
+    that is freed; large messages would soon fall between objects that live on. Here it stays at
     `LARGE_BLOCK_BYTES`. What is free at the end of the heap is kept, up to `KEPT_FREE_BYTES`: otherwise the pages of
     messages go back as they are handled, and have to be faulted in again.
     """

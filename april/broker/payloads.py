@@ -5,7 +5,8 @@ from functools import lru_cache
 from zlib_ng.zlib_ng import crc32
 
 from april import wire
-from april.broker.journal.journal import Journal, Reference
+from april.broker.journal.files import Reference
+from april.broker.journal.journal import Journal
 from april.broker.ledger.samples import Sample
 from april.broker.prompts import PromptBook
 from april.data.rows import GROUP_REWARD, Row

@@ -1,11 +1,11 @@
 """What a configuration's [schedule] comes to: the ledger's rules, the schedule that drives it, what it can yield."""
 
 from april.broker.ledger.prompts import Prompts
-from april.broker.ledger.state import Rules
+from april.broker.ledger.rules import Rules
 from april.broker.schedules import SCHEDULES
 from april.broker.schedules.schedule import Schedule
 from april.config import Config, ScheduleSection
-from april.config.sections import AlgorithmSection
+from april.config.algorithm import AlgorithmSection
 
 EXAMPLE_RATIO = 10.0
 """longest response over mean response, in the plan's example"""
@@ -22,6 +22,7 @@ def ledger_rules(config: Config) -> Rules:
         max_response_tokens=config.sampling.max_response_tokens,
         filtered=schedule.filters_groups,
         scored_apart=config.reward.where == "scorer",
+        submitted=config.data.source == "submitted",
         agents=config.agent.is_set,
     )
 

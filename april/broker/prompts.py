@@ -1,10 +1,15 @@
 """The dataset as the broker draws from it: rows in seeded epoch order, tokenised once, when they are drawn."""
 
 import logging
+from collections.abc import Callable, Iterator
 from functools import lru_cache
+from typing import Any, TypeAlias
 
 import numpy as np
 
+from april import wire
+from april.broker.ledger.events import Event, Part, PromptSubmitted
+from april.broker.ledger.state import LedgerState
 from april.config import Config, ConfigError
 from april.data.dataset import load_dataset
 from april.data.rows import BadRow, Row
@@ -12,6 +17,8 @@ from april.data.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
+ReadBack: TypeAlias = Callable[[Any], tuple[Event, list[Part]]]
+"""the event behind a reference, and its arrays"""
 ROWS_CACHED = 16_384
 """rows whose tokens are kept for the next epoch"""
 
@@ -33,15 +40,18 @@ class PromptBook:
         """rows that were to be drawn, but that the chat template refuses"""
         self._config = config
         self._tokens_of_row = lru_cache(maxsize=ROWS_CACHED)(self._encode_row)
-        self.draw = lru_cache(maxsize=16)(self._draw)
-        """`Prompts.draw`; a schedule may look at the same prompt several times before it opens the group"""
+        self._drawn = lru_cache(maxsize=16)(self._draw)
+        """a schedule may look at the same prompt several times before it opens the group"""
         encoded = [(place, self._encode_held_out(place)) for place in range(len(self.evaluation_rows))]
         self.evaluation_tokens = [(position, tokens) for position, tokens in encoded if tokens is not None]
         """(position, token ids) of the evaluation prompts that are short enough"""
         self.draw((0, 0))
 
-    def _draw(self, cursor: tuple[int, int]) -> tuple[int, int, bytes] | None:
+    def draw(self, cursor: tuple[int, int]) -> tuple[int, int, bytes] | None:
         """(epoch, position, token ids) of the first prompt at the cursor or behind it that is short enough."""
+        return self._drawn(cursor)
+
+    def _draw(self, cursor: tuple[int, int]) -> tuple[int, int, bytes] | None:
         epoch, position = cursor
         for _ in range(2 * len(self.rows) + len(self._order(epoch))):
             if position >= len(self._order(epoch)):
@@ -58,6 +68,17 @@ class PromptBook:
             f"{self._config.model.path}; mend the prompts, raise data.max_prompt_tokens, or lower "
             "sampling.max_response_tokens if the model's context is short"
         )
+
+    def bind(self, ledger: LedgerState, read: ReadBack) -> None:
+        """Where prompts are that the trainer has brought, and how they are read back."""
+
+    def brought(self, message: wire.Submit, arrays: list[wire.Packed]) -> Iterator[tuple[PromptSubmitted, bytes]]:
+        """What the trainer brings now, with token ids. Raises BadRow for what cannot be a prompt of this run."""
+        raise BadRow("this run draws its prompts from files: set data.source to 'submitted' to bring them")
+
+    def origin(self, row: int) -> tuple[int, bytes]:
+        """(number, extra) of a prompt that the trainer has brought, -1 for others."""
+        return -1, b""
 
     def row(self, epoch: int, position: int) -> Row:
         return self.rows[self.row_number(epoch, position)]

@@ -15,16 +15,19 @@ import zmq
 
 from april import wire
 from april.broker import memory
-from april.broker.journal.journal import Journal, JournalError
+from april.broker.journal.files import JournalError
+from april.broker.journal.journal import Journal
 from april.broker.prompts import PromptBook
 from april.broker.service import Service
 from april.broker.sessions import Outgoing
+from april.broker.submitted import open_prompts
 from april.broker.telemetry.recorder import replace_file
 from april.broker.views.exporter import Exporter, Picture
 from april.broker.views.health import condition
 from april.broker.views.metrics import Photographer, SyncTimes
 from april.config import Config, is_loopback
 from april.connections import sockets
+from april.connections.address import ADDRESS_FILE
 from april.formats.versions import RUN_FOLDER
 from april.processes import clock
 from april.processes.descriptors import NO_DESCRIPTORS, raise_limit
@@ -57,7 +60,7 @@ HEALS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, *NO_DESCRIPTORS)
 BIND_S, BIND_AGAIN_S = 10.0, 0.2
 """longest wait for the port of a broker that was killed, and how often it is tried"""
 LEAVE_S = 600.0
-"""longest wait at the end of a run for workers and learner to say goodbye, or as long as a learner may be silent"""
+"""longest wait at the end of a run for workers and learner to say goodbye, or as long as a learner may take to save"""
 LEAVE_AFTER_SIGNAL_S = 60.0
 """the same after a signal"""
 
@@ -88,7 +91,7 @@ class Server:
         """None where there are no keys"""
         self._synced = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         """can be read when a sync has ended"""
-        self._open(PromptBook(config))
+        self._open(open_prompts(config))
         self.context = zmq.Context()
         self.context.set(ZERO_COPY_RECV, 0)
         self.socket = self.context.socket(zmq.ROUTER)
@@ -106,21 +109,21 @@ class Server:
         self._poller = zmq.Poller()
         self._poller.register(self.socket, zmq.POLLIN)
         self._poller.register(self._synced, zmq.POLLIN)
-        self.address_file: Path = config.run_dir / "address"
+        self.address_file: Path = config.run_dir / ADDRESS_FILE
         self._bind(config.broker.bind)
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         replace_file(self.address_file, self.address.encode())
         self.exporter = start_exporter(config)
         self._photographer, self._sync_times = Photographer(), SyncTimes()
-        self._leave_s = max(LEAVE_S, config.learner.hung_s)
+        self._leave_s = max(LEAVE_S, config.learner.load_s)
         self._signal = ""
         self._retry_at = 0.0
         self._ended: tuple[str, str] | None = None
         """reason and state of a run that was over when its disk failed"""
         self._unsent: list[Outgoing] = []
         """answers that wait for the sync under way"""
-        self._in_sync: dict[tuple[str, str], int] = {}
-        """what has been accepted once that has ended, as the recorder counts"""
+        self._in_sync = self.service.recorder.mark()
+        """what the sync under way puts on disk"""
         self._late: dict[bytes, deque[Outgoing]] = {}
 
     def _open(self, prompts: PromptBook) -> None:
@@ -159,6 +162,7 @@ class Server:
         over_since = None
         memory.settle()
         self.service.begin(clock.now())
+        self.service.verifier.start()
         try:
             while over_since is None or clock.now() - over_since < self._leave_s:
                 self.serve_once()
@@ -219,19 +223,19 @@ class Server:
             return
         self._finish_sync()
         self._unsent = self.service.sessions.take_outgoing()
-        self._in_sync = dict(self.service.recorder.accepted)
+        self._in_sync = self.service.recorder.mark()
         in_a_thread = self.journal.unsynced_bytes > SMALL_SYNC_BYTES or sockets.has_message(self.socket)
         self.journal.begin_sync(aside=in_a_thread and not self.journal.file_full)
         if not self.journal.sync_runs:
             self._finish_sync()
-            self.service.take_snapshot()
+            self.service.end_file()
 
     def _finish_sync(self) -> None:
         """Wait for the sync that is under way, and send what it has covered."""
         if self.journal.syncing:
             self.journal.finish_sync()
             self._sync_times.observe(self.journal.sync_s)
-            self.service.recorder.acknowledged = self._in_sync
+            self.service.synced(self._in_sync)
         unsent, self._unsent = self._unsent, []
         self._send(unsent)
 
@@ -257,6 +261,10 @@ class Server:
         try:
             probe_disk(self.journal.folder)
             self.journal.close()
+            self.service.note.close()
+            self.service.verifier.close()
+            self.service.snapshots.close()
+            self.service.recorder.lines.write()
             self._open(self.service.prompts)
         except (JournalError, OSError) as error:
             log.error("there is still no going on: %s", error)
@@ -331,6 +339,8 @@ class Server:
     def close(self) -> None:
         with contextlib.suppress(JournalError):
             self._finish_sync()
+            self.journal.sync()
+            self.service.synced(self.service.recorder.mark())
         self.service.close(clock.now())
         if self.door:
             self.door.close()

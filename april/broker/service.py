@@ -6,6 +6,7 @@ except what `Sessions.at_once` holds: that rests on nothing that is not on disk.
 
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 from april import wire
@@ -17,18 +18,23 @@ from april.broker.desks.monitors import MonitorDesk
 from april.broker.desks.scorers import ScorerDesk
 from april.broker.desks.workers import WorkerDesk
 from april.broker.header import check_header, make_header
+from april.broker.journal.files import Damaged, Reference
 from april.broker.journal.journal import Journal
-from april.broker.journal.snapshot import SnapshotStore, freeze, live_positions, thaw
 from april.broker.ledger import events
 from april.broker.ledger.ledger import Ledger
-from april.broker.ledger.samples import GroupState
+from april.broker.ledger.samples import TO_GENERATE, Group, GroupState
 from april.broker.ledger.state import DEAD_ROUNDS
 from april.broker.payloads import Payloads
 from april.broker.plan import ledger_rules, make_schedule
 from april.broker.prompts import PromptBook
+from april.broker.recovery import SyncNote, check_whole, rebuild
 from april.broker.sessions import HOLDERS, Session, Sessions
+from april.broker.snapshots import Snapshots
 from april.broker.telemetry.census import Census
-from april.broker.telemetry.recorder import Recorder
+from april.broker.telemetry.evaluation import describe_evaluation
+from april.broker.telemetry.lives import Lives
+from april.broker.telemetry.recorder import Mark, Recorder
+from april.broker.verification import Verifier, groups_at
 from april.config import Config
 from april.filters.filters import FilterFailed, GroupFilters
 from april.formats.versions import protocols_differ
@@ -41,6 +47,8 @@ FILTERED_ROUNDS = 20
 """rounds of which every group is filtered out before the run is given up"""
 SWEEP_S = 0.25
 """how often silent sessions and old leases are looked for"""
+CLOCK_S = 0.05
+"""how exactly the journal tells the time"""
 SUMMARY_S = 0.25
 """`summary.json` is written after a step, but not more often"""
 BEHIND_S = 0.05
@@ -50,7 +58,7 @@ MAY_SEND = {
     "worker": {"Heartbeat", "Holding", "Lane", "Report"},
     "scorer": {"Heartbeat", "Room", "Report"},
     "agents": {"Heartbeat", "Room", "Report"},
-    "learner": {"Heartbeat", "LearnerStart", "Fetch", "Consumed", "Durable"},
+    "learner": {"Heartbeat", "LearnerStart", "Submit", "Fetch", "Consumed", "Durable"},
     "monitor": {"Heartbeat", "StatusRequest", "StopRun", "Drain", "DeadLettersRequest", "Requeue"},
 }
 
@@ -77,10 +85,13 @@ class Service:
         self.journal = journal
         self.sessions = Sessions()
         self.payloads = Payloads(journal, prompts, config.reward.name, config.sampling.is_cut)
-        self.ledger = Ledger(ledger_rules(config), write=journal.append, together=self.payloads.scored_together)
+        self.ledger = Ledger(ledger_rules(config), write=self._write, together=self.payloads.scored_together)
+        self.lives = Lives(self.ledger)
+        self._now = now
+        self.prompts.bind(self.ledger, journal.read)
         self.schedule = make_schedule(config.schedule, prompts)
         self.filters = GroupFilters(config.schedule)
-        self.snapshots = SnapshotStore(journal.folder)
+        self.snapshots, self.note = Snapshots(journal.folder, self.ledger.rules), SyncNote(journal.folder)
         self._said = ""
         """the last complaint about a file that others do not depend on"""
         self._recover()
@@ -92,7 +103,7 @@ class Service:
         self.census = Census(self.ledger, config.broker.max_run_s)
         self.books = Books(
             config, prompts, journal, self.snapshots, self.ledger, self.schedule, self.sessions, self.payloads,
-            self.recorder, self.census, started_at=now, credit_bytes=config.broker.credit_mb << 20,
+            self.recorder, self.census, self.lives, started_at=now, credit_bytes=config.broker.credit_mb << 20,
         )  # fmt: skip
         self.run = self.books.run
         self.agents = AgentDesk(self.books)
@@ -110,17 +121,21 @@ class Service:
 
     def _recover(self) -> None:
         """Rebuild the ledger from snapshot and journal."""
-        position, image = next(self.snapshots.newest_first(), (0, None))
-        if image:
-            thaw(image, self.ledger)
-        for event, reference in self.journal.replay(position):
-            self.ledger.apply(event, reference)
+        position = rebuild(self.ledger, self.journal, self.snapshots.store, self.note.position, self.lives)
+        check_whole(self.config.run_dir, self.journal, self.ledger)
+        self.verifier = Verifier(self.journal.folder, self.ledger, below=position)
         header = make_header(self.config, self.prompts)
         if self.ledger.header is None:
             self.ledger.commit(header)
         else:
             check_header(self.ledger.header, header)
         self.ledger.commit(events.BrokerStarted(self.ledger.starts + 1))
+
+    def _write(self, event: events.Event, arrays: Sequence[events.Part]) -> Reference:
+        if self._now - self.ledger.now >= CLOCK_S and not isinstance(event, events.TimePassed | events.RunStarted):
+            self.ledger.commit(events.TimePassed(self._now))
+        self.lives.see(event)
+        return self.journal.append(event, arrays)
 
     def begin(self, now: float) -> None:
         """Peers can reach the broker from now on: former holders of leases have `readopt_s` to come back."""
@@ -136,12 +151,15 @@ class Service:
 
         `peer` is whom the connection's key belongs to, None without CURVE: then the role that a session states counts.
         """
+        self._now = now
         try:
             if peer and not peer.role:
                 raise AccessDenied("this key is not on the allow-list")
             received = wire.decode(frames, limits.FROM_PEER)
             answer = self._answer_read_only if self.run.read_only else self._dispatch
             answer(route, received, now, peer)
+        except Damaged as error:
+            self._lose(groups_at(self.ledger, error), error, now)
         except AccessDenied as error:
             self.books.audit.say("access denied to %s: %s", peer and (peer.name or peer.key), error)
             self.sessions.refuse("access denied", f"{wire.DENIED}{error}", route)
@@ -166,7 +184,7 @@ class Service:
             raise AccessDenied(f"the session belongs to another key, of a {session.role}")
         session.last_seen = now
         if isinstance(message, wire.Heartbeat):
-            session.received_bytes = max(session.received_bytes, message.received_bytes)
+            session.hear(message, now)
         kind = type(message).__name__
         if session.role == "worker":
             self.workers.hungry[session.id] = session
@@ -275,6 +293,11 @@ class Service:
         else:
             self.sessions.close(session)
 
+    def synced(self, mark: Mark) -> None:
+        """What the recorder had marked is on disk now."""
+        self.note.write(self.journal.synced)
+        self.recorder.synced(mark)
+
     # --- time -----------------------------------------------------------------------------------------------
 
     def tick(self, now: float, caught_up: bool = True) -> None:
@@ -282,8 +305,33 @@ class Service:
 
         `caught_up`: no message waits to be handled, so that who seems silent is silent.
         """
+        self._now = now
         if self.run.read_only:
             return
+        try:
+            self._tick(now, caught_up)
+        except Damaged as error:
+            self._lose(groups_at(self.ledger, error), error, now)
+
+    def _lose(self, groups: list[Group], why: Damaged | None, now: float) -> None:
+        """Groups that the journal cannot give back are discarded and counted, and the rest goes on; a batch that has
+        nothing left ends the run. Raises `why` where no group is to blame."""
+        if why and not groups:
+            raise why
+        for group in groups:
+            if group.state is GroupState.TRAINED:
+                continue  # nobody needs it, unless a learner goes back
+            log.error("group %d cannot be read back from the journal and is discarded", group.id)
+            step = group.step
+            self.ledger.discard(group, "unreadable")
+            if step in self.ledger.deliveries:
+                self.learner.begin_again(step)
+                if not self.ledger.deliveries[step]:
+                    self.stop(f"nothing of batch {step} can be read back from the journal", "failed", now)
+
+    def _tick(self, now: float, caught_up: bool) -> None:
+        bad = [group for number in self.verifier.take() if (group := self.ledger.groups.get(number))]
+        self._lose(bad, None, now)
         if self.ledger.generating:
             self.recorder.generating(now - self._last_tick)
         self._last_tick = now
@@ -303,6 +351,7 @@ class Service:
         self.monitors.log_deaths()
         self.recorder.buffered(self.ledger)
         self.census.advance(now)
+        self.snapshots.follow(self.journal.file_begins, self.journal.let_go, now)
 
     @property
     def has_more(self) -> bool:
@@ -311,16 +360,24 @@ class Service:
 
     def _sweep(self, now: float) -> None:
         """End the sessions of peers that have not been heard of, and the leases that were not renewed."""
-        self._next_sweep, timeout_s = now + SWEEP_S, self.config.broker.session_timeout_s
+        self._next_sweep = now + SWEEP_S
         for session in list(self.sessions.by_id.values()):
-            if session.role == "learner" or now - session.last_seen <= timeout_s:
+            is_learner = session.role == "learner"
+            timeout_s = self.config.learner.hung_s if is_learner else self.config.broker.session_timeout_s
+            if now - session.last_seen <= timeout_s:
                 continue
             if session.role in HOLDERS:
                 self.holders[session.role].lose(session, f"silent for {timeout_s:g} s", now)
+            elif is_learner:
+                self.end_session(session, f"silent for {timeout_s:g} s", now)
             else:
                 self.sessions.close(session)
+        slots = sum(max(0, one.capacity - self.config.worker.prefetch) for one in self.sessions.workers())
+        waiting = sum(map(self.ledger.open_samples.count, TO_GENERATE))
+        self.recorder.occupied(self.ledger.generating, slots, waiting)
         for lease in self.ledger.expire(now):
             self._cancel(lease.worker, lease.id)
+        self.recorder.alarms.watch([session.stay(now) for session in self.sessions.by_id.values() if session.place])
 
     def _cancel_voided(self) -> None:
         """Tell the holders which of their samples have gone with their group."""
@@ -374,23 +431,19 @@ class Service:
         if all(group.state is not GroupState.OPEN for group in groups):
             result = self.recorder.evaluated(step, groups, self.config.evaluation.samples)
             self.ledger.record_evaluation(step, result)
-            accuracy, prompts = result["accuracy"], result["prompts"]
-            log.info("evaluation at step %d: accuracy %s on %d prompts", step, accuracy, prompts, extra={"step": step})
+            log.info("%s", describe_evaluation(result), extra={"step": step})
 
-    def take_snapshot(self) -> None:
-        """When a file of the journal is full, begin a new one with a picture of the ledger.
-
-        Space is reclaimed below the snapshots that are on disk already, whatever becomes of this one.
-        """
-        if not self.journal.file_full or self.snapshots.busy:
+    def end_file(self) -> None:
+        """When a file of the journal is full, begin a new one; a snapshot of those that are closed follows."""
+        if not self.journal.file_full:
             return
         try:
             position = self.journal.rotate()
         except OSError as error:
             return self._say_once(f"the journal's file grows on, as no other can be opened ({error})")
         self._said = ""
-        dead_files = self.journal.reclaim(self.snapshots.older, live_positions(self.ledger))
-        self.snapshots.write(position, freeze(self.ledger), dead_files)
+        if self.snapshots.helpless:
+            self.snapshots.make_here(position, self.ledger, self.lives, self.journal.let_go)
 
     # --- the end --------------------------------------------------------------------------------------------
 
@@ -411,7 +464,9 @@ class Service:
 
     def close(self, now: float) -> None:
         self._write_summary(now)
-        self.recorder.write_lines()
+        self.recorder.lines.write()
+        self.note.close()
+        self.verifier.close()
         self.recorder.sinks.close()
         self.snapshots.close()
 

@@ -3,6 +3,7 @@
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,6 +15,16 @@ HOLDERS = ("worker", "scorer", "agents")
 """roles that hold leases"""
 PACE_S = 5.0
 """window over which a worker's speed is told"""
+
+
+class Stay(NamedTuple):
+    """Where a peer's main loop is."""
+
+    peer: str
+    place: str
+    for_s: float
+    usual_s: float
+    """0: unknown"""
 
 
 @dataclass(slots=True)
@@ -90,8 +101,20 @@ class Session:
     """of arrays: what was sent to it, and what it says has reached it"""
     answers: Answers = field(default_factory=Answers)
     """what it is told next of its leases"""
+    place: str = ""
+    place_since: float = 0.0
+    usual_s: float = 0.0
+    """where its main loop is, since when, and how long that usually takes; "" where it does not say"""
     recent: deque[tuple[float, int]] = field(default_factory=deque)
     """(time, tokens) of the chunks of the last seconds"""
+
+    def hear(self, beat: wire.Heartbeat, now: float) -> None:
+        self.received_bytes = max(self.received_bytes, beat.received_bytes)
+        if beat.place:
+            self.place, self.place_since, self.usual_s = beat.place, now - beat.for_s, beat.usual_s
+
+    def stay(self, now: float) -> Stay:
+        return Stay(self.name, self.place, now - self.place_since if self.place else 0.0, self.usual_s)
 
     def acknowledged(self, now: float, tokens: int) -> None:
         self.recent.append((now, tokens))

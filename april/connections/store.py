@@ -9,8 +9,12 @@ import torch.distributed as dist
 
 def serve(host: str) -> dist.TCPStore:
     """A store at `host` and a free port; others of this process for that port share it. Raises OSError."""
-    listener = socket.create_server((host, 0))
-    port = listener.getsockname()[1]
+    return serve_at(socket.create_server((host, 0)))
+
+
+def serve_at(listener: socket.socket) -> dist.TCPStore:
+    """A store that takes over a listening socket."""
+    host, port = listener.getsockname()
     return dist.TCPStore(
         host, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener.detach()
     )

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import msgspec
 
-from april import __version__
 from april.config import ConfigError
+from april.version import VERSION
 from april.wire import PROTOCOL
 
-PROTOCOLS = {5: "0.2"}
-"""number -> the last April that speaks it; those before 4 belong to nothing that was ever installed"""
+PROTOCOLS = {6: "0.2"}
+"""number -> the last April that speaks it; those before belong to nothing that was ever installed"""
 FILE = "format"
 FIRST = 1
 """of a folder without that file"""
@@ -52,7 +52,7 @@ class Form:
         if not new or (folder / FILE).exists():
             return self.check(folder)
         with (folder / f"{FILE}.tmp").open("wb") as file:
-            file.write(msgspec.json.encode(Stamp(self.current, __version__)) + b"\n")
+            file.write(msgspec.json.encode(Stamp(self.current, VERSION)) + b"\n")
             file.flush()
             os.fsync(file.fileno())
         os.replace(file.name, folder / FILE)
@@ -65,7 +65,7 @@ class Form:
         april = self.aprils.get(stamp.format) or minor(stamp.april)
         raise OtherApril(
             f"{self.kind} {folder} was written by April {april} (format {stamp.format}, where this April "
-            f"{minor(__version__)} has {self.current}); finish it with april-rl=={april}.*, or choose another run.name"
+            f"{minor(VERSION)} has {self.current}); finish it with april-rl=={april}.*, or choose another run.name"
         )
 
 
@@ -85,10 +85,10 @@ def minor(version: str) -> str:
     return ".".join(version.split(".")[:2])
 
 
-JOURNAL = Form("journal", {1: "0.1", 3: "0.2"})
-"""records, events and snapshots; 2 is of nothing that was ever installed"""
-RUN_FOLDER = Form("run folder", {1: "0.1", 2: "0.2"})
-"""configuration, metrics, summary and checkpoints"""
+JOURNAL = Form("journal", {1: "0.1", 4: "0.2"})
+"""records, events and snapshots; 2 and 3 are of nothing that was ever installed"""
+RUN_FOLDER = Form("run folder", {1: "0.1", 3: "0.2"})
+"""configuration, metrics, summary and checkpoints; 2 is of nothing that was ever installed"""
 
 
 def protocols_differ(other: str, theirs: int, own: str) -> str:
@@ -99,6 +99,6 @@ def protocols_differ(other: str, theirs: int, own: str) -> str:
         else f"{'an earlier' if theirs < PROTOCOL else 'a later'} April"
     )
     return (
-        f"{other} speaks protocol {theirs} ({april}), {own} protocol {PROTOCOL} (April {minor(__version__)}); "
+        f"{other} speaks protocol {theirs} ({april}), {own} protocol {PROTOCOL} (April {minor(VERSION)}); "
         "install the same April for both"
     )

@@ -14,6 +14,7 @@
 
 from april.rollouts.batch import RolloutBatch
 from april.rollouts.local import LocalRunFailed
+from april.rollouts.prompts import Prompt, PromptsWanted
 from april.rollouts.run import LOCAL, Rollouts, connect
 
-__all__ = ["LOCAL", "LocalRunFailed", "RolloutBatch", "Rollouts", "connect"]
+__all__ = ["LOCAL", "LocalRunFailed", "Prompt", "PromptsWanted", "RolloutBatch", "Rollouts", "connect"]

@@ -1,12 +1,14 @@
-"""A batch as a trainer of one's own gets it: padded tensors, a row a sample."""
+"""A batch as a trainer of one's own gets it: padded tensors, a row a sample, or a branch of an agent's session."""
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from april.learner.batch import Batch, TrainSample
-from april.learner.losses.advantages import advantages
+from april.learner.batch import Batch, TrainSample, sessions
+from april.learner.objective import row_advantages
+from april.rollouts.prompts import decoded
 
 NOBODY = -1
 """the version of a token that no policy has sampled"""
@@ -39,6 +41,10 @@ class RolloutBatch:
     """float32 [B], as `algorithm.advantage` says"""
     group: Tensor
     """int64 [B]: the group of a row, an index of `groups`"""
+    prompts: list[int]
+    """of each group: which of the prompts that were submitted, from 0; empty where none were"""
+    extras: list[Any]
+    """of each group: what was submitted beside its prompt"""
 
     @property
     def checkpoint(self) -> int:
@@ -65,8 +71,6 @@ def to_tensors(batch: Batch, estimator: str) -> RolloutBatch:
         for start, stop, version in sample.segments:
             versions[row, first + start : first + stop] = version.step
     response_mask = versions != NOBODY
-    rewards = [torch.tensor([sample.reward for sample in group], dtype=torch.float64) for group in batch.groups]
-    lengths = [torch.tensor([sample.sampled_tokens for sample in group], dtype=torch.float64) for group in batch.groups]
     return RolloutBatch(
         batch.step,
         batch.groups,
@@ -75,11 +79,9 @@ def to_tensors(batch: Batch, estimator: str) -> RolloutBatch:
         response_mask,
         logprobs * response_mask,
         versions,
-        joined(rewards),
-        joined(advantages(estimator, rewards, lengths)),
+        torch.tensor([sample.reward for sample in samples]).float(),
+        torch.from_numpy(row_advantages(estimator, [sessions(group) for group in batch.groups])).float(),
         torch.tensor([number for number, group in enumerate(batch.groups) for _ in group], dtype=torch.int64),
+        [number for number, _ in batch.origins],
+        [decoded(extra) for _, extra in batch.origins],
     )
-
-
-def joined(of_groups: list[Tensor]) -> Tensor:
-    return torch.cat([torch.zeros(0), *of_groups]).float()

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from april.config import Config, ConfigError
+from april.connections.address import ADDRESS_FILE
 from april.processes.lifetime import REFUSED, SUPERVISED
 
 POLL_S = 0.05
@@ -36,7 +37,7 @@ class LocalRun:
                 f"key 'run.name' = {config.run.name!r} names a folder in {config.run.dir} that has no journal; "
                 "remove it, or give another name"
             )
-        self.address_file = run_dir / "address"
+        self.address_file = run_dir / ADDRESS_FILE
         self._before = self._stamp()
         descriptor, printed = tempfile.mkstemp(prefix="april-", suffix=".log")
         self._printed = Path(printed)

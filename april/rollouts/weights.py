@@ -1,8 +1,9 @@
 """The weights of somebody else's trainer, as workers take them: whole, on the CPU, by their Hugging Face names."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -61,6 +62,24 @@ def to_host(tensor: Tensor) -> Tensor:
     if isinstance(tensor, DTensor):
         tensor = tensor.full_tensor()
     return tensor.to("cpu", copy=True)
+
+
+Score: TypeAlias = Callable[[np.ndarray], Sequence[float]]
+"""log-probabilities [T - 1] of int32 [T] ids but the first, each behind those before it, at temperature 1"""
+
+
+def canary_by(score: Score, config: Config) -> Canary:
+    """What a trainer's own function says of the canary. Raises ValueError."""
+    if config.vocabulary is None:
+        raise ValueError("model.path has no vocab_size in its config.json, by which the canary's tokens are chosen")
+    longest = config.longest_prompt_tokens + config.sampling.max_response_tokens
+    tokens = canary_tokens(config.vocabulary, longest - 1)
+    logprobs = [float(one) for one in score(tokens)]
+    if len(logprobs) != len(tokens) - 1:
+        raise ValueError(
+            f"score gave {len(logprobs)} log-probabilities of {len(tokens)} tokens; give one less than them"
+        )
+    return Canary(tokens.tolist(), logprobs, "bfloat16")
 
 
 def canary_of(weights: Weights, config: Config) -> Canary | None:

@@ -293,28 +293,30 @@ class SimulatedEngine:
 
     def _admit(self, now: float) -> None:
         admitted = context = 0
-        while self.waiting and len(self.running) < self.slots and self.waiting[0].arrives_s <= now:
-            run = self.waiting[0]
-            room = self.cost.kv_tokens * (1 - KV_HEADROOM) - self.kv
-            if run.context > room and self.running:
+        waiting, running, most = self.waiting, self.running, self.cost.kv_tokens * (1 - KV_HEADROOM)
+        while waiting and waiting[0].arrives_s <= now and len(running) < self.slots:
+            run = waiting[0]
+            needed = run.context
+            if needed > most - self.kv and running:
                 self._full = True
                 break
-            self.waiting.popleft()
+            waiting.popleft()
             waited_s = now - run.arrives_s
             if run.arrives_s <= self._full_s:
                 self.kv_wait_slot_s += waited_s
             else:
                 self.transit_slot_s += waited_s
             found = self.handed_back.pop(run.sample, 0) if run.sample else 0
-            self.kv += run.context
+            self.kv += needed
             if self.handed_back:
                 self._forget_handed_back()
             self.reused_tokens += found
-            self.prefilled_tokens += run.context - found
-            self.recomputed_tokens += run.context - max(run.prompt_tokens, found)
-            admitted, context = admitted + 1, context + run.context - found
+            self.prefilled_tokens += needed - found
+            self.recomputed_tokens += needed - max(run.prompt_tokens, found)
+            admitted, context = admitted + 1, context + needed - found
             run.begun = self.steps
-            self.running[run.lease_id] = run
+            running[run.lease_id] = run
             heapq.heappush(self._finishes, (self.steps + run.left, run.lease_id))
-        self.clock_s += self.cost.context_s(admitted, context) * self.slowdown
-        self._full = self._full and bool(self.waiting)
+        if admitted:
+            self.clock_s += self.cost.context_s(admitted, context) * self.slowdown
+        self._full = self._full and bool(waiting)

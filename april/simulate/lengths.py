@@ -8,7 +8,7 @@ import numpy as np
 from pydantic import Field
 
 from april.config import ConfigError
-from april.config.sections import Section
+from april.config.section import Section
 from april.simulate.trace import read_trace
 
 BLOCK_GROUPS = 1024
@@ -55,6 +55,12 @@ class Lengths:
     def prompt_of(self, group: int) -> int:
         """Length of its prompt (tokens)."""
         return int(self._block(group // BLOCK_GROUPS)[0][group % BLOCK_GROUPS])
+
+    def at(self, group: int, index: int) -> tuple[int, int]:
+        """Lengths of its prompt and of one of its samples (tokens)."""
+        prompts, responses = self._block(group // BLOCK_GROUPS)
+        place = group % BLOCK_GROUPS
+        return int(prompts[place]), int(responses[place, index])
 
     @property
     def longest_context(self) -> int:

@@ -66,6 +66,7 @@ class Measures:
         """most tokens of open and ready groups at a time, as the broker's `Recorder` has it, over the whole run"""
         self._leased_slot_s = self._rollout_s = 0.0
         self._unleased_slot_s: defaultdict[str, float] = defaultdict(float)
+        self._slots_wanted = self.scenario.slots_wanted
         self._before = self._after = Totals()
         self._kv_peaks: list[int] = []
 
@@ -73,7 +74,7 @@ class Measures:
 
     def passed(self, seconds: float) -> None:
         """Nothing has changed for so long."""
-        ledger, wanted = self.state.ledger, self.scenario.slots_wanted
+        ledger, wanted = self.state.ledger, self._slots_wanted
         leased = ledger.generating
         self._leased_slot_s += leased * seconds
         if leased:

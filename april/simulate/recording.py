@@ -9,11 +9,11 @@ from pathlib import Path
 import msgspec
 
 from april.broker.journal import records
-from april.broker.journal.journal import SUFFIX
+from april.broker.journal.files import SUFFIX
 from april.broker.journal.snapshot import SnapshotStore, header_of, thaw
 from april.broker.ledger.events import AnyEvent, Event, GroupOpened, RowsAccepted, RunStarted
 from april.broker.ledger.ledger import Ledger
-from april.broker.ledger.state import Rules
+from april.broker.ledger.rules import Rules
 from april.config import ConfigError
 from april.simulate.trace import TracedGroup
 

@@ -14,7 +14,7 @@ from april.config.checks import check_schedule
 from april.config.costs import EngineCost, read_tables, take_cost
 from april.config.loading import sentence
 from april.config.overrides import set_key
-from april.config.sections import Section
+from april.config.section import Section
 from april.simulate.lengths import Lengths, LengthsSection
 
 LENGTHS_LOOKED_AT = 20_000

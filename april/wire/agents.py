@@ -1,7 +1,8 @@
 """What the broker and agents processes say to each other, beside reports, answers and heartbeats.
 
 A session is a lease on a sample. What its agent says to the policy is reported as an observation, whose state is a
-`TurnRequest`; what the policy answers comes as `Turns`.
+`TurnRequest`; what the policy answers comes as `Turns`. A session is a tree: whatever does not follow the last answer
+is a further branch, with an id of its own beside that of the lease.
 """
 
 import msgspec
@@ -13,6 +14,14 @@ STOPS = 16
 """token ids that a turn may name"""
 KEY_BYTES = 64
 """of a request"""
+BRANCHES = 256
+"""most of a session. So many ids belong to its lease, whose own is a multiple of that and stands for the branch that
+the session begins with; the id of branch k lies k behind it"""
+
+
+def session_of(lease_id: int) -> int:
+    """The id of the session's lease to which that of a branch belongs."""
+    return lease_id - lease_id % BRANCHES
 
 
 class TurnRequest(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):

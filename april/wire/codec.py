@@ -20,7 +20,7 @@ from april.wire.limits import FROM_BROKER, Limits, clip
 from april.wire.message import Message
 
 MAGIC = b"AP"
-PROTOCOL = 5
+PROTOCOL = 6
 HEADER = struct.Struct("<2sBxIQQ")
 """magic, protocol, number of arrays, session, sequence number: 24 bytes"""
 JOINED_BYTES = 4 << 20

@@ -42,7 +42,7 @@ SUPPORT_IDS = 4096
 """that one token may have been drawn from: the top k, and whatever is as likely as the last of them"""
 CUT_CHUNK_TOKENS = FROM_PEER.frame_bytes // (4 * (SUPPORT_IDS + 3))
 """of a chunk with supports, so that it fits into a frame whatever they are"""
-METRICS = 256
+METRICS = 1024
 """figures that a learner reports of one step"""
 DETAILS = 16
 """figures that a reward is made of"""

@@ -22,15 +22,15 @@ LARGEST = (1 << 32) - 1
 """of what a row can say; whatever is larger is as far from where a response can be"""
 ENDINGS = ("", "stop", "length")
 """what the numbers in `finish` stand for: "" while a response goes on, or else how it ended"""
-ROW = struct.Struct("<QdIIIIIIBBBB4x")
-"""the fields of `Row`, little-endian, and four bytes of nothing: 48 bytes"""
+ROW = struct.Struct("<QdIIIIIIBBBBI")
+"""the fields of `Row`, little-endian: 48 bytes"""
 SIZE, FINISH, OVER = 6, 9, 43
 """places of `size` and `finish` in a row, and the byte that holds `over`"""
 TABLE = np.dtype(
     [("lease_id", "<u8"), ("time", "<f8")]
     + [(name, "<u4") for name in ("start", "tokens", "branch", "step", "size", "checksum")]
     + [(name, "u1") for name in ("kind", "finish", "failed", "over")]
-    + [("", "V4")]
+    + [("parent", "<u4")]
 )
 """the same for numpy, which sees the columns of a table so"""
 
@@ -56,6 +56,8 @@ class Row(NamedTuple):
     """1 where an observation says that the environment has not answered"""
     over: int
     """1 where it ends its lease, as the broker adds"""
+    parent: int = 0
+    """of an observation that begins a branch of an agent's session: the number of the branch that it leaves"""
 
     @property
     def version(self) -> Version:
@@ -87,9 +89,10 @@ def observation_row(
     payload: Buffer,
     failed: bool = False,
     time: float = 0.0,
+    parent: int = 0,
 ) -> Row:
-    finish, start = ENDINGS.index(finish_reason), min(start, LARGEST)
-    return Row(lease_id, time, start, count, 0, 0, len(payload), crc32(payload), OBSERVATION, finish, failed, 0)
+    finish, start, size, checksum = ENDINGS.index(finish_reason), min(start, LARGEST), len(payload), crc32(payload)
+    return Row(lease_id, time, start, count, 0, 0, size, checksum, OBSERVATION, finish, failed, 0, parent)
 
 
 def pack_rows(rows: Iterable[Row]) -> bytes:

@@ -1,6 +1,6 @@
 """What every peer of the broker says, whatever its role: coming, living, leaving."""
 
-from april.wire.message import Message, Name
+from april.wire.message import Message, Name, Seconds
 from april.wire.version import Number
 
 DENIED = "access denied: "
@@ -44,6 +44,12 @@ class Heartbeat(Message):
     """sampled since its process started"""
     received_bytes: Number = 0
     """arrays that have reached it in this session; the broker sends only so much ahead"""
+    place: Name = ""
+    """where its main loop is, "" where that is not said"""
+    for_s: Seconds = 0.0
+    """how long already"""
+    usual_s: Seconds = 0.0
+    """how long that usually takes, 0 where it is not known"""
 
 
 class Renewed(Message):

@@ -32,8 +32,50 @@ class WeightsAt(Message):
     """CURVE key of the publisher, "" without CURVE"""
 
 
+class Submission(msgspec.Struct, array_like=True, frozen=True):
+    """A prompt that the trainer brings."""
+
+    tokens: Number
+    label: str
+    reward: Name = ""
+    """name of its verifier, "" for the run's"""
+    extra: bytes = b""
+    """comes back with the group"""
+
+
+class Submit(Message):
+    """Prompts, numbered from `first` on in the order in which the trainer brings them. One array: their ids, int32, one
+    behind the other."""
+
+    first: Number
+    prompts: list[Submission]
+
+
+class Submitted(Message):
+    """So many prompts have been brought."""
+
+    count: int
+
+
 class Fetch(Message):
     step: Number
+
+
+class Stay(msgspec.Struct, array_like=True, frozen=True):
+    """A sample was with a worker, a scorer or an agents process."""
+
+    what: str
+    """generate | score | act"""
+    where: str
+    """its name"""
+    began: float
+    ended: float
+    """Unix seconds"""
+    start: int
+    end: int
+    """response tokens that there were"""
+    how: str
+    """how it ended: stop | length | scored | closed | void | a cause of a lease's end"""
 
 
 class SampleHead(msgspec.Struct, array_like=True, frozen=True):
@@ -42,17 +84,30 @@ class SampleHead(msgspec.Struct, array_like=True, frozen=True):
     reward: float
     finish_reason: str
     segments: list[tuple[int, int, Version]]
+    details: dict[Name, float] = {}
+    """what its reward is made of"""
+    stays: list[Stay] = []
+    branch: int = 0
+    """of the session of an agent: its branches come one behind the other, each with the reward of the session"""
 
 
 class GroupHead(msgspec.Struct, array_like=True, frozen=True):
     group: int
     prompt_tokens: int
     samples: list[SampleHead]
+    opened_at: float = 0.0
+    delivered_at: float = 0.0
+    """Unix seconds"""
+    prompt: int = -1
+    """number of a prompt that the trainer has brought, -1 for others"""
+    extra: bytes = b""
+    """what it has brought beside it"""
 
 
 class Batch(Message):
     """The answer to Fetch, in one or more parts: some of the `total` groups of a step, from the `first` on.
-    Arrays of each group: the prompt int32, then of each of its samples `TOKEN_ARRAYS`: all with supports, or none."""
+    Arrays of each group: the prompt int32, then of each of its samples `TOKEN_ARRAYS`: all with supports, or none.
+    Without any group: the trainer has to bring more prompts before there can be such a batch."""
 
     step: int
     first: int

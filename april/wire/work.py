@@ -63,7 +63,7 @@ class Grant(msgspec.Struct, array_like=True, frozen=True):
     turn_start: int
     """response tokens before the turn under way"""
     state: bytes
-    """of the environment behind its last observation"""
+    """of the environment behind its last observation; with `together` those of all responses, a MessagePack array"""
     stops: list[int]
     """token ids that end the turn, beside those that always do"""
 
@@ -88,6 +88,8 @@ class Scored(msgspec.Struct, tag=True, array_like=True, frozen=True, forbid_unkn
     rewards: list[float]
     details: list[dict[Name, float]]
     """what each reward is made of"""
+    superseded: list[tuple[Number, Number]] = []
+    """of a session: (branch, length) where an earlier execution of its agent has gone further than the last one"""
 
 
 class GiveBack(msgspec.Struct, tag=True, array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -104,6 +106,8 @@ class Closed(msgspec.Struct, tag=True, array_like=True, frozen=True, forbid_unkn
     """The end of a session whose agent has given no reward: a verifier does."""
 
     lease_id: int
+    superseded: list[tuple[Number, Number]] = []
+    """as in `Scored`"""
 
 
 Closing = Scored | GiveBack | Closed

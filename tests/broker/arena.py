@@ -2,6 +2,8 @@
 
 from collections import Counter, deque
 
+import numpy as np
+
 from april import wire
 from april.broker.ledger.samples import SampleState
 from tests.broker.conversation import (
@@ -184,8 +186,11 @@ class Agents(Remembered, FakeAgents):
 
 class Learner(Remembered, FakeLearner):
     def train(self):
-        step = self.conversation.ledger.consumed
+        ledger = self.conversation.ledger
+        step, brought = ledger.consumed, ledger.prompts_submitted
         self.say(wire.Heartbeat([], 0, self.received_bytes), connection=b"control")
+        if ledger.rules.submitted and brought - ledger.cursor[1] < 16:
+            self.say(wire.Submit(brought, [wire.Submission(1, "0", "", b"extra")] * 16), [np.full(16, 5, np.int32)])
         self.say(wire.Fetch(step))
         for batch in self.take(wire.Batch):
             self.received_bytes += batch.array_bytes

@@ -8,9 +8,12 @@ import numpy as np
 
 from april import wire
 from april.agents.link import read
+from april.broker.journal.files import JournalError
 from april.broker.journal.journal import Journal
-from april.broker.prompts import PromptBook
 from april.broker.service import Service
+from april.broker.snapshot_process import DONE, NOT_READ, NOT_WRITTEN, make_snapshot
+from april.broker.snapshots import LOOK_S
+from april.broker.submitted import open_prompts
 from april.wire.rows import chunk_row, observation_row, pack_rows, padded
 from april.wire.version import Version
 from april.workers.scoring import leases_of
@@ -32,12 +35,14 @@ class Conversation:
         self.journal = Journal(
             self.config.run_dir / "journal", broker.journal_file_mb << 20, broker.journal_file_records
         )
-        self.service = Service(self.config, PromptBook(self.config), self.journal, self.now)
+        self.service = Service(self.config, open_prompts(self.config), self.journal, self.now)
+        self.service.snapshots.start = HelperHere
         self.deliver()
 
     def restart_broker(self):
         """The broker's process dies and comes back; its peers have to say hello again."""
         self.journal.close()
+        self.service.note.close()
         self.peers = {}
         self.start()
 
@@ -46,11 +51,20 @@ class Conversation:
         return self.service.ledger
 
     def deliver(self):
+        mark = self.service.recorder.mark()
         self.journal.sync()
+        self.service.synced(mark)
         for message in (*self.service.sessions.take_at_once(), *self.service.sessions.take_outgoing()):
             frames = [bytes(f) for f in wire.encode(message.message, message.arrays, message.session, message.sequence)]
             if peer := self.peers.get(message.route.split(b"/")[0]):
                 peer.inbox.append(wire.decode(frames))
+
+    def take_snapshot(self):
+        """At the end of the journal's file, if that is full; it is on disk behind it, or failed."""
+        self.service.end_file()
+        self.tick(LOOK_S)
+        while self.service.snapshots.busy:
+            self.tick(LOOK_S)
 
     def tick(self, seconds=0.0):
         self.now += seconds
@@ -59,6 +73,35 @@ class Conversation:
         while self.service.has_more:
             self.service.tick(self.now)
             self.deliver()
+
+
+class HelperHere:
+    """What a process beside the broker does for a snapshot, without the process."""
+
+    def __init__(self, folder, position, rules):
+        self.steps, self.ended = make_snapshot(folder, position, rules), None
+
+    def dead_files(self):
+        return self.next()
+
+    def go_on(self):
+        self.next()
+
+    def next(self):
+        try:
+            return next(self.steps)
+        except StopIteration:
+            self.ended = DONE
+        except JournalError:
+            self.ended = NOT_READ
+        except OSError:
+            self.ended = NOT_WRITTEN
+
+    def status(self):
+        return self.ended
+
+    def close(self):
+        self.steps.close()
 
 
 class Peer:
@@ -70,10 +113,15 @@ class Peer:
         conversation.peers[name.encode()] = self
 
     def hello(self, leases=()):
+        welcome = self.arrive(leases)
+        self.say(wire.Bind(), connection=b"control")
+        return welcome
+
+    def arrive(self, leases=()):
+        """On the first of its connections; the second is not there yet."""
         self.say(wire.Hello(self.role, self.name, self.uid, list(leases)))
         welcome = self.take(wire.Welcome)[-1].message
         self.session = welcome.session
-        self.say(wire.Bind(), connection=b"control")
         return welcome
 
     def say(self, message, arrays=(), connection=b"data"):

@@ -2,9 +2,9 @@
 
 A real service with a real journal serves peers that behave (arena.py); in between, it is sent what no peer should
 send (hostile.py). Nothing of that may raise, be recorded, or change the ledger; what is refused is answered once and
-counted once, by a handful of causes; memory stays as it is. A third of the messages go to a plain run, as many to one
-with everything on, and to one with agents. Of every hundred messages one more goes over real sockets to a real server
-(fuzz_sockets.py).
+counted once, by a handful of causes; memory stays as it is. A third of the messages go to a plain
+run whose trainer brings the prompts, as many to one with everything on, and to one with agents. Of every hundred
+messages one more goes over real sockets to a real server (fuzz_sockets.py).
 """
 
 import argparse
@@ -40,11 +40,13 @@ EVERYTHING = [
     "--reward.allowed", '["exact", "group:rewards:rank"]',
 ]  # fmt: skip
 """scorers, supports, an environment"""
+SUBMITTED = ["--data.source", "submitted"]
 AGENTS = ["--run.name", "agents", "--agent.attach", "true", "--reward.where", "scorer"]
 
 
 def make_configs(path, folder):
-    """Of a plain run, and of one with everything on, where every other group is scored as a whole."""
+    """Of a plain run whose trainer brings the prompts, of one with everything on, where every other group is scored as
+    a whole, and of one with agents."""
     rows = [
         {"prompt": f"{row:02d}*3+60=", "label": "0", "reward": ["exact", "group:rewards:rank"][row % 2]}
         for row in range(64)
@@ -52,7 +54,7 @@ def make_configs(path, folder):
     mixed = folder / "mixed.jsonl"
     mixed.write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
     everything = ["--run.name", "everything", "--data.path", str(mixed), *EVERYTHING]
-    return [configuration.load(path, [*SETTINGS, *more]) for more in ([], everything, AGENTS)]
+    return [configuration.load(path, [*SETTINGS, *more]) for more in (SUBMITTED, everything, AGENTS)]
 
 
 def fuzz(config, messages, seed=0, report=lambda done: None):

@@ -53,7 +53,13 @@ ONLY_FOR = {
     ],
     "scorer": [wire.Room(4)],
     "agents": [wire.Report([wire.Closed(1)])],
-    "learner": [wire.LearnerStart(0, ""), wire.Fetch(0), wire.Consumed(0, {"loss": 1.0}), wire.Durable(0, 0)],
+    "learner": [
+        wire.LearnerStart(0, ""),
+        wire.Submit(0, [wire.Submission(1, "")]),
+        wire.Fetch(0),
+        wire.Consumed(0, {"loss": 1.0}),
+        wire.Durable(0, 0),
+    ],
     "monitor": [wire.StatusRequest(), wire.StopRun("enough"), wire.Drain(True), wire.Requeue([1])],
     "broker": [
         wire.Welcome(1, "", 1, 0, 0, [], 1.0, ""),
@@ -200,6 +206,7 @@ class Attacker:
         message = self.chance.choice(
             [
                 wire.Fetch(beyond),
+                wire.Submit(beyond, [wire.Submission(beyond, "", "no_verifier")]),
                 wire.Consumed(beyond, {"loss": float("nan")}),
                 wire.Consumed(self.arena.ledger.consumed, {f"m{number}": 0.0 for number in range(1000)}),
                 wire.Durable(beyond, 0),

@@ -106,6 +106,16 @@ def test_a_restarted_broker_tells_its_agents_what_they_may_have_missed(talk, wor
     assert [(row.start, row.finish_reason) for row, _ in agents.heard[told.lease_id]] == [(0, ""), (3, "stop")]
 
 
+def test_what_comes_between_the_two_connections_of_an_agents_process_is_told(talk, worker, agents, told):
+    agents.say_to_policy(told.lease_id, 0, 3)
+    (grant,) = worker.grants()
+    again = FakeAgents(talk)
+    assert again.arrive([told.lease_id]).lost == []
+    worker.chunk(grant, 3, 4, "stop")
+    again.listen()
+    assert [(row.start, row.finish_reason) for row, _ in again.heard[told.lease_id]] == [(0, ""), (3, "stop")]
+
+
 def test_a_failed_agent_starts_from_nothing(talk, worker, agents, told):
     agents.say_to_policy(told.lease_id, 0, 3)
     (grant,) = worker.grants()

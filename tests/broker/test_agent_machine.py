@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from itertools import accumulate
 
 import pytest
 
@@ -9,8 +10,8 @@ from april.broker.conformance.prompts import NumberedPrompts
 from april.broker.conformance.runs import advance
 from april.broker.journal.snapshot import freeze, thaw
 from april.broker.ledger.ledger import Ledger, Verdict
+from april.broker.ledger.rules import Rules
 from april.broker.ledger.samples import SampleState
-from april.broker.ledger.state import Rules
 from april.broker.plan import make_schedule
 from april.broker.schedules.schedule import choose_sample
 from april.config import ScheduleSection
@@ -54,11 +55,30 @@ class World:
     def speak(self):
         """An agent says something when it is its turn, and is refused when it is not."""
         if lease := self.a_lease(lambda lease: lease.agent):
-            sample, count = lease.sample, self.chance.randint(1, 3)
-            row = observation_row(lease.id, sample.length, count, "", b"request")
-            may = sample.state is SampleState.ACTING and sample.length + count < BUDGET
+            line, count = self.chance.choice(lease.sample.lines), self.chance.randint(1, 3)
+            row = observation_row(lease.id + line.branch, line.length, count, "", b"request")
+            may = line.state is SampleState.ACTING and line.length + count < BUDGET
             [verdict] = self.ledger.add_chunks(pack_rows([row]), b"request")
             assert verdict is (Verdict.OK if may else Verdict.INVALID)
+
+    def branch_off(self):
+        """It leaves a branch where a turn of that has ended, or at the beginning, and is refused elsewhere."""
+        if lease := self.a_lease(lambda lease: lease.agent and self.chance.random() < 0.5):
+            session, number = lease.sample, 1 + max(line.branch for line in lease.sample.lines)
+            parent = self.chance.choice(session.lines)
+            ends = {
+                0,
+                *(start for start, _ in parent.observations),
+                *({parent.length} if parent.state is SampleState.ACTING else ()),
+            }
+            start, count = self.chance.choice([*ends, self.chance.randrange(BUDGET)]), self.chance.randint(1, 3)
+            row = observation_row(lease.id + number, start, count, "", b"request", parent=parent.branch)
+            [verdict] = self.ledger.add_chunks(pack_rows([row]), b"request")
+            assert verdict is (Verdict.OK if start in ends and start + count < BUDGET else Verdict.INVALID)
+            if verdict is Verdict.OK:
+                words = 3 * sum(place_end <= start for place_end in accumulate(one.tokens for one in parent.places))
+                shared = session.line(number).chunks[:words].tolist()
+                assert shared[::3] == parent.chunks[:words:3].tolist(), "what is shared is stored once"
 
     def generate(self):
         worker = self.chance.choice(list(self.steps))
@@ -78,13 +98,16 @@ class World:
     def close(self):
         if lease := self.a_lease(lambda lease: lease.agent and self.chance.random() < 0.3):
             sample, heard = lease.sample, lease.sample.heard
+            behind = [(line.branch, self.chance.randrange(BUDGET)) for line in sample.branches]
             if self.chance.random() < 0.5:
-                verdict = self.ledger.score(lease.id, self.chance.random())
+                verdict = self.ledger.score(lease.id, self.chance.random(), superseded=behind)
             else:
-                verdict = self.ledger.close_agent(lease.id)
-            assert verdict is (Verdict.OK if heard else Verdict.INVALID)
+                verdict = self.ledger.close_agent(lease.id, behind)
             if heard:
-                assert sample.length == heard == sample.segments.end, "it ends with a turn that was heard"
+                assert verdict is Verdict.OK and sample.length == heard, "it ends with a turn that was heard"
+            if verdict is Verdict.OK:
+                assert all(line.length == line.segments.end for line in sample.lines)
+                assert all(line.length <= dict(behind)[line.branch] for line in sample.branches)
 
     def score(self):
         if lease := self.a_lease(lambda lease: lease.scoring):
@@ -129,6 +152,16 @@ class World:
         for lease in ledger.leases.values():
             sample = lease.sample
             assert (sample.agent_lease if lease.agent else sample.lease_id) == lease.id
+        for evaluation in (False, True):
+            groups = [one for one in ledger.groups.values() if one.evaluation == evaluation and one.state == "open"]
+            states = Counter(str(line.state) for group in groups for line in group.lines)
+            assert ledger.open_samples.by_state(evaluation) == states
+        for group in ledger.open_groups():
+            assert group.tokens == sum(sample.sampled for sample in group.samples)
+            for line in group.lines:
+                steps = [line.shared_step, *(version.step for _, _, version in line.segments)]
+                assert steps == sorted(steps), "versions never decrease along a path"
+                assert line.shared <= line.length and all(start >= line.shared for start, *_ in line.segments)
         assert ledger.generating == sum(
             lease.generating and not lease.sample.group.evaluation for lease in ledger.leases.values()
         )
@@ -145,9 +178,9 @@ class World:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_ledger_closes_and_a_journal_or_a_snapshot_rebuilds_it(kind, seed):
     world = World(seed, kind)
-    happenings = [world.open_session, world.speak, world.speak, world.generate, world.generate, world.close,
-                  world.score, world.lose, world.abort, world.evaluate, world.learn]  # fmt: skip
-    for _ in range(3000):
+    happenings = [world.open_session, world.speak, world.speak, world.branch_off, world.generate, world.generate,
+                  world.close, world.score, world.lose, world.abort, world.evaluate, world.learn]  # fmt: skip
+    for _ in range(2000):
         world.chance.choice(happenings)()
         advance(world.schedule, world.ledger)
         world.check()

@@ -1,10 +1,21 @@
 """Alarms: raised by what they are about, with a sentence, after a restart as before, and not otherwise."""
 
-import orjson
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 
 from april import config as configuration
+from april import wire
+from april.broker.telemetry import ALARMS
+from april.broker.telemetry.engine_gap import EngineGap
+from april.broker.telemetry.in_a_row import InARow
+from april.broker.views.metrics import Photographer
+from april.broker.views.status import status
+from april.config.sections import OperationsSection
+from april.learner.loops import loops
 from april.report.live import step_line
+from april.report.run_folder import read_records
 from tests.broker.conversation import Conversation
 from tests.broker.test_steps import train
 
@@ -18,7 +29,7 @@ def talk(config_file):
 
 
 def lines(talk):
-    return [orjson.loads(line) for line in (talk.config.run_dir / "metrics.jsonl").read_bytes().splitlines()]
+    return read_records(talk.config.run_dir / "metrics.jsonl")
 
 
 def test_three_steps_in_a_row_without_a_gradient_raise_an_alarm_that_says_what_to_do(talk, worker, learner):
@@ -42,3 +53,153 @@ def test_an_engine_that_did_not_hold_its_weights_raises_an_alarm_in_that_step(ta
     raised = [line["alarms"] for line in lines(talk)]
     assert [[alarm["name"] for alarm in alarms] for alarms in raised] == [[], ["wrong_weights"], []]
     assert "did not hold the weights" in raised[1][0]["sentence"] and raised[1][0]["page"].endswith("#proof-of-weights")
+
+
+def gap(worker, mean, tokens=200.0, age=0.0):
+    figures = {"tokens": tokens, "mean": mean, "largest": 10 * mean, "age": age}
+    return {f"engine_gap_{figure}_{worker}": value for figure, value in figures.items()}
+
+
+def test_an_engine_whose_tokens_the_learner_sees_otherwise_raises_an_alarm_that_names_it(talk, worker, learner):
+    steps = [
+        gap("w0", 0.02) | gap("my_w", 0.01),
+        gap("w0", 0.075) | gap("my_w", 0.01),
+        gap("w0", 9.0, age=1.0) | gap("my_w", 9.0, tokens=99.0),
+        gap("w0", 0.01) | gap("my_w", 0.09),
+    ]
+    plain = learner.consume
+    for step, gaps in enumerate(steps):
+        learner.consume = lambda step, gaps=gaps: plain(step, **HALF, **gaps)
+        train(talk, worker, learner, step)
+    raised = [line["alarms"] for line in lines(talk)]
+    assert [[alarm["name"] for alarm in alarms] for alarms in raised] == [[], [], [], ["engine_gap"]]
+    [alarm] = raised[-1]
+    assert (
+        "what my_w sampled" in alarm["sentence"]
+        and "0.09 apart in the mean, 0.9 at most; up to 0.08" in alarm["sentence"]
+    )
+    assert lines(talk)[2]["engine_gaps"]["w0"] == {"step": 1, "age": 1, "tokens": 200, "mean": 9.0, "largest": 90.0}
+    assert not [name for line in lines(talk) for name in line["learner"] if name.startswith("engine_gap")]
+    books = talk.service.books
+    assert status(books, talk.now)["workers"][0]["gap"]["mean"] == 0.01
+    series = Photographer().read(books, 0, talk.now)
+    silent = set(OperationsSection.model_fields["alarms"].default) - {"engine_gap"}
+    assert series["april_alarms"] == {(name,): 0 for name in silent} | {("engine_gap",): 1}
+    assert series["april_engine_gap_nats"]["my_w", "mean"] == 0.09 and series["april_engine_gap_age_steps"]["w0",] == 0
+
+
+@pytest.mark.parametrize(("first", "second", "alarmed"), [(1e-6, 9e-5, []), (1e-6, 2e-4, [2]), (0.7, 0.7, [1, 2])])
+def test_rounding_of_the_finest_type_is_no_alarm_and_more_than_that_of_the_coarsest_always_is(first, second, alarmed):
+    alarm = EngineGap()
+    said = [alarm.look({"engine_gaps": {"w": gap_of(mean)}}) for mean in (first, second)]
+    assert [step for step, sentence in enumerate(said, start=1) if sentence] == alarmed
+
+
+def gap_of(mean):
+    return {"step": 0, "age": 0, "tokens": 100, "mean": mean, "largest": mean}
+
+
+def test_what_takes_ten_times_as_long_as_usual_raises_an_alarm(talk, worker, learner):
+    plain = learner.consume
+    for step, seconds in enumerate((60.0, 2.0, 2.5, 26.0, 1.0)):
+        learner.consume = lambda step, seconds=seconds: plain(step, **HALF, train_s=seconds)
+        train(talk, worker, learner, step)
+    assert [[alarm["name"] for alarm in line["alarms"]] for line in lines(talk)] == [[], [], [], ["slow_part"], []]
+
+    def status_when_it_has_been_there(seconds):
+        learner.say(wire.Heartbeat(place="a micro-batch", for_s=seconds, usual_s=3.0))
+        talk.tick(1.0)
+        return status(talk.service.books, talk.now)
+
+    assert status_when_it_has_been_there(28.0)["alarms"] == []
+    told = status_when_it_has_been_there(70.0)
+    assert told["learner_loop"] == {"at": "a micro-batch", "for_s": 71.0, "usual_s": 3.0}
+    [alarm] = told["alarms"]
+    assert alarm["sentence"].startswith(f"{learner.name} has been at 'a micro-batch' for 71 s where 3 s are usual")
+    assert status_when_it_has_been_there(0.0)["alarms"] == []
+
+
+USUAL = {
+    "reward": 0.5,
+    "time": 0.0,
+    "learner": {
+        "k3": 0.004,
+        "ess": 0.96,
+        "weight_ess": 0.7,
+        "entropy": 0.1,
+        "looping_share": 0.0,
+        "wait_s": 27.0,
+        "train_s": 3.0,
+    },
+    "lengths": {"drift": {"distance": 0.09, "band": 0.1, "alarm": False}},
+    "staleness": {"bound": 4, "tokens_by_age": {"0": 9000, "3": 90, "4": 300}},
+    "slots": {"busy": 0.7, "slots": 64.0, "waiting": 300.0, "looks": 40},
+    "disk_free_bytes": 50 << 30,
+}
+CAUSES = {
+    "policy_gap": {"learner": {"k3": 0.2}},
+    "effective_samples": {"learner": {"ess": 0.4, "weight_ess": 1.0}},
+    "length_bias": {"lengths": {"drift": {"distance": 0.2, "band": 0.1, "alarm": True}}},
+    "looping": {"learner": {"looping_share": 0.4}},
+    "entropy_collapse": {"learner": {"entropy": 0.005}},
+    "staleness_bound": {"staleness": {"bound": 4, "tokens_by_age": {"0": 100, "4": 100}}},
+    "starved_engines": {"slots": {"busy": 0.1, "slots": 64.0, "waiting": 0.0}},
+    "saturated_engines": {"slots": {"busy": 1.0, "slots": 8.0, "waiting": 300.0}},
+    "disk_filling": {"disk_free_bytes": 1 << 30},
+}
+
+
+@pytest.mark.parametrize("name", CAUSES)
+def test_a_cause_that_lasts_raises_its_alarm_and_what_is_usual_does_not(name):
+    alarm = ALARMS.find(name)()
+    cause = {key: USUAL[key] | value if isinstance(value, dict) else value for key, value in CAUSES[name].items()}
+    said = [alarm.look(USUAL) for _ in range(4)] + [alarm.look(USUAL | cause) for _ in range(3)] + [alarm.look(USUAL)]
+    assert not any(said[:4]) and said[6] and not said[7], "said while it lasts, no longer"
+    assert bool(alarm.look(USUAL | cause)) != isinstance(alarm, InARow), "what may be chance is counted anew"
+    assert "\n" not in said[6] and ": " in said[6] and alarm.page.startswith("docs/")
+    assert ALARMS.find(name)().look({"reward": 0.5, "time": 0.0}) == "", "of a trainer that reports no figures"
+
+
+@pytest.mark.parametrize("name", ["starved_engines", "saturated_engines"])
+def test_steps_too_short_for_a_mean_say_nothing_of_the_engines(name):
+    alarm = ALARMS.find(name)()
+    seen_twice = {"slots": USUAL["slots"] | CAUSES[name]["slots"] | {"looks": 2}}
+    assert not any(alarm.look(USUAL | seen_twice) for _ in range(5))
+
+
+def test_corrections_that_leave_little_of_a_batch_raise_the_alarm_as_ratios_do():
+    alarm = ALARMS.find("effective_samples")()
+    said = [alarm.look(USUAL | {"learner": {"ess": 0.97, "weight_ess": 0.2}}) for _ in range(3)]
+    assert said[:2] == ["", ""] and "count as 20% of what is trained (weight_ess, 25% and more are usual)" in said[2]
+
+
+def test_a_policy_that_gets_better_may_get_surer():
+    alarm = ALARMS.find("entropy_collapse")()
+    records = [USUAL] * 3 + [USUAL | {"reward": 0.9, "learner": {"entropy": 0.001}}] * 5
+    assert not any(alarm.look(record) for record in records)
+
+
+def test_a_disk_that_is_full_within_the_hour_at_the_pace_of_the_run_is_said_before_it_is():
+    alarm = ALARMS.find("disk_filling")()
+    said = [alarm.look({"time": 30.0 * step, "disk_free_bytes": (40 - step) << 30}) for step in range(4)]
+    assert [bool(sentence) for sentence in said] == [False, False, True, True] and "is full in 19 minutes" in said[2]
+
+
+def test_a_loop_is_the_same_end_again_and_again_and_no_repeated_word():
+    rng = np.random.default_rng(0)
+    text = rng.integers(0, 1000, 600).astype(np.int32)
+    for period in (1, 7, 100):
+        ended = np.concatenate([text, np.tile(text[:period], 400 // period + 1)])
+        assert loops(ended), period
+        assert not loops(np.append(ended, text[300:400])), "it has got out again"
+    assert not loops(text) and not loops(np.full(20, 3, np.int32)) and not loops(np.append(text, text[:40]))
+
+
+def test_what_only_the_broker_sees_is_in_the_lines(talk, worker, learner, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1 << 30))
+    talk.tick(1.0)
+    train(talk, worker, learner, 0)
+    [line] = lines(talk)
+    assert [alarm["name"] for alarm in line["alarms"]] == ["disk_filling"]
+    assert line["staleness"]["bound"] == talk.config.schedule.max_staleness
+    assert 0 < line["slots"]["slots"] <= 10 - talk.config.worker.prefetch and line["slots"]["busy"] > 0

@@ -19,6 +19,7 @@ from april import wire
 from april.broker import server
 from april.broker.server import Server
 from april.connections.broker import BrokerConnection, BrokerUnreachable
+from april.processes.lifetime import STEPPED_ASIDE
 from april.wire.version import Version
 from tests.broker.conversation import one_row
 from tests.broker.fuzz_sockets import serving
@@ -51,10 +52,9 @@ def join():
 
 
 def wait_for(connection, kind, timeout_s=60.0, never=()):
-    """The next message of a kind, and none of another before it; heartbeats meanwhile."""
+    """The next message of a kind, and none of another before it."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
-        connection.beat()
         for received in connection.receive(timeout_ms=200):
             assert not isinstance(received.message, never), received.message
             if isinstance(received.message, kind):
@@ -214,7 +214,7 @@ def test_a_signal_ends_a_broker_that_cannot_write(broker, join):
     worker.send(*one_row(lease_id, 3, 2))
     wait_until(lambda: "READ ONLY" in broker.output, broker)
     broker.process.send_signal(signal.SIGTERM)
-    assert broker.wait(server.LEAVE_AFTER_SIGNAL_S / 2) == 1, "whoever watches starts it again"
+    assert broker.wait(server.LEAVE_AFTER_SIGNAL_S / 2) == STEPPED_ASIDE, "whoever watches starts it again"
     assert "told to leave by SIGTERM" in broker.output
 
 

@@ -11,9 +11,13 @@ from april import config as configuration
 from april import wire
 from april.broker.journal.snapshot import freeze, thaw
 from april.broker.ledger.ledger import Ledger
-from april.broker.ledger.state import Rules
+from april.broker.ledger.rules import Rules
+from april.broker.recovery import last_step
 from april.broker.telemetry.evaluation import describe, pass_at, sizes, summarise, wilson
+from april.formats.metrics import is_step
+from april.report.run_folder import read_records, records_from
 from tests.broker.conversation import Conversation, FakeLearner, FakeWorker, finish_evaluation, training
+from tests.broker.test_steps import train
 
 
 @pytest.mark.parametrize("samples", [1, 4, 6])
@@ -93,6 +97,44 @@ def test_a_result_names_every_version_that_its_samples_were_drawn_under(config_f
     assert (result["version"], result["versions"]) == ([0, 1], [[0, 0], [0, 1]])
     talk.restart_broker()
     assert talk.ledger.evaluated[0] == result
+
+
+def test_an_evaluation_has_its_line_behind_its_sync_and_once(config_file):
+    overrides = ["--evaluation.prompts", "2", "--evaluation.every", "1", "--schedule.max_steps", "8"]
+    talk = Conversation(configuration.load(config_file, overrides))
+    path, worker, learner = talk.config.run_dir / "metrics.jsonl", FakeWorker(talk), FakeLearner(talk)
+    learner.join()
+    worker.join(capacity=16)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(talk.service.recorder.lines, "release", lambda size: None)
+        finish_evaluation(worker)
+        assert 0 in talk.ledger.evaluated and not path.exists(), "killed before it is written"
+    talk.restart_broker()
+    talk.service.recorder.lines.write()
+    assert evaluations(path) == [talk.ledger.evaluated[0]]
+    worker, learner = FakeWorker(talk), FakeLearner(talk)
+    learner.join()
+    worker.join(capacity=16)
+    for step in range(6):
+        train(talk, worker, learner, step)
+        learner.durable(step + 1)
+    finish_evaluation(worker)
+    found = list(talk.ledger.evaluated.values())
+    assert evaluations(path) == found and len(found) == 7
+    assert [line["step"] for line in read_records(path)] == [1, 2, 3, 4, 5, 6] and last_step(path) == 6
+    assert talk.service.recorder.lines.past.evaluated, "those that a start does not read again"
+    for kept in (path.with_name("metrics.past"), None):
+        talk.restart_broker()
+        talk.service.recorder.lines.write()
+        assert evaluations(path) == found
+        if kept:
+            kept.unlink()
+
+
+def evaluations(path):
+    """What the lines of evaluations say, as the summary has it."""
+    lines = [line for line, _, _ in records_from(path) if not is_step(line)]
+    return [{"step": line["step"], "time": line["time"]} | line["evaluation"] for line in lines]
 
 
 def test_of_a_recorded_evaluation_only_the_result_is_kept(config_file):

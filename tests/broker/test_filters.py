@@ -9,6 +9,7 @@ from april.broker.journal.journal import Journal
 from april.broker.ledger.samples import GroupState
 from april.config import ConfigError, ScheduleSection
 from april.filters.filters import STATES, CompleteGroup, FilterFailed, GroupFilters, ask, zero_spread
+from april.report.run_folder import read_records
 from tests.broker.conversation import Conversation, FakeLearner, FakeWorker
 
 
@@ -77,7 +78,7 @@ def test_groups_without_spread_are_replaced_while_the_round_runs(config_file):
     assert talk.ledger.counts["zero_spread"] == 4 and talk.ledger.discarded["zero_spread"] == 4 * 8
     assert talk.ledger.closed
     learner.consume(0)
-    step = orjson.loads((talk.config.run_dir / "metrics.jsonl").read_bytes().splitlines()[0])
+    step = read_records(talk.config.run_dir / "metrics.jsonl")[0]
     assert step["discarded_groups"] == {"zero_spread": 4} and step["tokens_ledger"]["discarded"] == {"zero_spread": 32}
     summary = orjson.loads((talk.config.run_dir / "summary.json").read_bytes())
     assert summary["discarded_groups"] == {"zero_spread": 4} and summary["ledger_closed"] is True

@@ -2,13 +2,13 @@
 
 from itertools import pairwise
 
-import orjson
 import pytest
 
 from april import config as configuration
 from april import wire
 from april.broker.desks import workers as worker_desk
 from april.broker.views.status import status
+from april.report.run_folder import read_records
 from tests.broker.conversation import Conversation, FakeLearner, FakeWorker
 
 CONTINUOUS = ["--schedule.kind", "continuous", "--schedule.in_flight", "6", "--schedule.max_staleness", "1"]
@@ -170,8 +170,7 @@ def test_a_run_without_rounds_comes_to_its_end(talk, worker, learner):
         assert learner.fetch(step)
         learner.consume(step)
         worker.hold(step + 1)
-        line = (talk.config.run_dir / "metrics.jsonl").read_bytes().splitlines()[-1]
-        staleness.append(orjson.loads(line)["staleness"]["max"])
+        staleness.append(read_records(talk.config.run_dir / "metrics.jsonl")[-1]["staleness"]["max"])
     assert worker.take(wire.Abort), "what is unfinished at the last batch comes back"
     for lease_id in list(talk.ledger.leases):
         worker.report(closings=[wire.GiveBack(lease_id, talk.ledger.leases[lease_id].sample.length, "abort")])

@@ -16,7 +16,8 @@ import msgpack
 import pytest
 
 from april.broker.journal import journal as journal_module
-from april.broker.journal.journal import Journal, JournalError
+from april.broker.journal.files import JournalError, file_path, file_starts, unneeded
+from april.broker.journal.journal import Journal
 from april.broker.ledger.events import RoundStarted, SampleScored
 
 ROOT = Path(__file__).parents[2]
@@ -259,11 +260,14 @@ def test_segments_are_reclaimed_unless_something_in_them_lives(tmp_path):
         references = [reference for _, reference in journal.replay()]
         before = journal.bytes_on_disk
         live = {references[13][0], references[44][0]}
-        dead = journal.reclaim(starts[3], live)
-        assert [int(path.stem) for path in dead] == [starts[0], starts[2]]
-        assert journal.bytes_on_disk == before - sum(path.stat().st_size for path in dead)
+        dead = unneeded(file_starts(tmp_path), starts[3], live)
+        assert dead == [starts[0], starts[2]]
+        paths = [file_path(tmp_path, start) for start in dead]
+        for _ in range(2):
+            journal.let_go(dead)
+            assert journal.bytes_on_disk == before - sum(path.stat().st_size for path in paths)
         assert journal.read(references[13]) == (fact(13), ARRAYS)
-        for path in dead:
+        for path in paths:
             path.unlink()
     assert replayed(tmp_path, starts[3]) == [fact(number) for number in range(30, 45)]
 

@@ -92,6 +92,7 @@ def test_a_snapshot_leaves_nothing_of_the_ledger_out():
         "held",
         "load",
         "generating",
+        "open_samples",
         "queue",
         "bound",
         "voided",

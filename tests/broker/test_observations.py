@@ -1,5 +1,6 @@
 """What the broker makes of an environment's answers: kept like chunks, counted as nobody's tokens, granted again."""
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -137,6 +138,21 @@ def test_an_observation_may_end_the_response_and_its_state_goes_to_the_scorer(ta
     assert again.scoring and again.finish_reason == "stop" and again.state == b"end"
     successor.report(closings=[wire.Scored(again.lease_id, [1.0], [{}])])
     assert successor.told("done") == [again.lease_id]
+
+
+def test_a_reward_of_a_group_gets_the_state_of_each_response(config_file):
+    group = ["--evaluation.prompts", "1", "--reward.where", "scorer", "--reward.name", "group:my_rewards:rank"]
+    talk = Conversation(configuration.load(config_file, [*ENVIRONMENT, *group]))
+    worker, scorer = FakeWorker(talk), FakeScorer(talk)
+    for peer in (worker, scorer):
+        peer.join()
+    grants = training(worker.grants())
+    first, second = [grant for grant in grants if grant.group == grants[0].group]
+    worker.chunk(first, 0, 3)
+    observe(worker, first, 3, 2, state=b"end", finish_reason="stop")
+    worker.chunk(second, 0, 4, "stop")
+    (grant,) = scorer.grants()
+    assert msgspec.msgpack.decode(grant.state) == [b"end", b""] and grant.together == ["stop", "stop"]
 
 
 def test_the_learner_gets_the_tokens_and_segments_that_leave_them_out(talk, worker):

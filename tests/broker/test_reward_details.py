@@ -1,8 +1,7 @@
 """What rewards are made of: on the wire, in the ledger, in the figures of a step, and in an evaluation's accuracy."""
 
-import orjson
-
 from april.broker.ledger.samples import Sample
+from april.report.run_folder import read_records
 from tests.broker.conversation import finish_evaluation, training
 
 
@@ -26,7 +25,7 @@ def test_means_of_details_are_in_the_line_of_their_step(talk, worker, learner):
         grants += training(worker.grants())
     learner.fetch(0)
     learner.consume(0)
-    line = orjson.loads((talk.config.run_dir / "metrics.jsonl").read_bytes().splitlines()[0])
+    line = read_records(talk.config.run_dir / "metrics.jsonl")[0]
     assert line["reward"] == 1.0 and line["reward_details"] == {"base": 0.5}
 
 

@@ -2,9 +2,10 @@
 
 import pytest
 
-from april.broker.journal.journal import Journal, JournalError
+from april.broker.journal.files import JournalError
+from april.broker.journal.journal import Journal
 from april.broker.ledger.ledger import Ledger, Verdict
-from april.broker.ledger.state import Rules
+from april.broker.ledger.rules import Rules
 from april.wire.rows import chunk_row, observation_row, pack_rows, padded
 from april.wire.version import Version
 

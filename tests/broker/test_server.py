@@ -48,8 +48,7 @@ def connect(server):
         connection = BrokerConnection(server.address, role, role, uuid.uuid4().hex)
         connections.append(connection)
         connection.send(wire.Hello(role, role, connection.uid))
-        connection.session = exchange(server, connection, wire.Welcome).message.session
-        connection.send_control(wire.Bind())
+        connection.begin(exchange(server, connection, wire.Welcome).message)
         return connection
 
     yield start
@@ -139,6 +138,7 @@ def test_a_worker_that_never_reads_loses_its_session_before_the_broker_its_memor
         if lease_id % 100 == 0:
             server.serve_once()
             assert sum(map(len, server._late.values())) <= OUTBOX_MESSAGES
+    worker.forget()
     deadline = time.monotonic() + 60.0
     while server.service.sessions.by_id and time.monotonic() < deadline:
         server.serve_once()

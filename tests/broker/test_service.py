@@ -8,10 +8,11 @@ import pytest
 
 from april import config as configuration
 from april import wire
-from april.broker.journal.journal import JournalError
+from april.broker.journal.files import JournalError
 from april.config import ConfigError
 from april.formats.versions import RUN_FOLDER
 from april.launch.preflight import check_resume
+from april.report.run_folder import read_records
 from april.wire.rows import chunk_row, pack_rows
 from april.wire.version import Version
 from tests.broker.conversation import (
@@ -197,8 +198,7 @@ def test_status_and_metrics_tell_the_ledger(talk, worker, learner, config_file):
     monitor.say(wire.StatusRequest())
     status = orjson.loads(monitor.take(wire.Status)[-1].arrays[0].tobytes())
     assert status["step"] == 1 and status["reward"] == 1.0 and status["ledger_closed"]
-    (line,) = (talk.config.run_dir / "metrics.jsonl").read_bytes().splitlines()
-    record = orjson.loads(line)
+    (record,) = read_records(talk.config.run_dir / "metrics.jsonl")
     assert record["step"] == 1 and record["tokens"] == 8 * 4 and record["staleness"]["tokens_by_age"] == {"0": 32}
     summary = orjson.loads((talk.config.run_dir / "summary.json").read_bytes())
     tokens = summary["tokens"]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from april.broker.journal.snapshot import SnapshotStore, freeze, live_positions, thaw
 from april.broker.ledger.ledger import Ledger
-from april.broker.ledger.state import Rules
+from april.broker.ledger.rules import Rules
 from april.wire.version import Version
 
 OLDER, NEWER = 100, 200
@@ -32,9 +32,7 @@ def written(tmp_path_factory):
     folder = tmp_path_factory.mktemp("snapshots")
     image = freeze(small_ledger())
     for position in (OLDER, NEWER):
-        store = SnapshotStore(folder)
-        store.write(position, image, unneeded=[])
-        store.close()
+        SnapshotStore(folder).write(position, image)
     return folder, image
 
 

@@ -5,7 +5,9 @@ import pytest
 
 from april import config as configuration
 from april import wire
+from april.broker.telemetry.recorder import Recorder
 from april.broker.views.status import status
+from april.report.run_folder import read_records
 from tests.broker.conversation import Conversation, FakeLearner, FakeWorker, make_batch
 
 MAX_STEPS = 8
@@ -52,33 +54,35 @@ def test_the_time_left_goes_by_the_pace_since_the_broker_started(talk, worker, l
     assert eta_s(talk) == 8.0 * (MAX_STEPS - 5)
 
 
-def test_a_step_that_the_journal_never_heard_of_is_no_replay_and_its_line_is_written_anew(talk, worker, learner):
+def test_a_step_that_the_journal_never_heard_of_has_no_line_and_is_no_replay(talk, worker, learner):
+    """The broker dies between Consumed and its sync."""
     train(talk, worker, learner, 0)
     make_batch(worker)
     learner.fetch(1)
-    before = journal_bytes(talk)
-    learner.consume(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(talk, "deliver", lambda: None)
+        learner.say(wire.Consumed(1, {"loss": 0.5}, ""))
+    assert talk.ledger.frontier == 2
     lines = metrics_lines(talk)
-    talk.journal.close()
-    for path, data in before.items():
-        path.write_bytes(data)  # the broker dies after the line and before the sync
-    talk.peers = {}
+    die_unsynced(talk)
     talk.start()
-    assert metrics_lines(talk) == lines[:1]
+    assert metrics_lines(talk) == lines and [line["step"] for line in lines] == [1]
     learner, worker = FakeLearner(talk), FakeWorker(talk)
     learner.join(step=1)
     learner.fetch(1)
     learner.consume(1)
-    assert [orjson.loads(line)["step"] for line in metrics_lines(talk)] == [1, 2]
+    assert [line["step"] for line in metrics_lines(talk)] == [1, 2]
     assert summary(talk)["replays"] == {"same": 0, "different": 0}
 
 
-def journal_bytes(talk):
-    return {path: path.read_bytes() for path in talk.journal.folder.glob("*.msgpack")}
+def die_unsynced(talk):
+    talk.journal.fail(OSError("killed"))
+    talk.journal.close()
+    talk.peers = {}
 
 
 def metrics_lines(talk):
-    return (talk.config.run_dir / "metrics.jsonl").read_bytes().splitlines()
+    return read_records(talk.config.run_dir / "metrics.jsonl")
 
 
 def test_lines_that_no_learner_can_go_back_to_are_forgotten_and_their_sums_are_not(talk, worker, learner):
@@ -97,3 +101,36 @@ def test_lines_that_no_learner_can_go_back_to_are_forgotten_and_their_sums_are_n
     assert list(talk.service.recorder.steps) == [2, 3, 4, 5] and talk.service.recorder.newest == recorder.newest
     assert [again[figure] for figure in figures] == [grown[figure] for figure in figures]
     assert sum(again["staleness"]["tokens_by_age"].values()) == again["tokens"]["trained"]
+
+
+def test_a_start_reads_what_a_learner_can_go_back_to_and_sums_the_rest_the_same(talk, worker, learner, monkeypatch):
+    for step in range(7):
+        talk.tick(0.5)
+        train(talk, worker, learner, step)
+        learner.durable(step + 1)
+    steps, path = list(talk.service.recorder.steps), talk.config.run_dir / "metrics.past"
+    whole, seen, told = path.read_bytes(), [], []
+    monkeypatch.setattr(Recorder, "_remember", remembering(Recorder._remember, seen))
+    for past, lines in ((whole, steps), (b"", range(7)), (whole[:-9], range(7)), (changed(whole), range(7))):
+        path.write_bytes(past)
+        seen.clear()
+        talk.restart_broker()
+        assert seen == list(lines) and list(talk.service.recorder.steps)[-3:] == steps[-3:]
+        talk.service.stop("asked", "stopped", talk.now)
+        after = summary(talk)
+        told.append([after[figure] for figure in ("reward", "staleness", "rollout_tokens_per_s", "gradient", "steps")])
+    assert len(steps) < 7 and after["rollout_tokens_per_s"] > 0
+    assert all(again == told[0] for again in told)
+
+
+def remembering(remember, seen):
+    def note(recorder, record, *rest):
+        seen.append(record["step"] - 1)
+        remember(recorder, record, *rest)
+
+    return note
+
+
+def changed(past):
+    """As if another line were the last before its place."""
+    return orjson.dumps(orjson.loads(past) | {"last_checksum": 1})

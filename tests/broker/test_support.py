@@ -5,7 +5,7 @@ import pytest
 
 from april import config as configuration
 from april import wire
-from april.broker.journal.journal import JournalError
+from april.broker.journal.files import JournalError
 from april.wire.limits import SUPPORT_IDS
 from tests.broker.conversation import (
     Conversation,

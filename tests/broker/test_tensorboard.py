@@ -1,10 +1,10 @@
 """TensorBoard shows what metrics.jsonl says."""
 
-import orjson
 import pytest
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from april import config as configuration
+from april.report.run_folder import read_records
 from tests.broker.conversation import Conversation, FakeLearner, FakeWorker, make_batch
 
 
@@ -17,7 +17,7 @@ def test_steps_and_evaluations_become_scalars(config_file):
     make_batch(worker)
     learner.fetch(0)
     learner.consume(0, version_share_0=1.0)
-    line = orjson.loads((talk.config.run_dir / "metrics.jsonl").read_bytes())
+    line = read_records(talk.config.run_dir / "metrics.jsonl")[0]
     (file,) = (talk.config.run_dir / "tensorboard").iterdir()
     found = {
         (event.step, value.tag): value.tensor.float_val[0]

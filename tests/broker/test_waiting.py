@@ -4,14 +4,14 @@ from april.broker.ledger.samples import CLEANING_PUSHES, Group, Sample, SampleSt
 
 
 def test_what_waits_no_longer_takes_no_room():
-    queue = Waiting(lambda sample: (sample.index,))
+    queue = Waiting()
     group = Group(1, 0, False, 0, 0, 0, None, 1)
     kept = [Sample(group, index) for index in range(7)]
     for sample in kept:
-        queue.push(sample)
+        queue.push(sample, (sample.index,))
     for index in range(20 * CLEANING_PUSHES):
         gone = Sample(group, 100 + index)
-        queue.push(gone)
+        queue.push(gone, (gone.index,))
         gone.state = SampleState.LEASED
         assert sum(map(len, queue._by_step.values())) <= CLEANING_PUSHES + len(kept)
     taken = [queue.take(0) for _ in kept]

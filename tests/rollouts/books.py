@@ -15,14 +15,14 @@ def sample(tokens, prompt_tokens, reward, segments):
 def batch_of(step):
     """A response that an environment has interrupted between two versions, and a shorter one."""
     first = sample([5, 6, 7, 8, 9], 2, 1.0, ((0, 1, Version(0, 3)), (2, 3, Version(0, 4))))
-    return Batch(step, [[first, sample([5, 6, 7], 2, 0.0, ((0, 1, Version(0, 4)),))]])
+    return Batch(step, [[first, sample([5, 6, 7], 2, 0.0, ((0, 1, Version(0, 4)),))]], [(step, b"\xa4mine")])
 
 
 class Books:
     """Writes down what it is told."""
 
     def __init__(self, steps, frontier=0):
-        self.steps, self.frontier, self.said, self.weights = steps, frontier, [], {}
+        self.steps, self.frontier, self.said, self.weights, self.prompts = steps, frontier, [], {}, 0
 
     def start(self, checkpoint_step):
         self.said.append(("start", checkpoint_step))
@@ -30,6 +30,11 @@ class Books:
 
     def fetch(self, step):
         return batch_of(step) if step < self.steps else None
+
+    def submit(self, first, prompts, ids):
+        self.said.append(("submit", first, [one.tokens for one in prompts], ids.tolist()))
+        self.prompts = max(self.prompts, first + len(prompts))
+        return self.prompts
 
     def alive(self):
         pass
@@ -43,4 +48,12 @@ class Books:
     def publish(self, version, tensors, canary):
         self.said.append(("publish", version.step))
         self.weights[version.step] = tensors
+        return {}
+
+    def announce(self, version, canary):
+        self.said.append(("announce", version.step))
+        self.canary = canary
+
+    def brought(self):
+        self.said.append(("brought",))
         return {}

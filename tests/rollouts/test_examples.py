@@ -2,18 +2,25 @@
 
 import ast
 import re
+import runpy
 import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import orjson
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from april.config import ConfigError, load
+from april.data.make_data import make_data
+from april.policy.make_policy import make_policy
 from tests.run.processes import Job, assert_closed, steps_recorded, summary, wait_until
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 GRPO = EXAMPLES / "grpo.py"
+QUICKSTART = EXAMPLES.parent / "configs/quickstart.toml"
 
 
 @pytest.fixture
@@ -40,6 +47,21 @@ def test_it_is_short_and_imports_the_public_interface_torch_and_transformers_alo
     }
     assert imported - sys.stdlib_module_names == {"april", "torch", "transformers"}
     assert "from april" not in text and "april." in text and text.count("\n") < 150
+
+
+def test_a_batch_in_which_all_rewards_are_equal_moves_no_weight():
+    learner = object.__new__(runpy.run_path(str(GRPO))["Learner"])
+    learner.model = torch.nn.Linear(2, 2)
+    learner.optimizer = torch.optim.AdamW(learner.model.parameters(), weight_decay=0.1)
+    learner.config = SimpleNamespace(learner=SimpleNamespace(lr=1.0, warmup_steps=0, grad_clip=1.0))
+    before = [parameter.clone() for parameter in learner.model.parameters()]
+    ones = torch.ones(4, 3, dtype=torch.bool)
+    batch = SimpleNamespace(
+        response_mask=ones, attention_mask=ones, advantages=torch.zeros(4), rewards=torch.ones(4), checkpoint=1
+    )
+    metrics = learner.step(batch)
+    assert metrics["loss"] == 0.0 == metrics["grad_norm"] and metrics["tokens"] == 12
+    assert all(map(torch.equal, before, learner.model.parameters()))
 
 
 @pytest.mark.full
@@ -98,6 +120,51 @@ def test_trl_trains_on_behaviour_log_probabilities_and_goes_on_from_its_own_chec
     assert before[gone_on_from:] == after[: len(before) - gone_on_from], "the same batches and weights"
     ratios = figures(again.output, "sampling/importance_sampling_ratio/max")
     assert max(ratios) > 1.0, "tokens of older weights are corrected"
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+def test_the_quickstart_s_policy_learns_its_task_under_trl(tmp_path):
+    policy = make_policy(tmp_path / "policy", log=lambda line: None)
+    prompts, held_out = make_data(tmp_path / "data")
+    overrides = {
+        "run.dir": tmp_path, "run.name": "trl", "model.path": policy, "data.path": prompts, "data.eval_path": held_out,
+        "evaluation.prompts": 256, "schedule.max_steps": 10,
+    }  # fmt: skip
+    words = [word for key, value in overrides.items() for word in (f"--{key}", str(value))]
+    command = [sys.executable, str(EXAMPLES / "trl_grpo.py"), str(QUICKSTART), "--output", str(tmp_path / "saved")]
+    job = Job([*command, "--save-every", "100", *words], tmp_path / "log")
+    try:
+        assert job.wait(timeout_s=1000) == 0, job.output
+    finally:
+        job.end()
+    lines = map(orjson.loads, (tmp_path / "trl/metrics.jsonl").read_bytes().splitlines())
+    evaluations = {line["step"]: line["evaluation"]["accuracy"] for line in lines if "evaluation" in line}
+    assert evaluations[0] <= 0.6 and evaluations[10] >= 0.85
+
+
+@pytest.mark.parametrize("longest", [1, 9])
+def test_log_probabilities_by_length_are_those_that_trl_computes_of_all_rows_at_once(policy_folder, longest):
+    adapter = pytest.importorskip("april.adapters.trl")
+    model = AutoModelForCausalLM.from_pretrained(policy_folder)
+    computed = []
+
+    def score(model, ids, mask, logits_to_keep, batch_size=None):
+        computed.append(ids.numel())
+        logits = model(input_ids=ids, attention_mask=mask).logits[:, :-1].log_softmax(-1)
+        return logits.gather(-1, ids[:, 1:, None])[:, -logits_to_keep:, 0], None, None
+
+    lengths = torch.tensor([longest, 1, 3, 1, 2])
+    prompt = torch.tensor([[0, 1, 1]]).expand(5, 3)
+    mask = torch.cat([prompt, (torch.arange(longest + 1) < lengths[:, None]).long()], dim=1)
+    ids = torch.randint(3, 9, mask.shape, generator=torch.manual_seed(0)) * mask
+    with torch.no_grad():
+        found, _, _ = adapter.by_length(score, model, ids, mask, longest + 1, batch_size=2, num_images=None)
+        cost = sum(computed)
+        expected, _, _ = score(model, ids, mask, longest + 1)
+    sampled = mask[:, 3:].bool()
+    assert torch.allclose(found[sampled], expected[sampled], atol=1e-5) and cost < ids.numel()
+    assert adapter.by_length(score, model, ids, mask, longest + 1)[0].requires_grad, "the step itself is TRL's"
 
 
 def test_arguments_of_trl_that_do_not_fit_the_run_are_refused(config_file, tmp_path):

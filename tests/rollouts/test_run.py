@@ -1,9 +1,12 @@
 """A trainer of one's own: what it is given, in which order, and what it may forget to say."""
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import orjson
 import pytest
 import torch
@@ -11,11 +14,13 @@ from transformers import AutoModelForCausalLM
 
 import april
 from april.config import ConfigError, load
+from april.learner.batch import Batch
+from april.rollouts import Prompt, PromptsWanted
 from april.rollouts.batch import to_tensors
 from april.rollouts.run import Rollouts
 from april.rollouts.weights import canary_of, collect
 from tests.rollouts.books import Books, batch_of
-from tests.run.processes import Job
+from tests.run.processes import Job, assert_closed
 
 WEIGHTS = {"weight": torch.ones(2)}
 
@@ -35,6 +40,7 @@ def test_a_batch_says_of_each_token_who_sampled_it_and_how_likely_that_was(confi
     assert batch.rewards.tolist() == [1, 0] and batch.group.tolist() == [0, 0]
     assert batch.advantages[0] > 0 > batch.advantages[1]
     assert (batch.step, batch.checkpoint) == (7, 8)
+    assert batch.prompts == [7] and batch.extras == ["mine"]
 
 
 def test_each_batch_is_consumed_before_its_weights_are_published_and_durable_counts_the_checkpoint(config):
@@ -79,6 +85,78 @@ def test_who_waits_for_workers_that_wait_for_weights_is_told(config):
         next(batches)
         with pytest.raises(RuntimeError, match="weights 1 have not been published"):
             next(batches)
+
+
+@pytest.fixture
+def brought(config_file):
+    """What a trainer that brings its prompts says, and what it holds."""
+    books = Books(2)
+    return books, Rollouts(load(config_file, ["--data.source", "submitted"]), 0, books, books)
+
+
+def test_prompts_are_texts_messages_or_ids_and_what_was_brought_before_is_passed_over(brought):
+    books, run = brought
+    assert run.submit(["05*3", [4, 5], Prompt([6], label="1", extra={"uid": np.int64(3)})]) == 3
+    assert run.submit([[4], [5], [6], [7]], first=1) == 5
+    submits = [said[1:] for said in books.said if said[0] == "submit"]
+    assert submits[0] == (0, [], []), "how many there are is asked at the start"
+    assert submits[1][:2] == (0, [4, 2, 1]) and submits[1][2][4:] == [4, 5, 6]
+    assert submits[2] == (3, [1, 1], [6, 7])
+    with pytest.raises(ValueError, match="prompt 9 does not follow the 5"):
+        run.submit([[1]], first=9)
+    for wrong, why in (([], "0 tokens"), ([1] * 9999, "9999 tokens"), (Prompt([1], "x" * 200_000), "more than")):
+        with pytest.raises(ValueError, match=why):
+            run.submit([wrong])
+
+
+def test_many_prompts_go_in_as_many_messages_as_hold_them(brought, monkeypatch):
+    books, run = brought
+    monkeypatch.setattr("april.rollouts.prompts.MESSAGE_TOKENS", 3)
+    assert run.submit([[1, 2], [3, 4], [5]]) == 3
+    assert [said[1:] for said in books.said[-2:]] == [(0, [2], [1, 2]), (1, [2, 1], [3, 4, 5])]
+
+
+def test_who_takes_a_batch_that_no_prompt_is_left_for_is_told(brought):
+    books, run = brought
+    run.publish(WEIGHTS)
+    books.fetch = lambda step: Batch(step, [])
+    with pytest.raises(PromptsWanted, match=r"submit more with run\.submit"):
+        run.take()
+    books.fetch = batch_of
+    assert run.take().prompts == [0]
+
+
+@pytest.mark.full
+def test_a_trainer_brings_prompts_and_takes_their_groups_though_the_broker_is_killed(config_file, policy_folder):
+    model = AutoModelForCausalLM.from_pretrained(policy_folder)
+    keys = {"data.source": "submitted", "evaluation.prompts": 1, "worker.slots": 16}
+    taken = []
+    with april.connect(config_file, overrides=keys) as run:
+        run.publish(model)
+        run.submit(numbered(0, 6))
+        for step in range(3):
+            batch = run.take()
+            taken += batch.prompts
+            assert [extra["row"] for extra in batch.extras] == batch.prompts and len(batch.prompts) == 4
+            run.consumed(batch)
+            if step == 0:
+                kill_broker(run)
+            run.submit(numbered(6 + 4 * step, 4), first=6 + 4 * step)
+            assert run.submitted == 10 + 4 * step
+            run.publish(model)
+        assert run.take() is None
+    assert len(set(taken)) == 12 and assert_closed(run.config.run_dir)["state"] == "finished"
+
+
+def numbered(first, count):
+    return [Prompt(f"{row % 64:02d}*3+60=", str(row % 2), extra={"row": row}) for row in range(first, first + count)]
+
+
+def kill_broker(run):
+    children = Path(f"/proc/{run._broker.local.process.pid}/task").glob("*/children")
+    pids = [int(pid) for file in children for pid in file.read_text().split()]
+    [broker] = [pid for pid in pids if b"broker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    os.kill(broker, signal.SIGKILL)
 
 
 def test_a_model_its_state_and_its_tensors_are_the_same_weights_and_tied_ones_come_once(policy_folder, config):

@@ -59,6 +59,26 @@ SCHEDULES = {
     "recomputed": {"schedule__kind": "continuous", "schedule__in_flight": 16, "weights__keep_kv": False},
 }  # fmt: skip
 
+KNOWN = {
+    "sync": (162.105023, 40854, 40244, 14944),
+    "april": (74.025933, 39967, 35565, 34454),
+    "in steps": (240.253010, 41234, 40244, 12228),
+    "dropped": (81.488275, 55505, 21394, 6968),
+    "overlap": (56.856832, 40963, 35565, 17969),
+    "continuous": (48.705898, 44198, 40244, 15680),
+    "bounded": (54.336592, 33132, 33059, 7132),
+    "recomputed": (47.966226, 47101, 40244, 46893),
+}
+"""time of the last step (seconds), tokens that were generated, consumed and computed as context, of seed 3"""
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_same_seed_gives_the_same_figures_however_fast_it_is_computed(schedule):
+    measures = simulate(scenario(cost=GROWING, **SCHEDULES[schedule], **HARD, seed=3))
+    found = measures.measured
+    figures = (measures.steps[-1].time_s, found.generated, found.consumed, found.prefilled)
+    assert figures == pytest.approx(KNOWN[schedule], rel=1e-6)
+
 
 @pytest.mark.parametrize("circumstances", [{}, HARD], ids=["calm", "hard"])
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -83,8 +83,7 @@ def test_of_a_long_run_it_is_the_groups_since_the_older_snapshot(tmp_path):
             for length in range(first, first + 6):
                 add_group(ledger, [length, length])
             if first < 30:
-                store.write(journal.rotate(), freeze(ledger), unneeded=[])
-                store.close()
+                store.write(journal.rotate(), freeze(ledger))
         *older, _ = sorted(journal.folder.glob("*.msgpack"))
         older[0].unlink()
     assert record_trace(tmp_path).groups == [TracedGroup(9, [n, n], BUDGET) for n in (*range(20, 26), *range(30, 36))]

@@ -5,18 +5,19 @@ stall or restart. What it asserts holds for every schedule.
 """
 
 import random
+from collections import Counter
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from april.broker.conformance.prompts import NumberedPrompts
+from april.broker.conformance.prompts import BroughtPrompts, NumberedPrompts
 from april.broker.conformance.runs import advance
 from april.broker.conformance.sections import sections
 from april.broker.journal.snapshot import freeze, thaw
-from april.broker.ledger.events import BatchDelivered, GroupDiscarded, GroupOpened, Leased
+from april.broker.ledger.events import BatchDelivered, GroupDiscarded, GroupOpened, Leased, PromptSubmitted
 from april.broker.ledger.ledger import Ledger, Verdict
-from april.broker.ledger.samples import TO_GENERATE, GroupState, SampleState
-from april.broker.ledger.state import Rules
+from april.broker.ledger.rules import Rules
+from april.broker.ledger.samples import ENDED, TO_GENERATE, GroupState, SampleState
 from april.broker.plan import make_schedule
 from april.broker.schedules.schedule import choose_sample
 from april.config import ScheduleSection
@@ -36,6 +37,10 @@ PATIENCE_TURNS = 3000
 def has_spread(group):
     rewards = {sample.reward for sample in group.samples if sample.state is SampleState.DONE}
     return len(rewards) > 1
+
+
+def brought(row):
+    return PromptSubmitted(row, "", "", b"")
 
 
 def trains(lease):
@@ -59,8 +64,11 @@ class Pipeline(RuleBasedStateMachine):
         epochs=st.sampled_from([1, 2, 50]),
         min_group_size=st.sampled_from([None, 1]),
         dynamic_sampling=st.booleans(),
+        submitted=st.booleans(),
     )
-    def start(self, data, batch_groups, group_size, max_staleness, rows, epochs, min_group_size, dynamic_sampling):
+    def start(
+        self, data, batch_groups, group_size, max_staleness, rows, epochs, min_group_size, dynamic_sampling, submitted
+    ):
         self.ledger_rules = Rules(
             batch_groups,
             group_size,
@@ -69,11 +77,12 @@ class Pipeline(RuleBasedStateMachine):
             min_group_size=min_group_size,
             max_response_tokens=RESPONSE_BUDGET,
             filtered=dynamic_sampling,
+            submitted=submitted,
         )
         self.log = []
         self.snapshot = None
         self.ledger = Ledger(self.ledger_rules, write=self.journal)
-        self.prompts = NumberedPrompts(rows, epochs)
+        self.prompts = BroughtPrompts(self.ledger) if submitted else NumberedPrompts(rows, epochs)
         self.filters = GroupFilters(ScheduleSection(dynamic_sampling=dynamic_sampling))
         self.choose_schedule(data, self.kind)
         self.ledger.start_learner(0)
@@ -269,6 +278,8 @@ class Pipeline(RuleBasedStateMachine):
             self.advance()
             if ledger.consumed < ledger.next_step:
                 self.consume()
+            elif self.schedule.wants_prompts(ledger):
+                self.bring_prompts()
             self.the_bound_holds()
 
     def over(self):
@@ -359,6 +370,17 @@ class Pipeline(RuleBasedStateMachine):
         self.ledger.start_learner(self.ledger.durable)
         assert before == {step: [g.id for g in groups] for step, groups in self.ledger.deliveries.items()}
 
+    @precondition(lambda self: self.ledger_rules.submitted)
+    @rule(count=st.integers(0, 9), again=st.integers(0, 3))
+    def bring_prompts(self, count=1, again=0):
+        """A trainer may say again what it has brought; what lies between is not left out."""
+        first = max(0, self.ledger.prompts_submitted - again)
+        for row in range(first, first + count):
+            known = row < self.ledger.prompts_submitted
+            assert self.ledger.submit(brought(row), b"") is (Verdict.DUPLICATE if known else Verdict.OK)
+        assert self.ledger.submit(brought(self.ledger.prompts_submitted + 1), b"") is Verdict.GAP
+        self.advance()
+
     # --- broker ---
 
     @rule()
@@ -381,6 +403,8 @@ class Pipeline(RuleBasedStateMachine):
         assert again.bound.__dict__ == self.ledger.bound.__dict__
         assert sorted(again.leases) == sorted(self.ledger.leases)
         self.ledger = again
+        if self.ledger_rules.submitted:
+            self.prompts = BroughtPrompts(again)
         if same:
             self.schedule = make_schedule(self.section, self.prompts)
         else:
@@ -411,6 +435,17 @@ class Pipeline(RuleBasedStateMachine):
     def the_load_is_what_workers_generate(self):
         if hasattr(self, "ledger"):
             assert self.ledger.generating == sum(trains(lease) for lease in self.ledger.leases.values())
+
+    @invariant()
+    def the_counters_say_what_the_samples_are(self):
+        if not hasattr(self, "ledger"):
+            return
+        for evaluation in (False, True):
+            here = [group for group in self.ledger.groups.values() if group.evaluation == evaluation]
+            groups = [group for group in here if group.state is GroupState.OPEN]
+            states = Counter(str(sample.state) for group in groups for sample in group.samples)
+            assert self.ledger.open_samples.by_state(evaluation) == states
+            assert all(group.left == sum(s.state not in ENDED for s in group.samples) for group in groups)
 
     @invariant()
     def the_bound_holds(self):
@@ -453,6 +488,16 @@ class Pipeline(RuleBasedStateMachine):
         fresh = [(event.epoch, event.row) for event in opened if event.replaces is None]
         rows = self.prompts.rows
         assert fresh == [(i // rows, i % rows) for i in range(len(fresh))]
+
+    @invariant()
+    def a_brought_prompt_is_kept_until_nobody_asks_for_it_any_more(self):
+        if not hasattr(self, "ledger") or not self.ledger_rules.submitted:
+            return
+        ledger, dead = self.ledger, {letter.row for letter in self.ledger.dead_letters.letters}
+        undrawn = set(range(ledger.cursor[1], ledger.prompts_submitted))
+        wanted = undrawn | {group.row for group in ledger.groups.values() if not group.evaluation}
+        assert wanted <= set(ledger.submitted) <= wanted | dead
+        assert all(epoch == 0 for epoch, _ in ledger.dead_letters.waiting.values())
 
     @invariant()
     def a_requeued_prompt_is_drawn_once_more_and_ahead_of_fresh_ones(self):

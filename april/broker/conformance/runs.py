@@ -2,7 +2,7 @@
 
 from april.broker.conformance.prompts import NumberedPrompts
 from april.broker.ledger.ledger import Ledger, Verdict
-from april.broker.ledger.state import Rules
+from april.broker.ledger.rules import Rules
 from april.broker.plan import make_schedule
 from april.broker.schedules.schedule import Schedule, choose_sample
 from april.config import ScheduleSection

@@ -4,7 +4,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from april.broker.ledger.state import Rules
+from april.broker.ledger.rules import Rules
 from april.broker.schedules import SCHEDULES
 from april.config import ConfigError, ScheduleSection
 

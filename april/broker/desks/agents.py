@@ -4,6 +4,10 @@ An agent speaks in observations, each of which opens a turn. The turn is generat
 tokens are passed on as they reach the disk. Between turns nothing but the session's own lease is held.
 """
 
+from collections.abc import Iterator
+from itertools import accumulate
+from operator import itemgetter
+
 import msgspec
 import numpy as np
 from zlib_ng.zlib_ng import crc32
@@ -13,7 +17,7 @@ from april.broker.books import Books
 from april.broker.desks.holders import NOT_CURRENT, HolderDesk
 from april.broker.desks.reports import RowChecks, read_report
 from april.broker.ledger.ledger import Verdict
-from april.broker.ledger.samples import Lease, Sample, SampleState
+from april.broker.ledger.samples import Lease, Place, Sample, SampleState
 from april.broker.sessions import Session
 from april.wire.rows import Buffer, Row, chunk_row, observation_row, pack_rows, padded, select_rows
 
@@ -43,7 +47,7 @@ class AgentDesk(HolderDesk):
         """Each row opens a turn, or is not taken."""
         table, payload = read_report(packed)
         lease_ids = table["lease_id"].tolist()
-        leases = [self.ledger.leases.get(lease_id) for lease_id in lease_ids]
+        leases = [self.ledger.lease_of(lease_id) for lease_id in lease_ids]
         wrong = self.checks.faults(table, payload, leases, of_agents=True)
         verdicts = self.ledger.add_chunks(packed[0].data, payload.data, session.uid, wrong, payload.checksum)
         tokens = 0
@@ -52,15 +56,15 @@ class AgentDesk(HolderDesk):
             if lease is None or verdict is Verdict.FENCED:
                 self.refuse(session, lease_id, NOT_CURRENT)
             elif verdict in (Verdict.OK, Verdict.DUPLICATE):
-                self.sessions.acknowledge(session, lease_id, lease.sample.length)
+                self.sessions.acknowledge(session, lease_id, length_of(lease, lease_id))
                 tokens += int(table["tokens"][place]) if verdict is Verdict.OK else 0
             elif verdict is Verdict.GAP:
-                self.sessions.ask_again(session, lease_id, lease.sample.length)
+                self.sessions.ask_again(session, lease_id, length_of(lease, lease_id))
             elif place in wrong:
                 self.refuse(session, lease_id, f"bad row: {wrong[place]}")
             elif verdict is not Verdict.DROPPED:
-                reason = "turn refused: it is not the agent's turn, or the session has no room for so much"
-                self.ledger.end_lease(lease_id, "agent_failed", reason, now)
+                reason = "turn refused: it is not the agent's turn there, or the branch has no room for so much"
+                self.ledger.end_lease(lease.id, "agent_failed", reason, now)
                 self.refuse(session, lease_id, reason)
         self.recorder.observed(verdicts.count(Verdict.OK), tokens, 0)
 
@@ -68,15 +72,19 @@ class AgentDesk(HolderDesk):
 
     def tell(self, table: np.ndarray, payload: Buffer, leases: list[Lease | None]) -> None:
         """Rows of workers, with the leases of those that were taken: agents hear of theirs when they are on disk."""
-        of_agents = [lease and self.ledger.leases.get(lease.sample.agent_lease) for lease in leases]
+        of_agents = [lease and self.ledger.leases.get(lease.sample.session.agent_lease) for lease in leases]
         holders = {agent.worker for agent in of_agents if agent}
+        ids = [
+            agent.id + lease.sample.branch if agent and lease else 0
+            for agent, lease in zip(of_agents, leases, strict=True)
+        ]
         for uid in holders:
             session = self.sessions.of_uid(uid)
-            if session is None or not session.control_route:
+            if session is None or not session.data_route:
                 continue  # it will say hello again, and be told all
             taken = [agent is not None and agent.worker == uid for agent in of_agents]
             own = table.copy()
-            own["lease_id"] = [agent.id if agent else 0 for agent in of_agents]
+            own["lease_id"] = ids
             rows, payloads = select_rows(own.tobytes(), payload, taken)
             self.sessions.send(session, wire.Turns(), [packed(rows), packed(payloads)])
 
@@ -137,21 +145,31 @@ class AgentDesk(HolderDesk):
         self.sessions.send(session, wire.Sessions([told]), [packed(pack_rows(rows)), packed(b"".join(bodies))])
 
     def _history(self, lease: Lease) -> list[tuple[Row, memoryview]]:
-        """All that was said in a session, as it was reported; a turn that is over ends with a row that says so."""
-        rows: list[tuple[Row, memoryview]] = []
-        sample, start = lease.sample, 0
-        places = list(sample.places)
-        for place, body in self.books.payloads.journal.read_payloads(iter(places)):
+        """All that was said in a session in its order, as it was reported."""
+        said = [one for line in lease.sample.lines for one in self._said_in(line, lease.id + line.branch)]
+        return [(row, body) for _, row, body in sorted(said, key=itemgetter(0))]
+
+    def _said_in(self, line: Sample, lease_id: int) -> Iterator[tuple[Place, Row, memoryview]]:
+        """What a branch does not share, each with its place; a turn that is over ends with a row that says so."""
+        ends = list(accumulate(place.tokens for place in line.places))
+        places = [place for place, end in zip(line.places, ends, strict=True) if end > line.shared]
+        bodies, start = self.books.payloads.journal.read_payloads(iter(places)), line.shared
+        for (place, body), after in zip(bodies, [*places, None][1:], strict=True):
             if place.observed:
-                row = observation_row(lease.id, start, place.tokens, "", body)
+                parent = line.parent if start == line.shared else 0
+                row = observation_row(lease_id, start, place.tokens, "", body, parent=parent)
             else:
-                version = next(version for first, end, version in sample.segments if first <= start < end)
-                last = len(rows) + 1 == len(places)
-                over = sample.state is SampleState.ACTING if last else places[len(rows) + 1].observed
-                row = chunk_row(lease.id, start, place.tokens, version, STOP if over else "", body)
-            rows.append((row, body))
+                version = next(version for first, end, version in line.segments if first <= start < end)
+                over = after.observed if after else line.state is SampleState.ACTING
+                row = chunk_row(lease_id, start, place.tokens, version, STOP if over else "", body)
+            yield place, row, body
             start += place.tokens
-        return rows
+
+
+def length_of(session: Lease, lease_id: int) -> int:
+    """Of the branch that an id of a session stands for."""
+    line = session.sample.line(lease_id - session.id)
+    return line.length if line else 0
 
 
 def packed(data: bytes | bytearray) -> wire.Packed:

@@ -12,9 +12,11 @@ from april.broker.sessions import Session
 
 def send_grant(books: Books, session: Session, lease: Lease) -> None:
     """With the next grants to its holder; what the samples of a group have in common goes with the first of them."""
-    sample, group, payloads = lease.sample, lease.sample.group, books.payloads
+    sample = lease.sample.last_line if lease.scoring else lease.sample
+    group, payloads = sample.group, books.payloads
     leases = books.sessions.answers_to(session).new_leases()
-    task, arrays = leases.places.get(group.id), [payloads.response_ids(one) for one in lease.samples]
+    said = [one.last_line if lease.scoring else one for one in lease.samples]
+    task, arrays = leases.places.get(group.id), [payloads.response_ids(line) for line in said]
     session.sent_bytes += sum(len(array.data) for array in arrays)
     if task is None:
         prompt = payloads.prompt(group.prompt)
@@ -28,14 +30,16 @@ def send_grant(books: Books, session: Session, lease: Lease) -> None:
     if books.ledger.rules.agents:
         request, state = msgspec.msgpack.decode(state, type=wire.TurnRequest), b""
         left, stops = min(left, request.max_tokens - (sample.length - turn_start)), request.stops
+    elif lease.on_group:
+        state = msgspec.msgpack.encode([payloads.environment_state(one) if one.observations else b"" for one in said])
     grant = wire.Grant(
         lease_id=lease.id,
         task=task,
         index=sample.index,
         scoring=lease.scoring,
         max_new_tokens=left,
-        seed=sample_seed(books.config.seed, group.id, sample.index),
-        finish_reason=sample.finish_reason,
+        seed=sample_seed(books.config.seed, group.id, sample.index, sample.branch),
+        finish_reason=sample.session.finish_reason,
         hand_over=not lease.scoring and books.ledger.is_handed_over(group),
         together=[one.finish_reason for one in lease.samples] if lease.on_group else [],
         turns=len(observations),
@@ -62,7 +66,8 @@ def task_of(books: Books, group: Group) -> wire.Task:
     )
 
 
-def sample_seed(run_seed: int, group: int, index: int) -> int:
-    """A 63-bit sampling seed, distinct for every sample of a run and the same on every resume."""
-    digest = hashlib.blake2b(f"{run_seed}/{group}/{index}".encode(), digest_size=8).digest()
+def sample_seed(run_seed: int, group: int, index: int, branch: int = 0) -> int:
+    """A 63-bit sampling seed, distinct for every branch of every sample of a run and the same on every resume."""
+    name = f"{run_seed}/{group}/{index}" + (f"/{branch}" if branch else "")
+    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

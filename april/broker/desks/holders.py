@@ -12,6 +12,7 @@ from april.wire import limits
 log = logging.getLogger(__name__)
 
 NOT_CURRENT = "the lease is not current"
+TOO_MANY = f"a session has at most {wire.BRANCHES} branches"
 
 
 class HolderDesk:
@@ -93,7 +94,7 @@ class HolderDesk:
             elif isinstance(closing, wire.Scored):
                 self._take_score(session, closing, now)
             elif isinstance(closing, wire.Closed):
-                self._close_agent(session, closing.lease_id, now)
+                self._close_agent(session, closing, now)
             else:
                 self._take_back(session, closing, now)
 
@@ -107,23 +108,26 @@ class HolderDesk:
         if fault:
             return self.refuse(session, lease.id, f"bad score: {fault}")
         if lease.agent and lease.sample.group.together:
-            return self._close_agent(session, lease.id, now)
+            return self._close_agent(session, wire.Closed(lease.id, scored.superseded), now)
         if lease.on_group:
             verdict = self.ledger.score_group(lease.id, scored.rewards, scored.details)
         else:
-            verdict = self.ledger.score(lease.id, scored.rewards[0], scored.details[0])
+            verdict = self.ledger.score(lease.id, scored.rewards[0], scored.details[0], scored.superseded)
         if verdict is Verdict.GAP:
             return self.sessions.ask_again(session, lease.id, lease.sample.length)
         if verdict is Verdict.INVALID:
             return self._agent_said_nothing(session, lease, now)
         self.sessions.acknowledge(session, lease.id)
 
-    def _close_agent(self, session: Session, lease_id: int, now: float) -> None:
-        if not self.ledger.leases[lease_id].agent:
-            return self.refuse(session, lease_id, "bad closing: the lease is no session")
-        if self.ledger.close_agent(lease_id) is Verdict.INVALID:
-            return self._agent_said_nothing(session, self.ledger.leases[lease_id], now)
-        self.sessions.acknowledge(session, lease_id)
+    def _close_agent(self, session: Session, closed: wire.Closed, now: float) -> None:
+        lease = self.ledger.leases[closed.lease_id]
+        if not lease.agent:
+            return self.refuse(session, lease.id, "bad closing: the lease is no session")
+        if len(closed.superseded) > wire.BRANCHES:
+            return self.refuse(session, lease.id, f"bad closing: {TOO_MANY}")
+        if self.ledger.close_agent(lease.id, closed.superseded) is Verdict.INVALID:
+            return self._agent_said_nothing(session, lease, now)
+        self.sessions.acknowledge(session, lease.id)
 
     def _agent_said_nothing(self, session: Session, lease: Lease, now: float) -> None:
         """There is no turn that a reward could be for."""
@@ -140,7 +144,7 @@ class HolderDesk:
         error = limits.clip(back.error)
         if error:
             ids = {"worker": session.name, "group": sample.group.id, "sample": sample.index}
-            log.warning("sample %d.%d came back: %s: %s", ids["group"], ids["sample"], back.cause, error, extra=ids)
+            self.books.failures.note(back.cause, error, f"sample {ids['group']}.{ids['sample']} came back", **ids)
         if back.cause == "environment_failed":
             self.recorder.observed(0, 0, failed=1)
         self.ledger.end_lease(lease.id, back.cause, error, now)
@@ -158,6 +162,8 @@ def fault_of_score(scored: wire.Scored, responses: int) -> str:
         return "a reward, with its details, is for each response of the lease"
     if not all(map(limits.is_reward, scored.rewards)):
         return f"a reward is a finite number up to {limits.REWARD:g}"
+    if len(scored.superseded) > wire.BRANCHES:
+        return TOO_MANY
     if any(len(one) > limits.DETAILS or not all(map(limits.is_reward, one.values())) for one in scored.details):
         return f"a reward has at most {limits.DETAILS} details, finite numbers up to {limits.REWARD:g}"
     return ""

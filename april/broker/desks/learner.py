@@ -7,6 +7,8 @@ from april.broker.books import Books
 from april.broker.ledger.ledger import LedgerError, Verdict
 from april.broker.ledger.samples import Group, Sample, SampleState
 from april.broker.sessions import Session
+from april.broker.telemetry.lives import Lives
+from april.data.rows import BadRow
 from april.wire import limits
 
 log = logging.getLogger(__name__)
@@ -59,6 +61,19 @@ class LearnerDesk:
         answer = wire.LearnerStarted(self.ledger.branch, self.ledger.frontier)
         self.sessions.send(session, answer, sequence=received.sequence)
 
+    def on_Submit(self, session: Session, received: wire.Received, now: float) -> None:
+        if self._refuses_unstarted(session, received):
+            return
+        try:
+            prompts = self.books.prompts.brought(received.message, received.packed)
+        except BadRow as error:
+            return self._refuse(session, received, str(error))
+        for prompt, tokens in prompts:
+            if self.ledger.submit(prompt, tokens) is Verdict.GAP:
+                brought = self.ledger.prompts_submitted
+                return self._refuse(session, received, f"prompt {prompt.row} does not follow {brought} brought ones")
+        self.sessions.send(session, wire.Submitted(self.ledger.prompts_submitted), sequence=received.sequence)
+
     def on_Fetch(self, session: Session, received: wire.Received, now: float) -> None:
         step = received.message.step
         if self._refuses_unstarted(session, received):
@@ -75,7 +90,7 @@ class LearnerDesk:
         session, received = self.waiting
         step = received.message.step
         replayed = step < self.ledger.frontier
-        if self.books.run.over and not replayed:
+        if self.books.run.over and not (replayed and self.ledger.deliveries.get(step)):
             self.sessions.send(session, wire.Finished(self.books.run.over), sequence=received.sequence)
             self.waiting = None
         elif step in self.ledger.deliveries:
@@ -84,6 +99,21 @@ class LearnerDesk:
             bytes_before = session.sent_bytes
             while session.sent_bytes - bytes_before < PASS_BYTES and self.can_send:
                 self._send_part(session, step, received.sequence)
+        elif self.books.schedule.wants_prompts(self.ledger):
+            self.sessions.send(session, wire.Batch(step, 0, 0, []), sequence=received.sequence)
+            self.waiting = None
+
+    def begin_again(self, step: int) -> None:
+        """A batch is another than before. Who has a part of it already says hello and asks again."""
+        if self.waiting is None or self.waiting[1].message.step != step:
+            return
+        session, received = self.waiting
+        if self.sent_groups:
+            self.sessions.close(session)
+            reason = "unknown session: the batch has changed; say hello"
+            self.sessions.refuse("unknown session", reason, session.data_route, session.id, received.sequence)
+            self.waiting = None
+        self.sent_groups, self.sendable_from = 0, None
 
     @property
     def can_send(self) -> bool:
@@ -95,22 +125,23 @@ class LearnerDesk:
     def _send_part(self, session: Session, step: int, sequence: int) -> None:
         """The next groups of the batch, PART_BYTES or one group."""
         groups, heads, arrays, size = self.ledger.deliveries[step], [], [], 0
-        first = self.sent_groups
-        while self.sent_groups < len(groups) and size < PART_BYTES:
-            group = groups[self.sent_groups]
+        first = sent = self.sent_groups
+        while sent < len(groups) and size < PART_BYTES:
+            group = groups[sent]
             group_arrays = self._group_arrays(group)
-            heads.append(group_head(group))
+            heads.append(group_head(group, self.books))
             arrays += group_arrays
             size += sum(len(array.data) for array in group_arrays)
-            self.sent_groups += 1
+            sent += 1
+        self.sent_groups = sent
         self.sessions.send_at_once(session, wire.Batch(step, first, len(groups), heads), arrays, sequence)
         if self.sent_groups == len(groups):
             self.waiting = None
 
     def _group_arrays(self, group: Group) -> list[wire.Packed]:
         arrays = [self.books.payloads.prompt(group.prompt)]
-        for sample in done_samples(group):
-            arrays += self.books.payloads.response(sample)
+        for line in trained_lines(group):
+            arrays += self.books.payloads.response(line)
         return arrays
 
     def on_Consumed(self, session: Session, received: wire.Received, now: float) -> None:
@@ -129,7 +160,7 @@ class LearnerDesk:
     def _step_trained(self, step: int, metrics: dict[str, float], now: float) -> None:
         record = self.books.recorder.consumed(step, self.ledger, metrics, now)
         self.books.run.summary_is_old = True
-        reward, tokens = record["reward"], record["tokens"]
+        step, reward, tokens = record["step"], record["reward"], record["tokens"]
         log.info("step %d trained: reward %.3f, %d tokens", step, reward, tokens, extra={"step": step})
 
     def on_Durable(self, session: Session, received: wire.Received, now: float) -> None:
@@ -152,14 +183,30 @@ class LearnerDesk:
         self.sessions.refuse(cause, reason, session.data_route, session.id, received.sequence)
 
 
-def done_samples(group: Group) -> list[Sample]:
-    return [sample for sample in group.samples if sample.state is SampleState.DONE]
+def trained_lines(group: Group) -> list[Sample]:
+    """What becomes a row of its batch: the samples that have a score, and of those that are sessions each branch in
+    which the policy has spoken."""
+    done = (line for line in group.lines if line.session.state is SampleState.DONE)
+    return [line for line in done if line.segments or not line.session.branches]
 
 
-def group_head(group: Group) -> wire.GroupHead:
-    samples = [
-        wire.SampleHead(sample.index, sample.length, sample.reward, sample.finish_reason, list(sample.segments))
-        for sample in done_samples(group)
-        if sample.reward is not None
-    ]
-    return wire.GroupHead(group.id, group.prompt_tokens, samples)
+def group_head(group: Group, books: Books) -> wire.GroupHead:
+    samples, life = [sample_head(one, books.lives) for one in trained_lines(group)], books.lives.of(group)
+    number, extra = books.prompts.origin(group.row)
+    return wire.GroupHead(group.id, group.prompt_tokens, samples, life.opened_at, life.delivered_at, number, extra)
+
+
+def sample_head(line: Sample, lives: Lives) -> wire.SampleHead:
+    session = line.session
+    if session.reward is None:
+        raise ValueError(f"sample {line.group.id}.{line.index} has no reward, and is not done")
+    return wire.SampleHead(
+        line.index,
+        line.length,
+        session.reward,
+        session.finish_reason,
+        list(line.segments),
+        session.details or {},
+        list(lives.stays(line)),
+        line.branch,
+    )

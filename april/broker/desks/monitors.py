@@ -14,6 +14,7 @@ from april.broker.ledger.ledger import Verdict
 from april.broker.sessions import Session
 from april.broker.telemetry.recorder import replace_file
 from april.broker.views.status import status
+from april.processes.failures import Failures
 from april.wire import limits
 
 log = logging.getLogger(__name__)
@@ -31,6 +32,7 @@ class MonitorDesk:
         self._stop = stop
         self._abort = abort
         self._written = b""
+        self._deaths = Failures(log)
         self._logged = books.ledger.dead_letters.total
 
     def on_StatusRequest(self, session: Session, received: wire.Received, now: float) -> None:
@@ -94,10 +96,8 @@ class MonitorDesk:
         new, self._logged = letters.total - self._logged, letters.total
         for letter in letters.letters[-new:] if new else []:
             ids = {"group": letter.group, "sample": letter.index}
-            log.warning(
-                "sample %d.%d is dead after %d attempts, the last: %s",
-                letter.group, letter.index, letter.attempts, letter.error, extra=ids,
-            )  # fmt: skip
+            dead = f"sample {letter.group}.{letter.index} is dead after {letter.attempts} attempts"
+            self._deaths.note("dead", letter.error, dead, **ids)
 
     def write_dead_letters(self) -> None:
         """Leave the list in the run folder for when no broker runs."""

@@ -2,8 +2,9 @@
 
 Positions count bytes from the beginning of the run; a file is named by the position at which it begins.
 `append` gives a reference that `read` understands; `sync` puts everything appended on disk, and only after it
-may anything be acknowledged. When `segment_full` says so, a snapshot of the ledger is taken and `rotate` begins a
-new file, so that a restart reads one snapshot and what follows it. `reclaim` gives space back.
+may anything be acknowledged. When `file_full` says so, `rotate` begins a new file, and somebody applies those that are
+closed to the last snapshot of the ledger, so that a restart reads one snapshot and what follows it. `let_go` parts from
+files that are to be deleted.
 """
 
 import bisect
@@ -22,6 +23,7 @@ from zlib_ng.zlib_ng import crc32
 
 from april.broker.journal import records
 from april.broker.journal.disk import BLOCK_BYTES, Uncached, open_uncached, write_and_sync
+from april.broker.journal.files import SUFFIX, Damaged, JournalError, Reference, file_path, read_records
 from april.broker.ledger.events import AnyEvent, Event, Part
 from april.broker.ledger.samples import Place
 from april.formats.versions import JOURNAL
@@ -33,7 +35,6 @@ FILE_BYTES = 512 << 20
 FILE_RECORDS = 250_000
 """a file ends after this many records at the latest, each row of a table counted as one: they bound the time of a
 restart as the bytes do"""
-READ_BYTES = 4 << 20
 CACHED_BYTES, LET_GO_BYTES = 1 << 30, 1 << 20
 """of what was written last, the system keeps so much in its page cache for reading; older pages are let go, so much at
 a time, and used again: taking fresh memory for every record costs more than copying it"""
@@ -43,21 +44,9 @@ and the page cache would have them copied and checked again"""
 UNCACHED_FROM = 128 << 10
 """where most of what is synced at once, and at least so many bytes of it, is large rows, it is written past the page
 cache. Small rows are read when their response is whole, much later, and often from there"""
-SUFFIX = ".msgpack"
 
 Appended = tuple[Event, list[Part], int]
 """and the bytes of the record"""
-Reference = tuple[int, int]
-"""(position, length) of a record, bytes"""
-
-
-class JournalError(RuntimeError):
-    """The journal cannot be trusted or written any further."""
-
-    def __init__(self, text: str, errno: int | None = None):
-        super().__init__(text)
-        self.errno = errno
-        """of the system's refusal, None for damage"""
 
 
 class Journal:
@@ -83,7 +72,7 @@ class Journal:
         try:
             self._open_files()
         except OSError:
-            self._let_go()
+            self._close_files()
             raise
         self._pending: list[bytes | memoryview] = []
         self._unwritten: dict[int, Appended] = {}
@@ -95,6 +84,8 @@ class Journal:
         self._kept_unwritten = 0
         """bytes of the large rows among them that no sync has begun to write"""
         self._records = 0
+        self.noted = 0
+        """position below which others know that everything was once on disk: what is bad there is damage"""
         self._failed: JournalError | None = None
         self._syncing: tuple[int, Callable[[], float]] | None = None
         """position up to which the sync under way reaches, and how to wait for it"""
@@ -119,7 +110,7 @@ class Journal:
             self._uncached = open_uncached(self._path(self._starts[-1]))
 
     def _path(self, start: int) -> Path:
-        return self.folder / f"{start:020d}{SUFFIX}"
+        return file_path(self.folder, start)
 
     def _begin_file(self, position: int) -> None:
         path, folder = self._path(position), os.open(self.folder, os.O_RDONLY)
@@ -266,23 +257,17 @@ class Journal:
             raise self.fail(error) from error
         return self.end
 
-    def reclaim(self, needed_from: int, live: Iterable[int]) -> list[Path]:
-        """Forget the files that end at or below `needed_from` and hold no `live` position.
+    @property
+    def file_begins(self) -> int:
+        """Position of the file that is written; those below it change no more."""
+        return self._starts[-1]
 
-        Returns the files, for the caller to delete: that takes a while.
-        """
-        ends = [*self._starts[1:], self.end]
-        kept = {self._starts[bisect.bisect_right(self._starts, position) - 1] for position in live}
-        dead = [
-            start
-            for start, end in zip(self._starts[:-1], ends[:-1], strict=True)
-            if end <= needed_from and start not in kept
-        ]
-        for start in dead:
+    def let_go(self, starts: Iterable[int]) -> None:
+        """Part from closed files, by where they begin; somebody else deletes them then, which takes a while."""
+        for start in self._files.keys() & set(starts):
             self.bytes_on_disk -= self._size(start)
             os.close(self._files.pop(start))
         self._starts = sorted(self._files)
-        return [self._path(start) for start in dead]
 
     # --- reading --------------------------------------------------------------------------------------------
 
@@ -309,7 +294,7 @@ class Journal:
             start = starts[bisect.bisect_right(starts, record) - 1]
             payload = os.pread(files[start], size, record - start + offset)
             if len(payload) != size or crc32(payload) != checksum:
-                raise self._damaged(record)
+                raise self._damaged(record, offset)
             yield place, memoryview(payload)
 
     def _in_memory(self, position: int) -> Appended | None:
@@ -319,8 +304,9 @@ class Journal:
         start = self._starts[bisect.bisect_right(self._starts, position) - 1]
         return os.pread(self._files[start], length, position - start)
 
-    def _damaged(self, position: int) -> JournalError:
-        return JournalError(f"journal {self.folder} is damaged at position {position}; restore it from a copy")
+    def _damaged(self, record: int, offset: int = 0) -> Damaged:
+        text = f"journal {self.folder} is damaged at position {record}; restore it from a copy"
+        return Damaged(text, record, offset)
 
     def replay(self, position: int = 0) -> Iterator[tuple[Event, Reference]]:
         """Every event from `position` on with its reference, oldest first; a torn tail is cut off.
@@ -356,26 +342,19 @@ class Journal:
 
     def _scan(self, start: int) -> Iterator[tuple[records.Record, int]]:
         """The records of a file; the tail of the last one may be torn."""
-        size, offset, window = self._size(start), 0, b""
-        at = 0
-        while offset < size:
-            record = records.decode(window, offset - at)
-            if record is None and at + len(window) < size:
-                needed = max(READ_BYTES, 2 * (len(window) - (offset - at)))
-                at, window = offset, os.pread(self._files[start], needed, offset)
-                continue
-            if record is None:
-                self._cut_torn_tail(start, offset)
-                return
+        size, end = self._size(start), 0
+        for record, offset in read_records(self._files[start], size):
+            end = offset + record.length
             yield record, start + offset
-            offset += record.length
+        if end < size:
+            self._cut_torn_tail(start, end)
 
     def _cut_torn_tail(self, start: int, offset: int) -> None:
         """Cut what no sync had finished; raises JournalError if a later record proves that it was synced."""
         bad = start + offset
         rest = os.pread(self._files[start], self._size(start) - offset, offset)
-        was_synced = start != self._starts[-1] or any(synced > bad for _, synced in good_records(rest))
-        if was_synced:
+        known = start != self._starts[-1] or bad < self.noted
+        if known or any(synced > bad for _, synced in good_records(rest)):
             raise self._damaged(bad)
         log.warning("journal %s: %d bytes that no sync had finished are cut off", self.folder, len(rest))
         os.ftruncate(self._files[start], offset)
@@ -387,9 +366,9 @@ class Journal:
         """Let go of the files; what is still queued is synced first, unless the disk has refused."""
         if not self._failed and not self._closed:
             self.sync()
-        self._let_go()
+        self._close_files()
 
-    def _let_go(self) -> None:
+    def _close_files(self) -> None:
         """Once: the numbers of closed descriptors belong to others."""
         if self._closed:
             return

@@ -9,7 +9,6 @@ import contextlib
 import logging
 import os
 import struct
-import threading
 from array import array
 from collections import Counter
 from collections.abc import Iterator
@@ -31,24 +30,25 @@ from april.broker.ledger.state import LedgerState
 log = logging.getLogger(__name__)
 
 SUFFIX = ".snapshot"
-TEMPORARY = "snapshot.partial"
-"""one that is being written"""
+TEMPORARY = ".partial"
+"""of one that is being written, behind the number of the process that writes it: what a process that was killed has
+left, another never takes for its own"""
 LENGTH = struct.Struct("<I")
 HEAD = struct.Struct("<4sI")
 """of a file: its format, and the checksum of all that follows"""
-FORMAT = b"APS8"
+FORMAT = b"APSA"
 
 PLAIN = (
     "next_step", "consumed", "frontier", "durable", "branch", "dead_in_a_row", "last_error", "round", "round_open",
     "watermark", "cursor", "starts", "learner_uid", "weights_address", "weights_key", "_next_group", "_next_ordinal",
-    "last_lease_id", "draining", "evaluated",
+    "last_lease_id", "draining", "evaluated", "now", "prompts_submitted", "submitted",
 )  # fmt: skip
 """attributes that are what they are"""
 COUNTERS = ("tokens", "discarded", "counts", "resumed")
 
 
-IN_GROUPS = [field.name for field in fields(Group) if field.name != "samples"]
-IN_LEASES = ("sample.group.id", "sample.index", "id", "worker", "step", "scoring", "agent", "advanced")
+IN_GROUPS = [field.name for field in fields(Group) if field.name not in ("samples", "left")]
+IN_LEASES = ("sample.group.id", "sample.index", "sample.branch", "id", "worker", "step", "scoring", "agent", "advanced")
 
 
 class LedgerImage(msgspec.Struct, array_like=True):
@@ -58,10 +58,12 @@ class LedgerImage(msgspec.Struct, array_like=True):
     ready: list[int]
     deliveries: dict[int, list[int]]
     evaluations: dict[int, list[int]]
-    leases: list[tuple[int, int, int, str, int, bool, bool, bool]]
+    leases: list[tuple[int, int, int, int, str, int, bool, bool, bool]]
     """`IN_LEASES`"""
     cohorts: tuple[int, dict[int, int], dict[int, int], dict[int, dict[int, tuple[list[int], list[int]]]]]
     dead_letters: DeadLetters
+    beside: bytes
+    """what others keep of it"""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -69,7 +71,7 @@ _decoder = msgspec.msgpack.Decoder(LedgerImage)
 _of_group, _of_lease = attrgetter(*IN_GROUPS), attrgetter(*IN_LEASES)
 
 
-def freeze(ledger: LedgerState) -> bytearray:
+def freeze(ledger: LedgerState, beside: bytes = b"") -> bytearray:
     """The state as bytes.
 
     All of it is in one buffer: a large one comes from the system and goes back to it, while as many small pieces would
@@ -77,7 +79,7 @@ def freeze(ledger: LedgerState) -> bytearray:
     """
     complete = [group for groups in ledger.evaluations.values() for group in groups if group.id not in ledger.groups]
     image = bytearray()
-    _append(image, _freeze_head(ledger))
+    _append(image, _freeze_head(ledger, beside))
     for group in (*complete, *ledger.groups.values()):
         _append(image, (_of_group(group), [_of_sample(sample) for sample in group.samples]))
     return image
@@ -98,7 +100,7 @@ def _pieces(image: memoryview) -> Iterator[memoryview]:
         yield image[start:place]
 
 
-def _freeze_head(ledger: LedgerState) -> LedgerImage:
+def _freeze_head(ledger: LedgerState, beside: bytes) -> LedgerImage:
     cohorts = ledger.cohorts
     return LedgerImage(
         ledger.header,
@@ -110,20 +112,22 @@ def _freeze_head(ledger: LedgerState) -> LedgerImage:
         list(map(_of_lease, ledger.leases.values())),
         (cohorts.settled, cohorts.created, cohorts.trained, cohorts.waiting),
         ledger.dead_letters,
+        beside,
     )
 
 
 def _of_sample(sample: Sample) -> tuple[Any, ...]:
-    """Its fields in their order, without its group and its place there."""
+    """Its fields in their order, without its group and its place there; of a branch, what it shares instead of more."""
+    beyond = sample.branch, sample.parent, sample.shared, sample.shared_step
     return (
         sample.state, sample.length, sample.segments.to_bytes(), sample.chunks.tobytes(), sample.lease_id,
         sample.attempts, sample.reward, sample.finish_reason, sample.last_error, sample.details, sample.home,
-        sample.agent_lease,
+        sample.agent_lease, beyond if sample.trunk else list(map(_of_sample, sample.branches)),
     )  # fmt: skip
 
 
-def thaw(frozen: bytes | bytearray | memoryview, ledger: LedgerState) -> None:
-    """Put an empty ledger into the state that was frozen."""
+def thaw(frozen: bytes | bytearray | memoryview, ledger: LedgerState) -> bytes:
+    """Put an empty ledger into the state that was frozen; returns what was frozen beside it."""
     head, *rest = _pieces(memoryview(frozen))
     image, groups = _decoder.decode(head), {group.id: group for group in map(_group, rest)}
     ledger.header = image.header
@@ -142,8 +146,9 @@ def thaw(frozen: bytes | bytearray | memoryview, ledger: LedgerState) -> None:
     ledger.unjudged = list(ledger.ready) if ledger.rules.filtered else []
     ledger.deliveries = {step: [groups[number] for number in numbers] for step, numbers in image.deliveries.items()}
     ledger.evaluations = {step: [groups[number] for number in numbers] for step, numbers in image.evaluations.items()}
-    for number, index, lease_id, worker, step, scoring, agent, advanced in image.leases:
-        sample = groups[number].samples[index]
+    for number, index, branch, lease_id, worker, step, scoring, agent, advanced in image.leases:
+        sample = groups[number].samples[index].line(branch)
+        assert sample
         ledger.hold(Lease(lease_id, sample, worker, step, scoring, float("inf"), agent=agent, advanced=advanced))
     for group in groups.values():
         if not group.evaluation or group.state is GroupState.OPEN:
@@ -151,9 +156,11 @@ def thaw(frozen: bytes | bytearray | memoryview, ledger: LedgerState) -> None:
         if not group.evaluation and group.state in (GroupState.OPEN, GroupState.READY):
             ledger.bound.add(group.opened_at)
         if group.state is GroupState.OPEN:
-            for sample in group.samples:
-                if sample.state in (*UNFINISHED, SampleState.GENERATED):
-                    ledger.push(sample)
+            ledger.open_samples.add(group)
+            for line in group.lines:
+                if line.state in (*UNFINISHED, SampleState.GENERATED):
+                    ledger.push(line)
+    return image.beside
 
 
 def header_of(frozen: bytes | bytearray | memoryview) -> RunStarted | None:
@@ -169,31 +176,37 @@ def _group(frozen: memoryview) -> Group:
     return group
 
 
-def _sample(group: Group, index: int, state: str, length: int, segments: bytes, chunks: bytes, *rest: Any) -> Sample:
-    """What `_of_sample` was of."""
-    return Sample(group, index, SampleState(state), length, Segments.from_bytes(segments), array("Q", chunks), *rest)
+def _sample(
+    group: Group, index: int, state: str, length: int, segments: bytes, chunks: bytes, *rest: Any,
+    trunk: Sample | None = None,
+) -> Sample:  # fmt: skip
+    """What `_of_sample` was of, with its branches."""
+    *plain, beyond = rest
+    told, stored = Segments.from_bytes(segments), array("Q", chunks)
+    sample = Sample(group, index, SampleState(state), length, told, stored, *plain)
+    sample.trunk = trunk
+    if trunk:
+        sample.branch, sample.parent, sample.shared, sample.shared_step = beyond
+    else:
+        sample.branches = tuple(_sample(group, index, *values, trunk=sample) for values in beyond)
+    return sample
 
 
 def live_positions(ledger: LedgerState) -> Iterator[int]:
     """Where the journal holds prompts and tokens that may still be asked for."""
+    for position, _ in ledger.submitted.values():
+        yield position
     for group in ledger.groups.values():
         yield group.prompt[0]
-        for sample in group.samples:
-            yield from sample.chunks[::PLACE_WORDS]
+        for line in group.lines:
+            yield from line.chunks[::PLACE_WORDS]
 
 
 class SnapshotStore:
-    """Snapshots beside the journal's files, named by their positions; written by a thread."""
+    """Snapshots beside the journal's files, named by their positions."""
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.failures = 0
-        """snapshots that could not be written since the broker started"""
-        self._writer: threading.Thread | None = None
-
-    @property
-    def busy(self) -> bool:
-        return self._writer is not None and self._writer.is_alive()
 
     def positions(self) -> list[int]:
         """Of the snapshots on disk, the oldest first."""
@@ -209,39 +222,28 @@ class SnapshotStore:
             else:
                 log.warning("snapshot %s is damaged, or of another April, and passed over", self._path(position))
 
-    @property
-    def older(self) -> int:
-        """Position of the newest but one on disk, 0 if there is none: for a restart if that is damaged."""
-        return [0, 0, *self.positions()][-2]
-
-    def write(self, position: int, frozen: bytearray, unneeded: list[Path]) -> None:
-        """Remove `unneeded` files and put a frozen ledger on disk while the caller goes on; the two newest are kept."""
-        self._writer = threading.Thread(target=self._write, args=(position, frozen, unneeded), name="snapshot")
-        self._writer.start()
-
-    def _write(self, position: int, frozen: bytearray, unneeded: list[Path]) -> None:
-        temporary = self.folder / TEMPORARY
+    def write(self, position: int, frozen: bytearray, before: int | None = None) -> None:
+        """Put a frozen ledger on disk. Of those before it one stays, for a restart if this one is damaged: that at
+        `before`, which was read back, or the newest. Raises OSError, and leaves all as it was."""
+        for left in self.folder.glob(f"*{TEMPORARY}"):
+            left.unlink(missing_ok=True)
+        temporary = self.folder / f"{os.getpid()}{TEMPORARY}"
         try:
-            for path in unneeded:
-                path.unlink(missing_ok=True)
-            with temporary.open("wb") as file:
+            with temporary.open("xb") as file:
                 file.write(HEAD.pack(FORMAT, crc32(frozen)))
                 file.write(frozen)
                 file.flush()
                 os.fdatasync(file.fileno())
             temporary.rename(self._path(position))
-            sync_folder(self.folder)
-            for old in self.positions()[:-2]:
-                self._path(old).unlink()
-        except OSError as error:
-            self.failures += 1
-            log.warning("snapshot at %d cannot be written (%s); the one before it still serves", position, error)
+        except OSError:
             with contextlib.suppress(OSError):
                 temporary.unlink()
+            raise
+        sync_folder(self.folder)
+        earlier = [other for other in self.positions() if other < position]
+        for other in earlier:
+            if other != (earlier[-1] if before is None else before):
+                self._path(other).unlink()
 
     def _path(self, position: int) -> Path:
         return self.folder / f"{position:020d}{SUFFIX}"
-
-    def close(self) -> None:
-        if self._writer:
-            self._writer.join()

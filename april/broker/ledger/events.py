@@ -42,6 +42,8 @@ class RunStarted(Event):
     """of each training token, because the distribution is cut"""
     temperature: float = 1.0
     """of the policy whose log-probabilities lie beside the tokens"""
+    fingerprints: dict[str, str] = {}
+    """of what configuration keys name, by key"""
 
 
 class BrokerStarted(Event):
@@ -69,6 +71,17 @@ class GroupOpened(Event):
     """its samples are scored together, when all of them are generated"""
 
 
+class PromptSubmitted(Event):
+    """The trainer has brought a prompt, the `row`-th from 0. Array: its token ids, int32."""
+
+    row: int
+    label: str
+    reward: str
+    """name of its verifier, "" for the run's"""
+    extra: bytes
+    """the trainer's own, which comes back with the group"""
+
+
 class Leased(Event):
     """With `scoring` of a group that is scored together, all of its samples that live; `index` is the first's."""
 
@@ -78,10 +91,13 @@ class Leased(Event):
     worker: str
     step: int
     scoring: bool
+    branch: int = 0
+    """of the sample's session"""
 
 
 class AgentLeased(Event):
-    """An agents process has opened the session of a sample, or opens it again."""
+    """An agents process has opened the session of a sample, or opens it again. Its lease has an id for each branch:
+    `wire.BRANCHES` of them, from `lease_id` on, which is a multiple of that."""
 
     lease_id: int
     group: int
@@ -93,11 +109,13 @@ class AgentClosed(Event):
     """The agent has nothing more to say, and the sample waits for a verifier."""
 
     lease_id: int
+    superseded: list[tuple[int, int]] = []
+    """(branch, length): what lies behind was said to an earlier execution of its agent, and the last knows it not"""
 
 
 class RowsAccepted(Event):
-    """New tokens of many samples: chunks, and what environments have answered. Array: the payloads of the rows, one
-    behind the other."""
+    """New tokens of many samples: chunks, and what environments have answered or agents have said. A row under an id
+    that no branch of a session has begins that branch. Array: the payloads of the rows, one behind the other."""
 
     table: bytes
     """one row of 48 bytes for each, as in a worker's report"""
@@ -123,6 +141,8 @@ class SampleScored(Event):
     lease_id: int
     reward: float
     details: dict[str, float] = {}
+    superseded: list[tuple[int, int]] = []
+    """as in `AgentClosed`"""
 
 
 class GroupScored(Event):
@@ -208,6 +228,12 @@ class LearnerStarted(Event):
     """of the learner's process, which a restarted broker knows again"""
     weights_address: str = ""
     weights_key: str = ""
+
+
+class TimePassed(Event):
+    """What follows happened at `at` (Unix seconds) or a little later."""
+
+    at: float
 
 
 EVENTS = Event.__subclasses__()

@@ -24,10 +24,13 @@ from typing import Any, NamedTuple
 from zlib_ng.zlib_ng import crc32
 
 from april.broker.ledger import events
+from april.broker.ledger.branches import Superseded, place_to_speak, was_heard
 from april.broker.ledger.events import Part
 from april.broker.ledger.prompts import Prompts
+from april.broker.ledger.rules import Rules
 from april.broker.ledger.samples import TO_GENERATE, Group, GroupState, Lease, Sample, SampleState, lacks_agent
-from april.broker.ledger.state import LedgerState, Rules
+from april.broker.ledger.state import LedgerState
+from april.wire.agents import BRANCHES
 from april.wire.rows import CHUNK, OVER, ROW, chunk_row, pack_rows, select_rows
 from april.wire.version import Version
 
@@ -96,6 +99,13 @@ class Ledger(LedgerState):
         self.commit(opened, [(crc32(prompt), prompt)])
         return self.groups[group]
 
+    def submit(self, prompt: events.PromptSubmitted, tokens: bytes | memoryview) -> Verdict:
+        """Take the next prompt that the trainer brings, int32 token ids; one that it has brought before is known."""
+        if prompt.row != self.prompts_submitted:
+            return Verdict.DUPLICATE if prompt.row < self.prompts_submitted else Verdict.GAP
+        self.commit(prompt, [(crc32(tokens), tokens)])
+        return Verdict.OK
+
     def next_prompt(self, prompts: Prompts) -> tuple[int, int, bytes] | None:
         """(epoch, row, token ids) of the prompt for the next group: that of a re-queued group, otherwise the one at
         the cursor; None when they are exhausted. A prompt that is no longer in the dataset's limits goes on waiting."""
@@ -120,7 +130,7 @@ class Ledger(LedgerState):
         if not scoring and step < sample.first_step:
             raise LedgerError(f"sample {sample.group.id}.{sample.index} needs step {sample.first_step}, not {step}")
         lease_id = self.last_lease_id + 1
-        self.commit(events.Leased(lease_id, sample.group.id, sample.index, worker, step, scoring))
+        self.commit(events.Leased(lease_id, sample.group.id, sample.index, worker, step, scoring, sample.branch))
         lease = self.leases[lease_id]
         lease.ends_at = ends_at
         self.expire_at(lease, expires_at)
@@ -131,20 +141,23 @@ class Ledger(LedgerState):
         what that was worth. A turn that is under way goes on meanwhile."""
         if not self.rules.agents or not lacks_agent(sample):
             raise LedgerError(f"sample {sample.group.id}.{sample.index} lacks no agent")
-        lease_id = self.last_lease_id + 1
+        lease_id = BRANCHES * (self.last_lease_id // BRANCHES + 1)
         self.commit(events.AgentLeased(lease_id, sample.group.id, sample.index, holder))
         lease = self.leases[lease_id]
         self.expire_at(lease, expires_at)
         return lease
 
-    def close_agent(self, lease_id: int) -> Verdict:
-        """Its agent has nothing more to say; a verifier says what it was worth. Without a turn there is nothing to."""
+    def close_agent(self, lease_id: int, superseded: Superseded = ()) -> Verdict:
+        """Its agent has nothing more to say; a verifier says what it was worth. Without a turn there is nothing to.
+
+        `superseded`: (branch, length) where an earlier execution of the agent has gone further than the last one.
+        """
         lease = self.leases.get(lease_id)
         if lease is None:
             return Verdict.FENCED
-        if not lease.agent or not lease.sample.heard:
+        if not lease.agent or not was_heard(lease.sample, superseded):
             return Verdict.INVALID
-        self.commit(events.AgentClosed(lease_id))
+        self.commit(events.AgentClosed(lease_id, list(superseded)))
         return Verdict.OK
 
     def expire_at(self, lease: Lease, instant: float) -> None:
@@ -167,8 +180,9 @@ class Ledger(LedgerState):
         the response together with its last tokens; the holder scores it next, unless it is scored apart or with its
         group: then it ends the lease as well. What the environment has answered to the turn that ends at `start` is
         accepted as a chunk is; its version is nobody's. With agents, an ending is that of a turn, and the holder of the
-        agent alone may say what follows it, also at the beginning. Behind a row that is not in its place, or may not
-        be, further rows of its lease are dropped.
+        agent alone may say what follows it, also at the beginning. It may say something else as well, in a further
+        branch of the session, which leaves another behind a turn that is over, or at the beginning. Behind a row that
+        is not in its place, or may not be, further rows of its lease are dropped.
 
         `holder`: of all leases, None: whoever it is; `wrong`: places of rows that cannot be taken whatever the ledger
         says; `checksum`: crc32 of the payload where it is known.
@@ -179,8 +193,8 @@ class Ledger(LedgerState):
         verdicts, ending, ahead = [], [], dict[int, Ahead | Verdict]()
         most, frontier, branch_now = self.rules.max_response_tokens, self.frontier, max(0, self.branch)
         for place, row in enumerate(rows):
-            lease_id, _, start, count, branch, step, _, _, kind, finish, _, _ = row
-            lease = self.leases.get(lease_id)
+            lease_id, _, start, count, branch, step, _, _, kind, finish, _, _, _ = row
+            lease = self.lease_of(lease_id)
             if lease is None or (holder is not None and lease.worker != holder):
                 verdicts.append(Verdict.FENCED)
                 continue
@@ -194,9 +208,11 @@ class Ledger(LedgerState):
             if finish and verdict is Verdict.OK and self.is_handed_over(sample.group):
                 ending.append(place)
             verdicts.append(verdict)
-        accepted = bytearray(table)
-        for place in ending:
-            accepted[place * ROW.size + OVER] = 1
+        accepted: bytes | bytearray | memoryview = table
+        if ending:
+            accepted = marked = bytearray(table)
+            for place in ending:
+                marked[place * ROW.size + OVER] = 1
         if verdicts.count(Verdict.OK) < len(verdicts):
             accepted, payload = select_rows(accepted, payload, [verdict is Verdict.OK for verdict in verdicts])
             checksum = None
@@ -217,15 +233,17 @@ class Ledger(LedgerState):
         self, lease: Lease, row: tuple[Any, ...], ahead: dict[int, Ahead | Verdict], is_wrong: bool
     ) -> Verdict:
         """What becomes of a row; `ahead` has what rows before it made of their samples, or why they were not taken."""
-        lease_id, _, start, count, branch, step, _, _, kind, finish, _, _ = row
+        lease_id, _, start, count, branch, step, _, _, kind, finish, _, _, parent = row
         now = ahead.get(lease_id)
         if now is None:
             sample = lease.sample
             length, generating = sample.length, lease.generating
             floor = lease.floor
             at_turn_end = kind != CHUNK and bool(sample.segments) and sample.segments.end == length
-            if self.rules.agents:
-                at_turn_end = lease.agent and sample.state is SampleState.ACTING
+            if lease.agent:
+                length, at_turn_end = place_to_speak(sample, lease_id - lease.id, start, parent)
+            elif self.rules.agents:
+                at_turn_end = False
         elif isinstance(now, Verdict):
             return Verdict.DROPPED
         else:
@@ -251,15 +269,23 @@ class Ledger(LedgerState):
             ahead[lease_id] = verdict
         return verdict
 
-    def score(self, lease_id: int, reward: float, details: dict[str, float] | None = None) -> Verdict:
+    def score(
+        self,
+        lease_id: int,
+        reward: float,
+        details: dict[str, float] | None = None,
+        superseded: Superseded = (),
+    ) -> Verdict:
+        """`superseded` of a session, as in `close_agent`."""
         lease = self.leases.get(lease_id)
         if lease is None:
             return Verdict.FENCED
         if lease.generating:
             return Verdict.GAP
-        if lease.on_group or (lease.agent and (lease.sample.group.together or not lease.sample.heard)):
+        together = lease.agent and lease.sample.group.together
+        if lease.on_group or together or (lease.agent and not was_heard(lease.sample, superseded)):
             return Verdict.INVALID
-        self.commit(events.SampleScored(lease_id, reward, details or {}))
+        self.commit(events.SampleScored(lease_id, reward, details or {}, list(superseded) if lease.agent else []))
         return Verdict.OK
 
     def score_group(self, lease_id: int, rewards: list[float], details: list[dict[str, float]]) -> Verdict:
@@ -306,7 +332,7 @@ class Ledger(LedgerState):
         return expired
 
     def discard(self, group: Group, reason: str) -> None:
-        """End an open or ready group for a reason that is counted; its leases are void."""
+        """End a group that is not trained for a reason that is counted; its leases are void, its batch goes without."""
         self.commit(events.GroupDiscarded(group.id, reason))
 
     def filter_ready(self, reason_against: Callable[[Group], str]) -> None:

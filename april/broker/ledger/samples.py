@@ -5,7 +5,7 @@ import itertools
 import math
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -60,6 +60,7 @@ class Place(NamedTuple):
 
 TO_GENERATE = (SampleState.WAITING, SampleState.PARTIAL)
 UNFINISHED = (*TO_GENERATE, SampleState.LEASED, SampleState.ACTING)
+ENDED = (SampleState.DONE, SampleState.DEAD)
 
 
 @dataclass(slots=True, eq=False)
@@ -88,20 +89,56 @@ class Sample:
     """the worker that handed it back and has its prefix in cache until new weights come"""
     agent_lease: int = 0
     """of the session that its agent has with the policy, 0 for none"""
+    branches: "tuple[Sample, ...]" = ()
+    """of its session, beside the one that it stands for itself: lines of conversation that did not follow its own"""
+    trunk: "Sample | None" = None
+    """the sample whose session it is a branch of, None of one that is no branch"""
+    branch: int = 0
+    """its number in the session; 0 is the one that the session began with"""
+    parent: int = 0
+    """the branch that it has left"""
+    shared: int = 0
+    """tokens at its beginning that are another branch's: read here, and trained there"""
+    shared_step: int = 0
+    """of the newest policy among them"""
+
+    @property
+    def session(self) -> "Sample":
+        """The sample that leases, attempts and reward of its session belong to."""
+        return self.trunk or self
+
+    @property
+    def lines(self) -> "tuple[Sample, ...]":
+        """All branches of its session."""
+        return (self, *self.branches)
+
+    def line(self, branch: int) -> "Sample | None":
+        """The branch of that number."""
+        return next((line for line in self.lines if line.branch == branch), None)
+
+    @property
+    def last_step(self) -> int:
+        """Of the policy that said the last of its tokens, shared ones included; 0 if none did."""
+        return self.segments.last_step if self.segments else self.shared_step
 
     def cached_by(self, step: int) -> str:
         """The worker, at policy step `step`, that need not compute its prefix again; "" for none."""
-        return self.home if self.state is SampleState.PARTIAL and self.segments.last_step == step else ""
+        return self.home if self.state is SampleState.PARTIAL and self.last_step == step else ""
 
     @property
     def sampled(self) -> int:
-        """Its tokens without observations."""
-        return self.segments.tokens
+        """Its tokens without observations, those of all its branches."""
+        own = self.segments.tokens
+        return own + sum(line.segments.tokens for line in self.branches) if self.branches else own
 
     @property
     def expected_length(self) -> int:
         """What it has, or what the longest of its siblings that have ended has if that is more."""
-        return max([self.length, *(sibling.length for sibling in self.group.samples if sibling.finish_reason)])
+        longest = self.length
+        for sibling in self.group.samples:
+            if sibling.finish_reason and sibling.length > longest:
+                longest = sibling.length
+        return longest
 
     @property
     def observations(self) -> list[tuple[int, int]]:
@@ -110,16 +147,26 @@ class Sample:
         ends = [*(start for start, _, _ in self.segments), self.length]
         return [(start, end) for start, end in zip(starts, ends, strict=True) if start < end]
 
+    def turn_end(self, most: int) -> int:
+        """Where the last of its own turns ends that are over by so many tokens; 0 without one."""
+        ends = [start for start, _ in self.observations]
+        if self.state is SampleState.ACTING:
+            ends.append(self.length)
+        return max((end for end in ends if end <= most), default=0)
+
     @property
     def heard(self) -> int:
         """Its length up to the end of the last turn that is over: what its agent has an answer to."""
-        if self.state is SampleState.ACTING or not self.length:
-            return self.length
-        return self.observations[-1][0]
+        return self.turn_end(self.length)
+
+    @property
+    def last_line(self) -> "Sample":
+        """The branch in which the policy has spoken last."""
+        return max(self.lines, key=lambda line: line.chunks[-PLACE_WORDS:-1].tolist())
 
     def cut(self, length: int) -> int:
         """Forget what lies behind the end of a turn; returns how many sampled tokens that were."""
-        before = self.sampled
+        before = self.segments.tokens
         behind = sum(place.tokens for place in self.places) - length
         for place in reversed(list(self.places)):
             if behind <= 0:
@@ -128,7 +175,7 @@ class Sample:
             del self.chunks[-PLACE_WORDS:]
         self.segments = Segments(segment for segment in self.segments if segment[1] <= length)
         self.length = length
-        return before - self.sampled
+        return before - self.segments.tokens
 
     @property
     def accuracy(self) -> float:
@@ -150,7 +197,7 @@ class Sample:
     def first_step(self) -> int:
         """A worker must be at this step or later to go on with it, so that versions never decrease."""
         opened_at = self.group.opened_at
-        return max(opened_at, self.segments.last_step) if self.length else opened_at
+        return max(opened_at, self.last_step) if self.length else opened_at
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -177,14 +224,23 @@ class Group:
     """of its delivery"""
     together: bool = False
     """its samples are scored together, by one lease on all of them"""
+    left: int = 0
+    """samples that have not ended, while it is open"""
 
     def forget(self) -> None:
         """Part from its samples, which refer to it: the memory is free at once, without a garbage collection."""
+        for sample in self.samples:
+            sample.branches = ()
         self.samples.clear()
 
     @property
     def live_samples(self) -> list[Sample]:
         return [sample for sample in self.samples if sample.state is not SampleState.DEAD]
+
+    @property
+    def lines(self) -> Iterator[Sample]:
+        """Its samples, each with the branches of its session behind it."""
+        return (line for sample in self.samples for line in sample.lines)
 
     @property
     def awaits_scores(self) -> bool:
@@ -233,22 +289,22 @@ class Lease:
 
 
 class Waiting:
-    """Samples that wait for a lease, each for a worker at its `first_step` or later, in the order of a key.
+    """Samples that wait for a lease, each for a worker at its `first_step` or later, in the order of the key that each
+    is pushed with.
 
     An entry whose sample no longer waits, or has come to need a later step and was pushed again, is dropped when it
     surfaces, or when there are as many entries again as were left by the last such cleaning. Taking costs a look at
     each of the few steps that samples need, and a heap's logarithm.
     """
 
-    def __init__(self, order: Callable[[Sample], Order]):
-        self._order = order
+    def __init__(self) -> None:
         self._arrivals = itertools.count()
         self._by_step: dict[int, list[tuple[Order, int, Sample]]] = {}
         self._pushes_to_cleaning = CLEANING_PUSHES
 
-    def push(self, sample: Sample) -> None:
+    def push(self, sample: Sample, order: Order) -> None:
         heap = self._by_step.setdefault(sample.first_step, [])
-        heapq.heappush(heap, (self._order(sample), next(self._arrivals), sample))
+        heapq.heappush(heap, (order, next(self._arrivals), sample))
         self._pushes_to_cleaning -= 1
         if not self._pushes_to_cleaning:
             self._clean()
@@ -264,14 +320,11 @@ class Waiting:
 
     def take(self, step: int, below: Order | None = None) -> Sample | None:
         """The first that a worker at `step` may go on with; `below`: only if its key is."""
-        if not self._by_step:
-            return None
-        within_reach = [first_step for first_step in self._by_step if first_step <= step]
-        heads = [self._by_step[first_step] for first_step in within_reach if self._has_head(first_step)]
-        if not heads:
-            return None
-        first = min(heads, key=lambda heap: heap[0])
-        if below is not None and first[0][0] >= below:
+        first = None
+        for first_step, heap in list(self._by_step.items()):
+            if first_step <= step and self._has_head(first_step) and (first is None or heap[0] < first[0]):
+                first = heap
+        if first is None or (below is not None and first[0][0] >= below):
             return None
         return heapq.heappop(first)[-1]
 
@@ -297,10 +350,7 @@ class HandOutQueue:
 
     def __init__(self) -> None:
         self._scoring: deque[Sample] = deque()
-        self._evaluation = Waiting(lambda sample: (not sample.attempts, *_place(sample)))
-        self._started = Waiting(lambda sample: (not sample.attempts, *_age(sample)))
-        self._by_age = Waiting(_age)
-        self._fresh = Waiting(_place)
+        self._evaluation, self._started, self._by_age, self._fresh = Waiting(), Waiting(), Waiting(), Waiting()
         self._without_agent: dict[bool, list[tuple[Order, int, Sample]]] = {False: [], True: []}
         self._arrivals = itertools.count()
 
@@ -309,12 +359,13 @@ class HandOutQueue:
             if not sample.group.together or sample.group.awaits_scores:
                 self._scoring.append(sample)
         elif sample.group.evaluation:
-            self._evaluation.push(sample)
+            self._evaluation.push(sample, (not sample.attempts, *_place(sample)))
         elif sample.group.started:
-            self._started.push(sample)
-            self._by_age.push(sample)
+            age = _age(sample)
+            self._started.push(sample, (not sample.attempts, *age))
+            self._by_age.push(sample, age)
         else:
-            self._fresh.push(sample)
+            self._fresh.push(sample, _place(sample))
 
     def push_for_agent(self, sample: Sample) -> None:
         order = (not sample.attempts, *_place(sample))
@@ -404,9 +455,9 @@ def _waits_from(sample: Sample, first_step: int) -> bool:
 
 
 def lacks_agent(sample: Sample) -> bool:
-    """Whether its agent has still to speak, and nobody runs it."""
+    """Whether its agent has still to speak, and nobody runs it; that of a branch is its session's."""
     goes_on = sample.state in UNFINISHED and sample.group.state is GroupState.OPEN
-    return goes_on and not sample.agent_lease
+    return goes_on and not sample.agent_lease and sample.trunk is None
 
 
 def _waits_for_score(sample: Sample) -> bool:

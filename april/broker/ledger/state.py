@@ -4,13 +4,15 @@
 """
 
 from collections import Counter
-from dataclasses import dataclass
 from typing import Any
 
 from april.broker.ledger import events
 from april.broker.ledger.bound import StalenessBound
+from april.broker.ledger.branches import fork, known
 from april.broker.ledger.cohorts import LengthCohorts
 from april.broker.ledger.dead_letters import DeadLetters
+from april.broker.ledger.open_samples import OpenSamples
+from april.broker.ledger.rules import Rules
 from april.broker.ledger.samples import (
     OBSERVED,
     TO_GENERATE,
@@ -24,6 +26,7 @@ from april.broker.ledger.samples import (
     SampleState,
     lacks_agent,
 )
+from april.wire.agents import BRANCHES, session_of
 from april.wire.rows import CHUNK, ENDINGS, ROW, padded
 
 START_BITS = 32
@@ -42,27 +45,6 @@ HANDLERS = {kind: f"_on_{kind.__name__}" for kind in events.Event.__subclasses__
 """the method that applies each kind of event"""
 
 
-@dataclass(frozen=True)
-class Rules:
-    """What stays the same over a run."""
-
-    batch_groups: int
-    """N"""
-    group_size: int
-    """n"""
-    max_staleness: int
-    """S, policy steps"""
-    max_attempts: int = 5
-    min_group_size: int | None = None
-    max_response_tokens: int = 1 << 30
-    filtered: bool = False
-    """complete groups are judged before they can be trained"""
-    scored_apart: bool = False
-    """the lease that generates a response ends with it; another one is for its score"""
-    agents: bool = False
-    """samples are sessions of agents: a response goes in turns, each under a lease of its own"""
-
-
 class LedgerState:
     def __init__(self, rules: Rules):
         self.rules = rules
@@ -74,6 +56,7 @@ class LedgerState:
         """leases that generate, by (worker, evaluation)"""
         self.generating = 0
         """training samples that some worker generates now"""
+        self.open_samples = OpenSamples()
         self.queue = HandOutQueue()
         self.bound = StalenessBound(rules.max_staleness, rules.batch_groups)
         self.cohorts = LengthCohorts(rules.batch_groups)
@@ -122,11 +105,16 @@ class LedgerState:
         self.watermark = 0
         self.cursor: tuple[int, int] = (0, 0)
         """(epoch, row position) of the next prompt"""
+        self.prompts_submitted = 0
+        self.submitted: dict[int, Any] = {}
+        """references to the prompts that the trainer has brought, by row, as long as somebody may ask for them"""
         self.starts = 0
         """of the broker"""
         self.header: events.RunStarted | None = None
         self._next_group = 0
         self._next_ordinal = 0
+        self.now = 0.0
+        """Unix seconds, as the newest TimePassed says"""
         self.last_lease_id = 0
         """of all that were granted"""
 
@@ -156,6 +144,7 @@ class LedgerState:
         )  # fmt: skip
         state = SampleState.ACTING if self.rules.agents else SampleState.WAITING
         group.samples = [Sample(group, index, state) for index in range(event.size)]
+        self.open_samples.add(group)
         if event.evaluation:
             self.evaluations.setdefault(event.floor, []).append(group)
         self.groups[group.id] = group
@@ -163,9 +152,16 @@ class LedgerState:
         for sample in group.samples:
             self.push(sample)
 
+    def _on_TimePassed(self, event: events.TimePassed, reference: Any) -> None:
+        self.now = event.at
+
+    def _on_PromptSubmitted(self, event: events.PromptSubmitted, reference: Any) -> None:
+        self.submitted[event.row] = reference
+        self.prompts_submitted = event.row + 1
+
     def push(self, sample: Sample) -> None:
         """It waits for whoever goes on with it."""
-        if lacks_agent(sample) and self.rules.agents:
+        if self.rules.agents and lacks_agent(sample):
             self.queue.push_for_agent(sample)
         if sample.state not in (SampleState.ACTING, SampleState.LEASED):
             self.queue.push(sample)
@@ -173,21 +169,23 @@ class LedgerState:
     def _on_Leased(self, event: events.Leased, reference: Any) -> None:
         group = self.groups[event.group]
         self.last_lease_id = event.lease_id
-        lease = Lease(event.lease_id, group.samples[event.index], event.worker, event.step, event.scoring, float("inf"))
+        leased = group.samples[event.index].line(event.branch)
+        assert leased
+        lease = Lease(event.lease_id, leased, event.worker, event.step, event.scoring, float("inf"))
         begins_turn = self.rules.agents and lease.sample.segments.end < lease.sample.length
         if lease.sample.state is SampleState.PARTIAL and not begins_turn:
             cached = lease.sample.cached_by(event.step) == event.worker
             self.resumed["cached" if cached else "moved"] += lease.sample.length
         for sample in lease.samples:
             sample.lease_id = event.lease_id
-            sample.state = SampleState.SCORING if event.scoring else SampleState.LEASED
+            self.open_samples.turn(sample, SampleState.SCORING if event.scoring else SampleState.LEASED)
         self.hold(lease)
         if not group.started:
             self._start(group, event.step)
 
     def _on_AgentLeased(self, event: events.AgentLeased, reference: Any) -> None:
         sample = self.groups[event.group].samples[event.index]
-        self.last_lease_id = sample.agent_lease = event.lease_id
+        sample.agent_lease, self.last_lease_id = event.lease_id, event.lease_id + BRANCHES - 1
         self.hold(Lease(event.lease_id, sample, event.holder, 0, False, float("inf"), agent=True))
 
     def hold(self, lease: Lease) -> None:
@@ -214,10 +212,19 @@ class LedgerState:
                 sample.lease_id = 0
         return lease
 
+    def lease_of(self, lease_id: int) -> Lease | None:
+        """The current lease that an id belongs to: its own, or that of a branch of its session."""
+        lease = self.leases.get(lease_id)
+        if lease is None and self.rules.agents:
+            lease = self.leases.get(session_of(lease_id))
+            return lease if lease and lease.agent else None
+        return lease
+
     def _void(self, sample: Sample) -> None:
-        """End its leases, of which their holders have to be told."""
-        for lease_id in filter(None, (sample.lease_id, sample.agent_lease)):
-            self.voided.append((self._release(lease_id).worker, lease_id))
+        """End its leases, and those of its branches, of which their holders have to be told."""
+        for line in sample.lines:
+            for lease_id in filter(None, (line.lease_id, line.agent_lease)):
+                self.voided.append((self._release(lease_id).worker, lease_id))
 
     def _stops_generating(self, lease: Lease) -> None:
         if lease.generating:
@@ -233,7 +240,7 @@ class LedgerState:
             self.bound.remove(group.opened_at)
             self.bound.add(step)
         group.opened_at = step
-        for sibling in group.samples:
+        for sibling in group.lines:
             if sibling.state in TO_GENERATE:
                 self.queue.push(sibling)
 
@@ -241,9 +248,9 @@ class LedgerState:
         record, length = reference or (0, event.payload_bytes)
         offset, trained, evaluated, leases = length - event.payload_bytes, 0, 0, self.leases
         for row in ROW.iter_unpack(event.table):
-            lease_id, _, start, count, branch, step, size, checksum, kind, finish, _, over = row
-            lease = leases[lease_id]
-            sample = lease.sample
+            lease_id, _, start, count, branch, step, size, checksum, kind, finish, _, over, parent = row
+            lease = leases.get(lease_id) or leases[session_of(lease_id)]
+            sample = self._spoken_in(lease, lease_id, start, parent) if lease.agent else lease.sample
             sample.length = end = start + count
             if kind == CHUNK:
                 lease.floor, group = step, sample.group
@@ -254,7 +261,7 @@ class LedgerState:
                 else:
                     trained += count
             elif lease.agent:
-                sample.state = SampleState.PARTIAL
+                self.open_samples.turn(sample, SampleState.PARTIAL)
                 self.queue.push(sample)
             if reference:
                 what = count | kind * OBSERVED
@@ -266,24 +273,36 @@ class LedgerState:
         self.tokens["generated"] += trained
         self.tokens["open"] += trained
 
+    def _spoken_in(self, session: Lease, lease_id: int, start: int, parent: int) -> Sample:
+        """The branch that a row of an agent goes on with, or begins, whose id is `lease_id`."""
+        number = lease_id - session.id
+        if line := session.sample.line(number):
+            return line
+        left = session.sample.line(parent)
+        assert left
+        new = fork(left, number, start)
+        self.open_samples.begin(new)
+        return new
+
     def _end_response(self, lease: Lease, finish_reason: str, over: bool) -> None:
         """Its last tokens have come; `over`: they end the lease, too, and it waits for somebody who scores it."""
         sample = lease.sample
         if self.rules.agents:
             return self._end_turn(lease)
         self._stops_generating(lease)
-        sample.state, sample.finish_reason = SampleState.SCORING, finish_reason
+        sample.finish_reason = finish_reason
+        self.open_samples.turn(sample, SampleState.GENERATED if over else SampleState.SCORING)
         self._expect_longer(sample)
         if over:
             self._release(lease.id)
-            sample.state = SampleState.GENERATED
             self.queue.push(sample)
 
     def _end_turn(self, lease: Lease) -> None:
         """Its last tokens have come, and it is its agent's again; the worker has its prefix in cache."""
         sample = self._release(lease.id).sample
-        sample.state, sample.home = SampleState.ACTING, lease.worker
-        if agent := self.leases.get(sample.agent_lease):
+        sample.home = lease.worker
+        self.open_samples.turn(sample, SampleState.ACTING)
+        if agent := self.leases.get(sample.session.agent_lease):
             agent.advanced = True
 
     def _expect_longer(self, ended: Sample) -> None:
@@ -298,21 +317,34 @@ class LedgerState:
         lease = self._release(event.lease_id)
         sample = lease.sample
         if lease.agent:
-            self._end_session(sample)
-        sample.state, sample.reward, sample.details = SampleState.DONE, event.reward, event.details or None
+            self._end_session(sample, event.superseded)
+        sample.reward, sample.details = event.reward, event.details or None
+        self.open_samples.turn(sample, SampleState.DONE)
         self._complete(sample.group)
 
     def _on_AgentClosed(self, event: events.AgentClosed, reference: Any) -> None:
         sample = self._release(event.lease_id).sample
-        self._end_session(sample)
-        sample.state = SampleState.GENERATED
+        self._end_session(sample, event.superseded)
+        self.open_samples.turn(sample, SampleState.GENERATED)
         self.queue.push(sample)
 
-    def _end_session(self, sample: Sample) -> None:
-        """The agent has spoken for the last time; a turn that it has not heard the end of is nobody's."""
+    def _end_session(self, sample: Sample, superseded: list[tuple[int, int]]) -> None:
+        """The agent has spoken for the last time. A turn that it has not heard the end of is nobody's, and neither is
+        what only an earlier execution of it has heard."""
         self._void(sample)
-        self._cut(sample, sample.heard, "unread")
+        for line, heard, length in known(sample, superseded):
+            self._cut(line, heard, "unread")
+            self._cut(line, length, "superseded")
+        self._end_branches(sample, SampleState.DONE)
         sample.finish_reason = "stop"
+
+    def _end_branches(self, sample: Sample, state: SampleState) -> None:
+        """Those in which nothing is left that the policy has said are forgotten."""
+        for line in sample.branches:
+            self.open_samples.turn(line, state)
+            if not line.segments:
+                self.open_samples.forget(line)
+        sample.branches = tuple(line for line in sample.branches if line.segments)
 
     def _cut(self, sample: Sample, length: int, reason: str) -> None:
         """Discard what lies behind the end of a turn of a sample whose group is open."""
@@ -325,7 +357,8 @@ class LedgerState:
     def _on_GroupScored(self, event: events.GroupScored, reference: Any) -> None:
         lease = self._release(event.lease_id)
         for sample, reward, details in zip(lease.samples, event.rewards, event.details, strict=True):
-            sample.state, sample.reward, sample.details = SampleState.DONE, reward, details or None
+            sample.reward, sample.details = reward, details or None
+            self.open_samples.turn(sample, SampleState.DONE)
         self._complete(lease.sample.group)
 
     def _on_LeaseEnded(self, event: events.LeaseEnded, reference: Any) -> None:
@@ -334,23 +367,28 @@ class LedgerState:
         starts_anew = lease.agent and event.cause == "agent_failed"
         if starts_anew:
             self._void(lease.sample)
-            self._cut(lease.sample, 0, event.cause)
+            for line in lease.sample.lines:
+                self._cut(line, 0, event.cause)
+            self._end_branches(lease.sample, SampleState.DEAD)
         for sample in samples:
+            session = sample.session
             if event.cause not in NO_ATTEMPT and (starts_anew or not lease.advanced):
-                sample.attempts += 1
-                sample.last_error = self.last_error = event.error or event.cause
-            if sample.attempts >= self.rules.max_attempts:
-                self._void(sample)
-                sample.state = SampleState.DEAD
-                self.dead_letters.add(sample, event.at)
+                session.attempts += 1
+                session.last_error = self.last_error = event.error or event.cause
+            if session.attempts >= self.rules.max_attempts:
+                self._void(session)
+                self.open_samples.turn(session, SampleState.DEAD)
+                self._end_branches(session, SampleState.DEAD)
+                self.dead_letters.add(session, event.at)
                 if len(group.live_samples) < self._least_samples(group):
                     return self._end_group(group, "dead_sample")
             elif sample.state is SampleState.SCORING:
-                sample.state = SampleState.GENERATED
+                self.open_samples.turn(sample, SampleState.GENERATED)
             elif starts_anew:
-                sample.state = SampleState.ACTING
+                self.open_samples.turn(sample, SampleState.ACTING)
             elif not lease.agent:
-                sample.state = SampleState.PARTIAL if sample.length else SampleState.WAITING
+                self.open_samples.turn(sample, SampleState.PARTIAL if sample.length else SampleState.WAITING)
+            sample.attempts = session.attempts
             if not lease.agent:
                 sample.home = lease.worker if event.cause in NO_ATTEMPT else ""
         self._complete(group)
@@ -364,8 +402,9 @@ class LedgerState:
 
     def _complete(self, group: Group) -> None:
         """Make the group ready if none of its samples is on the way; what dead ones had is discarded."""
-        if any(sample.state is not SampleState.DONE for sample in group.live_samples):
+        if group.left:
             return
+        self.open_samples.remove(group)
         if group.evaluation:
             group.state = GroupState.READY
             del self.groups[group.id]
@@ -397,6 +436,8 @@ class LedgerState:
     def _end_group(self, group: Group, reason: str) -> None:
         for sample in group.samples:
             self._void(sample)
+        if group.state is GroupState.OPEN:
+            self.open_samples.remove(group)
         del self.groups[group.id]
         if group.evaluation:
             group.state = GroupState.DISCARDED
@@ -404,11 +445,16 @@ class LedgerState:
         if reason == "dead_sample":
             self.dead_in_a_row += 1
             self.dead_letters.discard(group.id)
+        else:
+            self.submitted.pop(group.row, None)
         if group in self.ready:
             self.ready.remove(group)
+        if group.state is GroupState.DELIVERED:
+            self.deliveries[group.step].remove(group)
+        else:
+            self.bound.remove(group.opened_at)
         self._move(group, GroupState.DISCARDED)
         self._count_discarded(group, reason, 1)
-        self.bound.remove(group.opened_at)
         self.cohorts.finish(group.ordinal, [sample.sampled for sample in group.samples], [])
         group.forget()
 
@@ -458,6 +504,7 @@ class LedgerState:
         for step in [step for step in self.deliveries if step < event.oldest]:
             for group in self.deliveries.pop(step):
                 del self.groups[group.id]
+                self.submitted.pop(group.row, None)
                 group.forget()
         self.durable = event.step
 

@@ -33,7 +33,7 @@ class RoundSchedule(Schedule):
                 return False
             ledger.start_round()
             self._open_groups(ledger)
-        elif ledger.undelivered < ledger.rules.batch_groups:
+        elif self.exhausted or ledger.undelivered < ledger.rules.batch_groups:
             self._open_groups(ledger)
         if batch := self.next_batch(ledger):
             ledger.deliver(batch)

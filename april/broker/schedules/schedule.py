@@ -118,7 +118,15 @@ class Schedule:
         return len(ledger.ready) < least and self.all_complete(ledger)
 
     def all_complete(self, ledger: Ledger) -> bool:
-        """Every prompt has been drawn, and its group is no longer open."""
+        """Every prompt has been drawn, and its group is no longer open; none will follow."""
+        return not ledger.rules.submitted and self._none_is_left(ledger)
+
+    def wants_prompts(self, ledger: Ledger) -> bool:
+        """Without further prompts from the trainer there is no batch."""
+        short = ledger.rules.submitted and len(ledger.ready) < ledger.rules.batch_groups
+        return short and not self.finished(ledger) and self._none_is_left(ledger)
+
+    def _none_is_left(self, ledger: Ledger) -> bool:
         return ledger.counts[GroupState.OPEN] == 0 and ledger.next_prompt(self.prompts) is None
 
     def next_batch(self, ledger: Ledger) -> list[Group] | None:

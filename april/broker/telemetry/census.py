@@ -1,17 +1,15 @@
 """How much waits and works, and for how long: counted bit by bit, so that the broker's loop is never held up."""
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from april.broker.ledger.ledger import Ledger
-from april.broker.ledger.samples import Group, GroupState, SampleState
+from april.broker.ledger.samples import ENDED, Group, GroupState
 
 SLICE = 1000
 """most groups and samples that are looked at in one pass of the broker's loop: well under a millisecond"""
 PAUSE_S = 2.0
 """between the end of one such look and the next"""
-ENDED = (SampleState.DONE, SampleState.DEAD)
 
 
 @dataclass(frozen=True)
@@ -61,16 +59,13 @@ class Census:
 
     def _begin(self) -> Iterator[Group]:
         self._seen: dict[int, float] = {}
-        self._samples: dict[bool, Counter[SampleState]] = {False: Counter(), True: Counter()}
         self._waiting_since = self._leased_since = float("inf")
         self._waiting_steps = self._ready_steps = 0
         return iter(list(self.ledger.groups.values()))
 
     def _count(self, group: Group, now: float) -> None:
         since = self._seen[group.id] = self._first_seen.get(group.id, now)
-        states = self._samples[group.evaluation]
         for sample in group.samples:
-            states[sample.state] += 1
             if sample.lease_id:
                 if lease := self.ledger.leases.get(sample.lease_id):
                     self._leased_since = min(self._leased_since, lease.ends_at - self.max_run_s)
@@ -80,8 +75,8 @@ class Census:
 
     def _finish(self, now: float) -> None:
         self.latest = Queues(
-            training={str(state): count for state, count in self._samples[False].items()},
-            evaluation={str(state): count for state, count in self._samples[True].items()},
+            training=self.ledger.open_samples.by_state(),
+            evaluation=self.ledger.open_samples.by_state(evaluation=True),
             oldest_waiting_s=max(0.0, now - self._waiting_since),
             oldest_waiting_steps=self._waiting_steps,
             oldest_ready_steps=self._ready_steps,

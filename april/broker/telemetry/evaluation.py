@@ -25,6 +25,13 @@ def summarise(rewards: list[list[float]], samples: int) -> dict[str, Any]:
     return {"mean_at_k": mean and {"k": samples, **mean}, "pass_at_k": passes}
 
 
+def describe_evaluation(result: dict[str, Any]) -> str:
+    """In one sentence, with the prompts that it had to leave out."""
+    left_out = f", {result['failed']} left out, whose responses could not be scored" if result["failed"] else ""
+    accuracy = "none" if result["accuracy"] is None else f"{result['accuracy']:.3f}"
+    return f"evaluation at step {result['step']}: accuracy {accuracy} on {result['prompts']} prompts{left_out}"
+
+
 def sizes(samples: int) -> list[int]:
     """Powers of two below `samples`, and `samples`."""
     return sorted({2**power for power in range(samples.bit_length())} & set(range(1, samples + 1)) | {samples})

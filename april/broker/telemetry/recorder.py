@@ -1,12 +1,13 @@
-"""The run folder's figures: a line in metrics.jsonl for every trained step, summary.json rewritten after each."""
+"""The run folder's figures: a line in metrics.jsonl for every trained step and evaluation, summary.json rewritten after
+each."""
 
 import logging
 import math
-import os
+import shutil
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -14,10 +15,14 @@ from april.broker.ledger.ledger import Ledger
 from april.broker.ledger.samples import Group, Sample, SampleState
 from april.broker.sessions import Sessions
 from april.broker.telemetry.alarm import Alarms
+from april.broker.telemetry.engine_gap import split_gaps
 from april.broker.telemetry.evaluation import summarise
+from april.broker.telemetry.failed_share import failed_share
 from april.broker.telemetry.length_drift import Drift, drift_of
 from april.broker.telemetry.lengths import describe, histogram, summarise_cohorts
+from april.broker.telemetry.metrics_file import MetricsFile, without_lanes
 from april.broker.telemetry.sink import Sinks
+from april.broker.telemetry.slots import SlotMeans
 from april.processes import clock
 from april.wire import limits
 from april.wire.version import LARGEST
@@ -34,6 +39,15 @@ PACE_STEPS = 10
 """the newest steps, whose pace the estimate of the time left takes"""
 LAST_STEPS = 3
 """of which the summary has the mean reward"""
+
+
+class Mark(NamedTuple):
+    """How much a sync covers."""
+
+    accepted: dict[tuple[str, str], int]
+    """`Recorder.accepted`"""
+    lines: int
+    """bytes of lines for metrics.jsonl"""
 
 
 class Recorder:
@@ -58,23 +72,25 @@ class Recorder:
         self.max_steps = max_steps
         self.started_at = started_at
         self.sessions = sessions
-        self.metrics_path = run_dir / "metrics.jsonl"
-        self._unwritten = bytearray()
-        """lines of metrics.jsonl that wait for it"""
         self.steps: dict[int, dict[str, Any]] = {}
         """by batch, from 0: those that a learner can go back to, and the last before them"""
         self.step_times: deque[float] = deque(maxlen=PACE_STEPS)
         """of the newest steps that were trained since the broker started"""
-        self.first_reward: float | None = None
-        self.generating_s, self.rollout_tokens = 0.0, 0
-        self._forgotten_ages: Counter[int] = Counter()
-        """tokens by staleness of the batches that are not in `steps` any more"""
         first_kept = ledger.first_kept_step
-        for record in read_steps(self.metrics_path, ledger.frontier):
+        self.lines = MetricsFile(run_dir / "metrics.jsonl", ledger.frontier, first_kept - LAST_STEPS)
+        past = self.lines.past
+        self.first_reward = past.first_reward
+        self.generating_s, self.rollout_tokens = past.generating_s, past.rollout_tokens
+        self.borne = Counter({"tokens": past.gradient_tokens, "empty_steps": past.empty_steps})
+        """trained tokens that bore a gradient, and steps of which none did, where the learner says so"""
+        for record in self.lines.first_steps():
+            self.alarms.look(record)
+        for record in self.lines.later_steps():
             self.generating_s += record["rollout_s"]
             self.rollout_tokens += record["rollout_tokens"]
             self._remember(record, first_kept)
             self.alarms.look(record)
+        self.lines.complete(ledger.evaluated)
         before = read_summary(run_dir / "summary.json")
         self.wall_before_s = before.get("wall_s", 0.0)
         self.peak_tokens = before.get("buffer_peak", {}).get("tokens", 0)
@@ -94,6 +110,7 @@ class Recorder:
         self._step_generating_s = 0.0
         self._step_tokens = 0
         self._aborted_samples = 0
+        self._slots = SlotMeans()
         self._settled = ledger.cohorts.created.copy()
         """lengths of the cohorts that were settled at the last step"""
         self._drift: Drift | None = None
@@ -113,6 +130,10 @@ class Recorder:
         """Time in which at least one training sample was being generated."""
         self._step_generating_s += seconds
         self.generating_s += seconds
+
+    def occupied(self, busy: int, slots: int, waiting: int) -> None:
+        """At this moment: slots of workers that generate, all of them, and training samples that wait for one."""
+        self._slots.add(busy, slots, waiting)
 
     def accept(self, chunks: Sequence[int], tokens: Sequence[int]) -> None:
         """So many, of training and of evaluation, are in the journal."""
@@ -146,32 +167,33 @@ class Recorder:
         else:
             record = self._describe(step, ledger, learner, now)
             record["alarms"] = self.alarms.look(record)
-            self._unwritten += orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
-            self.write_lines()
+            self.lines.append(record)
             self._remember(record, ledger.first_kept_step)
             self.step_times.append(record["time"])
             self.sinks.step(record)
         return self.steps[step]
 
-    def write_lines(self) -> None:
-        """What could not be written waits for the next step's line: figures stop nothing."""
-        if not self._unwritten:
-            return
-        try:
-            with self.metrics_path.open("ab", buffering=0) as file:
-                while self._unwritten:
-                    del self._unwritten[: file.write(self._unwritten)]
-        except OSError as error:
-            log.warning("%s cannot be written (%s); its lines wait for the next step", self.metrics_path, error)
+    def mark(self) -> Mark:
+        """What the next sync will have put on disk."""
+        return Mark(dict(self.accepted), self.lines.waiting)
+
+    def synced(self, mark: Mark) -> None:
+        """That is on disk, and may be counted and told."""
+        self.acknowledged = mark.accepted
+        self.lines.release(mark.lines)
 
     def _remember(self, record: dict[str, Any], first_kept: int) -> None:
         """Without its lanes; of what lies before `first_kept`, where no learner can go back to, only sums stay."""
         step = record["step"] - 1
-        self.steps[step] = {key: value for key, value in record.items() if key != "lanes"}
+        if (share := (record.get("gradient") or {}).get("tokens")) is not None:
+            self.borne["tokens"] += round(share * record["tokens"])
+            self.borne["empty_steps"] += share == 0
+        self.steps[step] = without_lanes(record)
         if step == 0:
             self.first_reward = record["reward"]
         while self.steps and (oldest := next(iter(self.steps))) < first_kept - LAST_STEPS:
-            self._forgotten_ages += ages_of(self.steps.pop(oldest))
+            del self.steps[oldest]
+            self.lines.forget(oldest + 1)
 
     @property
     def newest(self) -> dict[str, Any]:
@@ -190,7 +212,7 @@ class Recorder:
             log.warning(
                 "step %d was replayed with a loss of %s where %s had been logged: the weights are no longer those that "
                 "were published; expected only on accelerators, or with another number of ranks or other keys",
-                step, replayed["loss"], logged["loss"], extra={"step": step},
+                step + 1, replayed["loss"], logged["loss"], extra={"step": step + 1},
             )  # fmt: skip
 
     def _describe(self, step: int, ledger: Ledger, learner: dict[str, float], now: float) -> dict[str, Any]:
@@ -202,6 +224,7 @@ class Recorder:
         created = ledger.cohorts.created - self._settled
         self._settled = ledger.cohorts.created.copy()
         drift = self._measure_drift(ledger, now)
+        gaps, learner = split_gaps(learner, step)
         environment, self._environment_before = self.environment - self._environment_before, self.environment.copy()
         record = {
             "step": step + 1,
@@ -214,7 +237,9 @@ class Recorder:
             "rollout_s": round(self._step_generating_s, 4),
             "rollout_tokens": self._step_tokens,
             "rollout_tokens_per_s": per_second(self._step_tokens, self._step_generating_s),
-            "staleness": describe_ages(ages),
+            "staleness": describe_ages(ages) | {"bound": ledger.rules.max_staleness},
+            "slots": self._slots.means(),
+            "disk_free_bytes": shutil.disk_usage(self.run_dir).free,
             "lengths": {
                 "trained": describe(lengths),
                 "trained_histogram": histogram(lengths),
@@ -223,17 +248,19 @@ class Recorder:
             },
             "tokens_ledger": self.account(ledger),
             "round": {
-                "partials_waiting": partials_waiting(ledger),
+                "partials_waiting": ledger.open_samples.count(SampleState.PARTIAL),
                 "surplus_groups": len(ledger.ready),
                 "aborted_samples": self._aborted_samples,
             },
             "environment": {name: environment[name] for name in ("observations", "tokens", "failed")},
             "discarded_groups": discarded_groups(ledger),
             "gradient": gradient_shares(learner),
+            "engine_gaps": gaps,
             "lanes": self._lanes,
             "learner": learner,
         }
         self._lanes, self._step_generating_s, self._step_tokens, self._aborted_samples = [], 0.0, 0, 0
+        self._slots = SlotMeans()
         return record
 
     def _measure_drift(self, ledger: Ledger, now: float) -> Drift | None:
@@ -249,9 +276,10 @@ class Recorder:
         of_prompts = [of_prompt for of_prompt in of_prompts if of_prompt]
         done = [sample for of_prompt in of_prompts for sample in of_prompt]
         scores = summarise([[sample.accuracy for sample in of_prompt] for of_prompt in of_prompts], samples)
-        versions = sorted({version for sample in done for _, _, version in sample.segments})
+        versions = sorted({version for sample in done for line in sample.lines for _, _, version in line.segments})
         result = {
             "step": step,
+            "time": round(clock.now(), 3),
             "version": list(versions[-1]) if versions else None,
             "versions": [list(version) for version in versions],
             "accuracy": scores["mean_at_k"] and scores["mean_at_k"]["value"],
@@ -260,6 +288,7 @@ class Recorder:
             "failed_samples": len(groups) * samples - len(done),
             **scores,
         }
+        self.lines.append_evaluation(result)
         self.sinks.evaluation(result, clock.now())
         return result
 
@@ -288,6 +317,7 @@ class Recorder:
             },
             "evaluation": [ledger.evaluated[step] for step in sorted(ledger.evaluated)],
             "tokens": self.account(ledger),
+            "gradient": dict(self.borne) if "tokens" in self.newest.get("gradient", {}) else None,
             "ledger_closed": ledger.closed,
             "rollout_tokens_per_s": per_second(self.rollout_tokens, self.generating_s),
             "staleness": describe_ages(self._ages_until(ledger.consumed)),
@@ -295,6 +325,7 @@ class Recorder:
             "lengths": summarise_cohorts(ledger.cohorts),
             "data": data,
             "discarded_groups": discarded_groups(ledger),
+            "failed_share": failed_share(ledger),
             "replays": dict(self.replays),
             "pace": self.pace,
             "starts": {"broker": ledger.starts, "learner": ledger.branch + 1},
@@ -303,7 +334,8 @@ class Recorder:
 
     def _ages_until(self, consumed: int) -> Counter[int]:
         """Tokens by staleness of the batches below `consumed`."""
-        return sum((ages_of(line) for step, line in self.steps.items() if step < consumed), self._forgotten_ages)
+        forgotten = Counter(self.lines.past.tokens_by_age)
+        return sum((ages_of(line) for step, line in self.steps.items() if step < consumed), forgotten)
 
 
 def same_loss(logged: float | None, replayed: float) -> bool:
@@ -320,10 +352,6 @@ def gradient_shares(learner: dict[str, float]) -> dict[str, float]:
         if borne in learner and name in learner:
             shares[name] = round(learner[borne] / max(1.0, learner[name]), 6)
     return shares
-
-
-def partials_waiting(ledger: Ledger) -> int:
-    return sum(sample.state is SampleState.PARTIAL for group in ledger.open_groups() for sample in group.samples)
 
 
 def discarded_groups(ledger: Ledger) -> dict[str, int]:
@@ -344,9 +372,9 @@ def tokens_by_age(groups: list[Group], step: int) -> Counter[int]:
     """Tokens of a batch by staleness: `step` minus the step of the version that generated them."""
     ages: Counter[int] = Counter()
     for group in groups:
-        for sample in group.samples:
-            if sample.state is SampleState.DONE:
-                for sampled_at, tokens in sample.segments.tokens_by_step():
+        for line in group.lines:
+            if line.state is SampleState.DONE:
+                for sampled_at, tokens in line.segments.tokens_by_step():
                     ages[step - sampled_at] += tokens
     return ages
 
@@ -369,26 +397,6 @@ def per_second(tokens: int, seconds: float) -> float:
     return round(tokens / seconds, 1) if seconds > 0 else 0.0
 
 
-def read_steps(path: Path, frontier: int) -> Iterator[dict[str, Any]]:
-    """The lines that an earlier broker of this run wrote. Cut off is a torn last line, and what follows `frontier`: by
-    the journal those batches were never consumed, and whoever trains them writes their lines."""
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        good = 0
-        for line in file:
-            if not line.endswith(b"\n"):
-                os.truncate(path, good)
-                return
-            record = orjson.loads(line)
-            if record["step"] > frontier:
-                log.warning("%s is cut behind step %d, the last that the journal knows of", path, frontier)
-                os.truncate(path, good)
-                return
-            yield record
-            good += len(line)
-
-
 def read_summary(path: Path) -> dict[str, Any]:
     """What an earlier broker of this run wrote; nothing where a power loss has left it empty or torn."""
     try:
@@ -401,5 +409,10 @@ def read_summary(path: Path) -> dict[str, Any]:
 def replace_file(path: Path, data: bytes) -> None:
     """Readers see the old or the new content, never half of one."""
     temporary = path.with_suffix(".tmp")
-    temporary.write_bytes(data)
+    try:
+        temporary.write_bytes(data)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        error.filename = error.filename or str(path)
+        raise
     temporary.replace(path)

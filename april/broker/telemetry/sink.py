@@ -2,10 +2,12 @@
 
 import logging
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from april.broker.telemetry import SINKS
+from april.config import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -16,12 +18,20 @@ class Sink:
     It is called in the broker's loop, and has to be quick: what takes long belongs into a thread of its own.
     """
 
+    package = ""
+    """that has to be installed; the extra that brings it has its name"""
+
     def __init__(self, run_dir: Path):
         self.run_dir = run_dir
 
     @classmethod
     def check(cls) -> None:
         """Refuse to be used where something is missing. Raises ConfigError."""
+        if cls.package and not find_spec(cls.package):
+            raise ConfigError(
+                f"key 'operations.sinks' = {cls.package!r} needs the package {cls.package}, which is not installed; "
+                f"pip install 'april-rl[{cls.package}]', or leave it out"
+            )
 
     def step(self, record: dict[str, Any]) -> None:
         """A line of metrics.jsonl, of a step that was trained."""

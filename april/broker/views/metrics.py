@@ -57,6 +57,15 @@ METRICS = {
         ("kind",),
     ),
     "april_length_alarm": Metric("gauge", "1 when the distance is beyond what chance explains: lengths are biased"),
+    "april_alarms": Metric("gauge", "1 when the alarm was raised in the newest step, or is so just now", ("alarm",)),
+    "april_engine_gap_nats": Metric(
+        "gauge",
+        "Distance of the learner's log-probabilities from the worker's, of its newest tokens in the newest batch",
+        ("worker", "kind"),
+    ),
+    "april_engine_gap_age_steps": Metric(
+        "gauge", "Age of those tokens; above 0 the policy has moved since", ("worker",)
+    ),
     "april_reward": Metric("gauge", "Mean reward of the newest trained batch"),
     "april_replayed_steps_total": Metric(
         "counter", "Steps trained again after a restart, with the loss that was logged or another", ("loss",)
@@ -165,6 +174,13 @@ class Photographer:
         if step:
             series["april_reward"] = single(step["reward"])
             series["april_staleness_steps"] |= by_name(mean=step["staleness"]["mean"], max=step["staleness"]["max"])
+            alarms, gaps = books.recorder.alarms, step.get("engine_gaps", {})
+            raised = {alarm["name"] for alarm in (*step.get("alarms", ()), *alarms.raised)}
+            series["april_alarms"] = {(name,): name in raised for name in alarms.names}
+            series["april_engine_gap_nats"] = {
+                (worker, kind): gap[kind] for worker, gap in gaps.items() for kind in ("mean", "largest")
+            }
+            series["april_engine_gap_age_steps"] = {(worker,): gap["age"] for worker, gap in gaps.items()}
             if drift := step["lengths"].get("drift"):
                 series["april_length_drift"] = by_name(distance=drift["distance"], band=drift["band"])
                 series["april_length_alarm"] = single(drift["alarm"])

@@ -7,8 +7,9 @@ from typing import Any
 
 from april.broker.books import Books
 from april.broker.ledger.ledger import Ledger
-from april.broker.ledger.samples import GroupState
-from april.broker.telemetry.recorder import partials_waiting
+from april.broker.ledger.samples import GroupState, SampleState
+from april.broker.sessions import Session
+from april.broker.views.standing import Standing, slots_of
 
 
 def status(books: Books, now: float) -> dict[str, Any]:
@@ -24,7 +25,7 @@ def status(books: Books, now: float) -> dict[str, Any]:
         "groups_complete": len(ledger.ready) if ledger.round_open else schedule.rollout_batch_size,
         "groups_needed": schedule.rollout_batch_size,
         "groups_open": ledger.counts[GroupState.OPEN],
-        "partials_waiting": partials_waiting(ledger),
+        "partials_waiting": ledger.open_samples.count(SampleState.PARTIAL),
         "leased": ledger.generating,
         "phase": phase(books),
         "elapsed_s": round(now - books.started_at, 1),
@@ -40,6 +41,9 @@ def status(books: Books, now: float) -> dict[str, Any]:
                 "slots": max(0, session.capacity - books.config.worker.prefetch),
                 "leased": ledger.load[session.uid, False] + ledger.load[session.uid, True],
                 "tokens_per_s": round(session.tokens_per_s(now), 1),
+                "gap": last.get("engine_gaps", {}).get(session.name),
+                "does": slots_of(books, session),
+                "loop": loop(session, now),
             }
             for session in sorted(books.sessions.workers(), key=lambda session: session.name)
         ],
@@ -54,6 +58,10 @@ def status(books: Books, now: float) -> dict[str, Any]:
         "tokens": books.recorder.account(ledger),
         "ledger_closed": ledger.closed,
         "refusals": dict(books.sessions.refusals),
+        "failures": {
+            cause: {"count": count, "last": books.failures.last[cause]}
+            for cause, count in books.failures.by_cause.items()
+        },
         "failed_handshakes": dict(books.failed_handshakes),
         "drain": drain_state(ledger),
         "leases": len(ledger.leases),
@@ -68,13 +76,24 @@ def status(books: Books, now: float) -> dict[str, Any]:
         "replays": dict(books.recorder.replays),
         "starts": {"broker": ledger.starts, "learner": ledger.branch + 1},
         "learner_silent_s": learner_silent_s(books, now),
+        "standing": Standing(books, now).to_json(),
+        "learner_loop": loop(books.sessions.of_role("learner"), now),
+        "alarms": books.recorder.alarms.raised,
     }
 
 
 def learner_silent_s(books: Books, now: float) -> float | None:
-    """Since the learner was heard, which speaks every second but while it trains; None without one."""
+    """Since the learner was heard, which speaks every second; None without one."""
     session = books.sessions.of_role("learner")
     return round(now - session.last_seen, 1) if session else None
+
+
+def loop(session: Session | None, now: float) -> dict[str, Any] | None:
+    """Where its main loop is, and for how long; None where nobody says."""
+    if session is None or not session.place:
+        return None
+    _, place, for_s, usual_s = session.stay(now)
+    return {"at": place, "for_s": round(for_s, 1), "usual_s": round(usual_s, 3)}
 
 
 def drain_state(ledger: Ledger) -> str:

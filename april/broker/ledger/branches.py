@@ -1,0 +1,52 @@
+"""The branches of an agent's session: where one may begin, what it shares, and what of it an agent knows in the end.
+
+A branch is a further sample of the session, whose first tokens are another branch's. They lie once in the journal and
+are read here as what an agent says is, so that all that holds for a sample holds for a branch: leases, aborts, budget,
+versions that never decrease, and that each token which was sampled is trained in one place.
+"""
+
+from array import array
+from collections.abc import Iterator, Sequence
+
+from april.broker.ledger.samples import OBSERVED, WORD, Sample, SampleState
+
+Superseded = Sequence[tuple[int, int]]
+"""(branch, length) where an earlier execution of an agent has gone further than the last one knows"""
+
+
+def fork(parent: Sample, branch: int, length: int) -> Sample:
+    """Add a branch to the session of `parent`, of which it shares so many tokens; a turn ends there."""
+    shared, found = array("Q"), 0
+    words = iter(parent.chunks)
+    for record, stretch, content in zip(words, words, words, strict=True):
+        if found == length:
+            break
+        found += content >> WORD & (OBSERVED - 1)
+        shared.extend((record, stretch, content | OBSERVED << WORD))
+    steps = [version.step for start, _, version in parent.segments if start < length]
+    new = Sample(parent.group, parent.index, SampleState.PARTIAL, length, chunks=shared, home=parent.home)
+    new.trunk, new.branch, new.parent, new.shared = parent.session, branch, parent.branch, length
+    new.shared_step = max(steps, default=parent.shared_step if length else 0)
+    parent.session.branches += (new,)
+    return new
+
+
+def place_to_speak(session: Sample, branch: int, start: int, parent: int) -> tuple[int, bool]:
+    """(length of a branch, whether it is the agent's turn there); a new one begins behind a turn of its parent that is
+    over, or with the session."""
+    if line := session.line(branch):
+        return line.length, line.state is SampleState.ACTING
+    left = session.line(parent)
+    return start, left is not None and left.turn_end(start) == start
+
+
+def known(session: Sample, superseded: Superseded) -> Iterator[tuple[Sample, int, int]]:
+    """Of each branch, where its last turn ends that is over, and the last that the newest execution knows."""
+    most = dict(superseded)
+    for line in session.lines:
+        yield line, line.heard, line.turn_end(most.get(line.branch, line.length))
+
+
+def was_heard(session: Sample, superseded: Superseded) -> bool:
+    """Whether the newest execution of its agent has an answer of the policy."""
+    return any(length for _, _, length in known(session, superseded))

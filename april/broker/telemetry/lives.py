@@ -1,0 +1,191 @@
+"""What happened to each training sample, where and when, to be read with it: told to the learner with its batch.
+
+The ledger does not need it and does not keep it: it is found by watching what the ledger writes down, and written into
+its snapshots. So a broker that was restarted tells a batch's lives as the one before it did.
+"""
+
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from april import wire
+from april.broker.ledger import events
+from april.broker.ledger.ledger import Ledger
+from april.broker.ledger.samples import Group, Lease, Sample, SampleState
+from april.connections.identity import name_of
+from april.wire.rows import ENDINGS, TABLE
+
+GENERATE, SCORE, ACT = range(3)
+WHAT = ("generate", "score", "act")
+HOW = (
+    *ENDINGS, "scored", "closed", "void", "abort", "leave", "lost", "expired", "generation_failed",
+    "environment_failed", "scoring_failed", "agent_failed",
+)  # fmt: skip
+"""how a stay ended: with a response or turn, with a score, by its agent, with its group; else as LeaseEnded says"""
+WIDTH = 7
+"""numbers of a stay: what, holder, began, ended, start, end, how; 56 bytes"""
+ENDED, END, HOW_ENDED = 3, 5, 6
+
+
+@dataclass(slots=True)
+class GroupLife:
+    opened_at: float
+    stays: "list[array[float]]"
+    """of each sample, one stay behind the other"""
+    delivered_at: float = 0.0
+    of_branches: "dict[tuple[int, int], array[float]]" = field(default_factory=dict)
+    """by index and branch"""
+
+    def of(self, sample: Sample) -> "array[float]":
+        if sample.trunk is None:
+            return self.stays[sample.index]
+        return self.of_branches.setdefault((sample.index, sample.branch), array("d"))
+
+
+class Lives:
+    """Those of the groups that the ledger has; `see` is shown every event before it is applied."""
+
+    def __init__(self, ledger: Ledger):
+        self.ledger = ledger
+        self._lives: dict[int, GroupLife] = {}
+        """by group"""
+        self._holders: list[str] = []
+        self._numbers: dict[str, int] = {}
+        """of workers, scorers and agents processes: places in the list"""
+        self._handlers: dict[type, Callable[[Any, float], None]] = {
+            events.GroupOpened: self._opened,
+            events.Leased: self._leased,
+            events.AgentLeased: self._agent_leased,
+            events.RowsAccepted: self._rows_accepted,
+            events.SampleScored: lambda event, now: self._ended(event.lease_id, "scored", now),
+            events.GroupScored: lambda event, now: self._ended(event.lease_id, "scored", now),
+            events.AgentClosed: lambda event, now: self._ended(event.lease_id, "closed", now),
+            events.LeaseEnded: lambda event, now: self._ended(event.lease_id, event.cause, now),
+            events.GroupDiscarded: lambda event, now: self._forget(event.group),
+            events.BatchDelivered: self._delivered,
+            events.CheckpointDurable: lambda event, now: self._forget(*self._lives.keys() - ledger.groups.keys()),
+        }
+
+    def see(self, event: events.Event) -> None:
+        if handler := self._handlers.get(type(event)):
+            handler(event, self.ledger.now)
+
+    def freeze(self) -> bytes:
+        lives = {
+            group: (
+                life.opened_at,
+                life.delivered_at,
+                [numbers.tobytes() for numbers in life.stays],
+                [(*branch, numbers.tobytes()) for branch, numbers in life.of_branches.items()],
+            )
+            for group, life in self._lives.items()
+        }
+        return msgspec.msgpack.encode((lives, self._holders))
+
+    def thaw(self, frozen: bytes) -> None:
+        """What `freeze` was of; nothing of nothing."""
+        if not frozen:
+            return
+        lives, self._holders = msgspec.msgpack.decode(frozen)
+        self._numbers = {holder: number for number, holder in enumerate(self._holders)}
+        for group, (opened_at, delivered_at, stays, of_branches) in lives.items():
+            branches = {(index, branch): array("d", numbers) for index, branch, numbers in of_branches}
+            stays = [array("d", numbers) for numbers in stays]
+            self._lives[group] = GroupLife(opened_at, stays, delivered_at, branches)
+
+    def of(self, group: Group) -> "GroupLife":
+        return self._lives.get(group.id) or no_life(group)
+
+    def stays(self, sample: Sample) -> Iterator[wire.Stay]:
+        """Where it has been up to now."""
+        rows = iter(self.of(sample.group).of(sample))
+        for what, holder, began, ended, start, end, how in zip(*[rows] * WIDTH, strict=True):
+            where = name_of(self._holders[int(holder)])
+            yield wire.Stay(WHAT[int(what)], where, began, ended, int(start), int(end), HOW[int(how)])
+
+    def _number(self, holder: str) -> int:
+        if holder not in self._numbers:
+            self._numbers[holder] = len(self._holders)
+            self._holders.append(holder)
+        return self._numbers[holder]
+
+    # --- events ---------------------------------------------------------------------------------------------
+
+    def _life(self, group: Group) -> GroupLife | None:
+        """None of evaluation."""
+        if group.evaluation:
+            return None
+        life = self._lives.get(group.id)
+        if life is None:
+            life = self._lives[group.id] = no_life(group)
+        return life
+
+    def _opened(self, event: events.GroupOpened, now: float) -> None:
+        if not event.evaluation:
+            self._lives[event.group] = GroupLife(now, [array("d") for _ in range(event.size)])
+
+    def _leased(self, event: events.Leased, now: float) -> None:
+        group = self.ledger.groups[event.group]
+        together = event.scoring and group.together
+        leased = group.samples[event.index].line(event.branch)
+        for sample in group.live_samples if together or not leased else [leased]:
+            self._begin(sample, SCORE if event.scoring else GENERATE, event.worker, now, sample.length)
+
+    def _agent_leased(self, event: events.AgentLeased, now: float) -> None:
+        sample = self.ledger.groups[event.group].samples[event.index]
+        self._begin(sample, ACT, event.holder, now, sample.length)
+
+    def _rows_accepted(self, event: events.RowsAccepted, now: float) -> None:
+        table = np.frombuffer(event.table, TABLE)
+        for row in table[table["finish"] > 0]:
+            lease, length = self.ledger.leases[int(row["lease_id"])], int(row["start"]) + int(row["tokens"])
+            self._end(lease.sample, GENERATE, now, length, ENDINGS[row["finish"]])
+            if not (row["over"] or self.ledger.rules.agents):
+                self._begin(lease.sample, SCORE, lease.worker, now, length)
+
+    def _ended(self, lease_id: int, how: str, now: float) -> None:
+        lease = self.ledger.leases[lease_id]
+        for sample in lease.samples:
+            self._end(sample, what_under(lease, sample), now, sample.length, how)
+
+    def _delivered(self, event: events.BatchDelivered, now: float) -> None:
+        for group in event.groups:
+            if life := self._life(self.ledger.groups[group]):
+                life.delivered_at = now
+
+    def _forget(self, *groups: int) -> None:
+        for group in groups:
+            self._lives.pop(group, None)
+
+    def _begin(self, sample: Sample, what: int, holder: str, now: float, length: int) -> None:
+        life = self._life(sample.group)
+        if life is None:
+            return
+        self._end(sample, what, now, length, "void")
+        life.of(sample).extend((what, self._number(holder), now, now, length, length, 0))
+
+    def _end(self, sample: Sample, what: int, now: float, length: int, how: str) -> None:
+        """The newest stay of that kind, if it has not ended."""
+        life = self._life(sample.group)
+        numbers = life.of(sample) if life else array("d")
+        for place in range(len(numbers) - WIDTH, -1, -WIDTH):
+            if numbers[place] == what:
+                if not numbers[place + HOW_ENDED]:
+                    numbers[place + ENDED], numbers[place + END] = now, length
+                    numbers[place + HOW_ENDED] = HOW.index(how)
+                return
+
+
+def no_life(group: Group) -> GroupLife:
+    return GroupLife(0.0, [array("d") for _ in group.samples])
+
+
+def what_under(lease: Lease, sample: Sample) -> int:
+    """What is done to a sample under a lease."""
+    if lease.agent:
+        return ACT
+    return SCORE if sample.state is SampleState.SCORING else GENERATE

@@ -1,0 +1,30 @@
+"""The figures of a run for trackio's own page: `trackio show`."""
+
+import os
+from typing import Any
+
+from april.broker.telemetry.behind import PROJECT, SinkBehind
+
+
+class Trackio(SinkBehind):
+    """In the project `TRACKIO_PROJECT` or `april-rl`, on this machine, where `TRACKIO_DIR` says."""
+
+    package = "trackio"
+
+    def open(self) -> None:
+        import trackio
+
+        self._run: Any = trackio.init(
+            project=os.environ.get("TRACKIO_PROJECT", PROJECT),
+            name=f"{self.run_dir.name}-{self.run_id()[:8]}",
+            resume="allow",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+
+    def write(self, step: int, time: float, figures: dict[str, float]) -> None:
+        self._run.log(figures, step=step)
+
+    def end(self) -> None:
+        self._run.finish()

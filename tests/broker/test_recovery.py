@@ -1,0 +1,155 @@
+"""A journal that has lost what was acknowledged is refused by what the other files prove, until somebody accepts it."""
+
+import re
+
+import pytest
+
+from april import config as configuration
+from april import wire
+from april.broker import recovery
+from april.broker.journal.files import JournalError
+from april.cli import main
+from april.config import ConfigError
+from april.formats.versions import RUN_FOLDER
+from april.launch.preflight import check_resume
+from tests.broker.conversation import FakeLearner, FakeWorker, make_batch
+from tests.broker.test_steps import metrics_lines, train
+
+
+@pytest.fixture
+def trained(talk, worker, learner):
+    """A run that has trained three steps, and what its folder was after each; its broker is gone."""
+    RUN_FOLDER.claim(talk.config.run_dir, new=True)
+    talk.sizes = []
+    for step in range(3):
+        train(talk, worker, learner, step)
+        (checkpoint := talk.config.run_dir / "checkpoints" / f"step_{step + 1:06d}").mkdir(parents=True)
+        (checkpoint / "progress.json").write_bytes(b"{}")
+        talk.sizes.append(journal_file(talk).stat().st_size)
+    talk.journal.close()
+    talk.service.note.close()
+    return talk
+
+
+def journal_file(talk):
+    return max(talk.journal.folder.glob("*.msgpack"))
+
+
+def cut(talk, to):
+    path = journal_file(talk)
+    path.write_bytes(path.read_bytes()[:to])
+
+
+def folder(talk):
+    return {path: path.read_bytes() for path in talk.config.run_dir.rglob("*") if path.is_file()}
+
+
+def lines(talk):
+    return [line["step"] for line in metrics_lines(talk)]
+
+
+def refused(talk, *proofs):
+    """By the broker as by `april run --resume`, and nothing in the folder is another afterwards."""
+    before = folder(talk)
+    for start, error in ((talk.start, JournalError), (lambda: check_resume(talk.config), ConfigError)):
+        with pytest.raises(error) as caught:
+            start()
+        talk.journal.close()
+        assert all(proof in str(caught.value) for proof in (*proofs, "--accept-loss")), caught.value
+    assert folder(talk) == before
+
+
+def go_on(talk, from_step):
+    """Train what is left of the three steps, as if it had never been."""
+    talk.peers = {}
+    talk.start()
+    worker, learner = FakeWorker(talk), FakeLearner(talk)
+    learner.join(step=from_step)
+    worker.join(step=from_step)
+    for step in range(from_step, 3):
+        train(talk, worker, learner, step)
+    assert lines(talk) == [1, 2, 3] and talk.ledger.closed
+
+
+def test_bytes_that_were_acknowledged_and_are_gone_are_a_sentence_and_a_choice(trained):
+    """Cut at the end of a record: the journal itself looks whole."""
+    size = journal_file(trained).stat().st_size
+    cut(trained, trained.sizes[1])
+    gone = size - trained.sizes[1]
+    refused(
+        trained,
+        f"{gone} bytes further",
+        "metrics.jsonl has step 3, and it 2 trained ones",
+        "there is a checkpoint of step 3, and it has 2 batches",
+    )
+    said = check_resume(trained.config, accept_loss=True)
+    assert any(f"given up: it ends at {trained.sizes[1]}" in line for line in said)
+    assert lines(trained) == [1, 2] and (trained.config.run_dir / "checkpoints/step_000003.beyond").is_dir()
+    assert check_resume(trained.config) == said[:0] + [line for line in said if not line.startswith("given up")]
+    go_on(trained, from_step=2)
+
+
+@pytest.mark.parametrize("proof", ["synced", "metrics.jsonl", "checkpoints"])
+def test_each_of_the_other_files_proves_it_alone(trained, proof):
+    names = {"synced": "journal/synced", "metrics.jsonl": "metrics.jsonl", "checkpoints": "checkpoints"}
+    for other in set(names) - {proof}:
+        path = trained.config.run_dir / names[other]
+        path.rename(path.with_suffix(".away"))
+    cut(trained, trained.sizes[0])
+    refused(trained, {"synced": "bytes further", "metrics.jsonl": "has step 3"}.get(proof, "checkpoint of step 3"))
+
+
+def test_a_last_sync_that_is_damaged_is_not_taken_for_one_that_never_was(trained):
+    path = journal_file(trained)
+    data = bytearray(path.read_bytes())
+    data[-2] ^= 0x10
+    path.write_bytes(data)
+    refused(trained, "damaged at position")
+    said = check_resume(trained.config, accept_loss=True)
+    (kept,) = trained.journal.folder.glob("*.cut")
+    assert re.search(rf"given up: {kept.stat().st_size} bytes behind \d+ cannot be read", "\n".join(said))
+    check_resume(trained.config)
+
+
+def test_what_no_sync_had_finished_is_cut_off_as_ever(trained):
+    with journal_file(trained).open("ab") as file:
+        file.write(b"\x93\xcf torn")
+    check_resume(trained.config)
+    trained.peers = {}
+    trained.start()
+    assert trained.ledger.frontier == 3 and lines(trained) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("note", [b"", b"\x00\x01", b"\xff" * 12, b"\x00" * 12])
+def test_a_torn_note_proves_nothing(trained, note):
+    (trained.journal.folder / "synced").write_bytes(note)
+    check_resume(trained.config)
+
+
+def test_a_line_of_metrics_is_written_behind_the_sync_of_its_step(talk, worker, learner):
+    """So that it proves that the step was on disk."""
+    make_batch(worker)
+    learner.fetch(0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(talk, "deliver", lambda: None)
+        learner.say(wire.Consumed(0, {"loss": 0.5}, ""))
+        assert talk.ledger.frontier == 1 and not lines(talk)
+    talk.deliver()
+    assert lines(talk) == [1]
+
+
+def test_a_resume_on_a_full_disk_is_a_sentence(trained, config_file, capsys):
+    """The kernel says so, of the first file that is written."""
+    before = folder(trained)
+    (trained.config.run_dir / "config.tmp").symlink_to("/dev/full")
+    assert main(["run", str(config_file), "--resume", "--schedule.max_steps", "9", "--evaluation.prompts", "1"]) == 1
+    *_, said = capsys.readouterr().err.splitlines()
+    assert said.endswith("small/config.toml cannot be written (No space left on device); make room there")
+    after = folder(trained)
+    assert {path: after[path] for path in before} == before
+
+
+def test_a_loss_is_accepted_of_a_run_that_goes_on_only(config_file, capsys):
+    assert main(["run", str(config_file), "--accept-loss"]) == 2
+    assert "give --resume with it" in capsys.readouterr().err
+    assert recovery.checkpoints_of(configuration.load(config_file).run_dir) == {}

@@ -1,0 +1,109 @@
+"""Each sink gives its tool what metrics.jsonl says, evaluations too, in one run although the broker has restarted."""
+
+import struct
+from importlib.util import find_spec
+
+import orjson
+import pytest
+
+from april import config as configuration
+from april.broker.telemetry import SINKS
+from april.report.run_folder import read_records
+from tests.broker.conversation import Conversation, FakeLearner, FakeWorker, make_batch
+
+WANTED = "reward", "learner/loss", "tokens_ledger/generated", "evaluation/accuracy"
+
+
+def read_wandb(run_dir):
+    """Of the files that `wandb sync` uploads: blocks of 32 KiB behind a header of 7 bytes, records behind theirs."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    found, runs = {}, set()
+    for path in sorted((run_dir / "wandb").glob("offline-run-*/*.wandb")):
+        data, at, whole = path.read_bytes(), 7, b""
+        while at + 7 <= len(data):
+            _, size, kind = struct.unpack_from("<IHB", data, at)
+            if not kind:
+                at = (at // 32768 + 1) * 32768
+                continue
+            whole, at = whole + data[at + 7 : at + 7 + size], at + 7 + size
+            if kind in (1, 4):
+                record, whole = Record.FromString(whole), b""
+                runs |= {record.run.run_id} if record.WhichOneof("record_type") == "run" else set()
+                row = {
+                    item.key or "/".join(item.nested_key): orjson.loads(item.value_json) for item in record.history.item
+                }
+                found |= {(row["step"], name): value for name, value in row.items()} if row else {}
+            if 32768 - at % 32768 < 7:
+                at = (at // 32768 + 1) * 32768
+    return runs, found
+
+
+def read_mlflow(run_dir):
+    from mlflow import MlflowClient
+
+    client = MlflowClient()
+    runs = client.search_runs([client.get_experiment_by_name("april-rl").experiment_id])
+    histories = [client.get_metric_history(runs[0].info.run_id, name) for name in WANTED]
+    return {run.info.run_id for run in runs}, {(m.step, m.key): m.value for history in histories for m in history}
+
+
+def read_trackio(run_dir):
+    from trackio.sqlite_storage import SQLiteStorage
+
+    runs = SQLiteStorage.get_runs("april-rl")
+    return set(runs), {
+        (row["step"], name): value for row in SQLiteStorage.get_logs("april-rl", runs[0]) for name, value in row.items()
+    }
+
+
+TOOLS = {"wandb": read_wandb, "mlflow": read_mlflow, "trackio": read_trackio}
+
+
+@pytest.mark.parametrize("tool", [tool for tool in TOOLS if find_spec(SINKS.find(tool).package)])
+def test_steps_and_evaluations_reach_the_tool_as_one_run(config_file, tmp_path, monkeypatch, tool):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file://{tmp_path}/mlruns")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setattr(
+        "trackio.sqlite_storage.TRACKIO_DIR", tmp_path / "trackio", raising=False
+    ) if tool == "trackio" else None
+    options = ["--evaluation.prompts", "1", "--schedule.max_steps", "2", "--operations.sinks", f'["{tool}"]']
+    talk = Conversation(configuration.load(config_file, options))
+    for step in range(2):
+        worker, learner = FakeWorker(talk), FakeLearner(talk)
+        worker.join(step)
+        learner.join(step)
+        make_batch(worker)
+        learner.fetch(step)
+        learner.consume(step, loss=0.5 + step)
+        if step == 0:
+            learner.durable(1)
+        talk.service.close(talk.now)
+        assert talk.service.recorder.sinks.failed == []
+        talk.restart_broker()
+    talk.service.close(talk.now)
+    lines = read_records(talk.config.run_dir / "metrics.jsonl")
+    runs, found = TOOLS[tool](talk.config.run_dir)
+    assert len(runs) == 1 and found[0, "evaluation/accuracy"] == 1.0
+    for line in lines:
+        said = line["reward"], line["learner"]["loss"], line["tokens_ledger"]["generated"]
+        assert tuple(found[line["step"], name] for name in WANTED[:3]) == said
+
+
+def test_a_tool_that_cannot_be_reached_is_left_out_and_stops_nothing(config_file, monkeypatch):
+    from april.broker.telemetry.wandb import WeightsAndBiases
+
+    def refuse(self):
+        raise ConnectionError("nobody is there")
+
+    monkeypatch.setattr(WeightsAndBiases, "open", refuse)
+    options = ["--evaluation.prompts", "1", "--operations.sinks", '["wandb", "tensorboard"]']
+    talk = Conversation(configuration.load(config_file, options))
+    talk.service.recorder.sinks._sinks["wandb"]._thread.join()
+    worker, learner = FakeWorker(talk), FakeLearner(talk)
+    worker.join()
+    learner.join()
+    make_batch(worker)
+    learner.fetch(0)
+    learner.consume(0)
+    assert talk.service.recorder.sinks.failed == ["wandb"] and talk.ledger.consumed == 1

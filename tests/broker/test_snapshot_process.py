@@ -1,0 +1,235 @@
+"""Snapshots are made beside the broker: it never waits, and a kill of either at any instant loses nothing."""
+
+import random
+import shutil
+import time
+from contextlib import closing
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from april import config as configuration
+from april.broker.journal.files import JournalError, file_path, file_starts
+from april.broker.journal.journal import Journal
+from april.broker.journal.snapshot import SnapshotStore, freeze
+from april.broker.ledger.ledger import Ledger
+from april.broker.ledger.rules import Rules
+from april.broker.snapshot_process import make_snapshot
+from april.broker.snapshots import DEADLINE_S, LOOK_S, HelperProcess, Snapshots
+from april.broker.telemetry.lives import Lives
+from april.wire.version import Version
+from tests.broker.test_space import SETTINGS, Run
+
+RULES = Rules(batch_groups=2, group_size=2, max_staleness=3)
+LIMIT_S = 60.0
+
+
+@pytest.fixture
+def run(config_file):
+    return Run(configuration.load(config_file, [*SETTINGS, "--evaluation.prompts", "1"]))
+
+
+def write_steps(ledger, lives, chance, steps):
+    """Groups that are generated, trained and made durable, some of them handed back in between."""
+    for _ in range(steps):
+        step = ledger.next_step
+        groups = [
+            ledger.open_group(epoch=0, row=ledger.cursor[1], floor=step, prompt=b"\1\0\0\0")
+            for _ in range(2 - ledger.undelivered)
+        ]
+        for sample in [sample for group in groups for sample in group.samples]:
+            for length in range(chance.randint(1, 3)):
+                lease = ledger.lease(sample, f"w{chance.randint(0, 2)}/uid", step, expires_at=1.0)
+                ledger.add_chunk(lease.id, length, 1, Version(0, step), payload=bytes(8))
+                ledger.end_lease(lease.id, "abort")
+            lease = ledger.lease(sample, "w0/uid", step, expires_at=1.0)
+            ledger.add_chunk(lease.id, sample.length, 1, Version(0, step), "stop", payload=bytes(8))
+            ledger.score(lease.id, chance.random())
+        ledger.deliver(ledger.choose_batch(2))
+        ledger.consume(step)
+        if chance.random() < 0.5:
+            ledger.checkpoint(step + 1, oldest=step + 1)
+
+
+class Written:
+    """A journal of a ledger with its lives, as a broker has them, and their image at every file's beginning."""
+
+    def __init__(self, folder, chance, files):
+        self.folder, self.images = folder, {}
+        with closing(Journal(folder, file_records=100)) as journal:
+            ledger = Ledger(RULES, write=lambda event, arrays: (lives.see(event), journal.append(event, arrays))[1])
+            lives = Lives(ledger)
+            ledger.start_learner(0)
+            while len(self.images) < files:
+                write_steps(ledger, lives, chance, steps=1)
+                if journal.file_full:
+                    self.images[journal.rotate()] = bytes(freeze(ledger, lives.freeze()))
+
+    def snapshots(self):
+        return {position: bytes(image) for position, image in SnapshotStore(self.folder).newest_first()}
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 2**32), data=st.data())
+def test_whatever_was_made_or_broken_before_a_snapshot_is_the_ledger_at_its_position(tmp_path, seed, data):
+    """Each is made of any that is whole and the files behind it, and never of one that is not."""
+    folder = tmp_path / "journal"
+    shutil.rmtree(folder, ignore_errors=True)
+    written = Written(folder, random.Random(seed), files=4)
+    for position in written.images:
+        if data.draw(st.booleans(), "make"):
+            for _ in make_snapshot(folder, position, RULES):
+                pass
+        whole = written.snapshots()
+        assert all(image == written.images[at] for at, image in whole.items())
+        assert len(whole) <= 2 and (not whole or file_starts(folder)[-1] >= max(whole))
+        if len(whole) == 2 and data.draw(st.booleans(), "break"):
+            path = folder / f"{max(whole):020d}.snapshot"
+            path.write_bytes(path.read_bytes()[: data.draw(st.integers(0, path.stat().st_size - 1))])
+
+
+def test_a_file_that_is_missing_short_or_damaged_makes_no_snapshot(tmp_path):
+    written = Written(tmp_path, random.Random(0), files=3)
+    first, second, third = written.images
+    path, whole = file_path(tmp_path, first), file_path(tmp_path, first).read_bytes()
+    for broken in (None, b"", whole[:-1], whole[:50] + b"\xff" + whole[51:]):
+        path.unlink(missing_ok=True)
+        if broken is not None:
+            path.write_bytes(broken)
+        with pytest.raises(JournalError, match=r"lacks the file|is damaged"):
+            next(make_snapshot(tmp_path, third, RULES))
+    assert not written.snapshots()
+    path.write_bytes(whole)
+    list(make_snapshot(tmp_path, second, RULES))
+    assert written.snapshots() == {second: written.images[second]}
+
+
+def finish(snapshots, position, let_go):
+    """Look after the process until its snapshot is there."""
+    deadline = time.monotonic() + LIMIT_S
+    while snapshots.busy or max(snapshots.store.positions(), default=0) < position:
+        assert time.monotonic() < deadline
+        snapshots.follow(position, let_go, time.monotonic())
+        time.sleep(LOOK_S / 10)
+
+
+def test_a_process_makes_it_and_waits_until_the_broker_has_let_go_of_what_is_deleted(tmp_path):
+    written = Written(tmp_path, random.Random(1), files=4)
+    snapshots, told = Snapshots(tmp_path, RULES), []
+    for position in written.images:
+        finish(
+            snapshots, position, lambda dead: told.append([start for start in dead if start in file_starts(tmp_path)])
+        )
+    *_, older, newest = written.images
+    assert written.snapshots() == {older: written.images[older], newest: written.images[newest]}
+    gone = {start for dead in told for start in dead}
+    assert gone and not gone & set(file_starts(tmp_path)) and snapshots.failures == 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(4))
+def test_a_process_that_is_killed_anywhere_leaves_what_another_goes_on_from(tmp_path, seed):
+    chance = random.Random(seed)
+    written = Written(tmp_path, chance, files=4)
+    for position in written.images:
+        helper = HelperProcess(tmp_path, position, RULES)
+        time.sleep(chance.uniform(0.1, 0.5))
+        if helper.dead_files() is not None:
+            helper.go_on()
+            time.sleep(chance.uniform(0, 0.02))
+        helper.close()
+        assert all(image == written.images[at] for at, image in written.snapshots().items())
+        snapshots = Snapshots(tmp_path, RULES)
+        finish(snapshots, position, lambda dead: None)
+        assert written.snapshots()[position] == written.images[position]
+        assert not list(tmp_path.glob("*.partial"))
+
+
+def test_what_died_half_way_through_a_write_is_not_taken_for_a_snapshot(tmp_path, monkeypatch):
+    written = Written(tmp_path, random.Random(2), files=2)
+    first, second = written.images
+    list(make_snapshot(tmp_path, first, RULES))
+    before = written.snapshots()
+
+    def power_cut(*arguments):
+        raise KeyboardInterrupt
+
+    for where in ("os.fdatasync", "pathlib.Path.rename"):
+        with monkeypatch.context() as dying, pytest.raises(KeyboardInterrupt):
+            dying.setattr(where, power_cut)
+            list(make_snapshot(tmp_path, second, RULES))
+        assert written.snapshots() == before and len(list(tmp_path.glob("*.partial"))) == 1
+    list(make_snapshot(tmp_path, second, RULES))
+    assert written.snapshots() == before | {second: written.images[second]} and not list(tmp_path.glob("*.partial"))
+
+
+class Stuck:
+    killed = False
+
+    def dead_files(self):
+        return None
+
+    def go_on(self):
+        raise AssertionError("it has said nothing")
+
+    def status(self):
+        return -9 if self.killed else None
+
+    def kill(self):
+        self.killed = True
+
+    close = kill
+
+
+def test_one_that_hangs_is_killed_counted_and_tried_again_later_each_time(tmp_path):
+    started = []
+
+    def start(*arguments):
+        started.append(now)
+        return Stuck()
+
+    now, snapshots = 0.0, Snapshots(tmp_path, RULES, start)
+    while not snapshots.helpless:
+        snapshots.follow(1, lambda dead: None, now)
+        now += 1.0
+    assert snapshots.failures == 3
+    first, second, third = started
+    assert second - first >= DEADLINE_S and third - second >= DEADLINE_S + 30
+    snapshots.follow(1, lambda dead: None, now + 1000)
+    assert len(started) == 3, "then the broker makes it"
+
+
+def fill_file(run):
+    while not run.journal.file_full:
+        run.ledger.start_drain()
+        run.ledger.end_drain()
+
+
+def test_what_cannot_be_read_back_the_broker_writes_from_memory_at_the_end_of_its_next_file(run):
+    run.train(segments=1)
+    fill_file(run)
+    damaged = file_path(run.journal.folder, run.journal.file_begins)
+    run.service.end_file()
+    damaged.write_bytes(b"\xff" + damaged.read_bytes()[1:])
+    run.tick(LOOK_S)
+    run.tick(LOOK_S)
+    snapshots = run.service.snapshots
+    assert snapshots.helpless and snapshots.failures == 1 and run.snapshots()[-1] < run.journal.file_begins
+    fill_file(run)
+    run.take_snapshot()
+    assert run.snapshots()[-1] == run.journal.file_begins and not snapshots.helpless
+    account = run.ledger.account()
+    run.restart_broker()
+    assert run.ledger.account() == account
+
+
+def test_a_broker_that_died_before_its_snapshot_has_it_made_after_its_start(run):
+    run.service.snapshots.start = lambda *arguments: Stuck()
+    fill_file(run)
+    run.service.end_file()
+    run.tick(LOOK_S)
+    assert not run.snapshots()
+    run.restart_broker()
+    run.take_snapshot()
+    assert run.snapshots() == [run.journal.file_begins]
