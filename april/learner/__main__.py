@@ -3,7 +3,6 @@
 import argparse
 import logging
 import sys
-from pathlib import Path
 
 from april import config as configuration
 from april.connections.broker import AccessDenied, BrokerRefused, BrokerUnreachable
@@ -28,14 +27,17 @@ def main(arguments: list[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("config", nargs="+", help="TOML file of the run; of several, later ones win")
-    parser.add_argument("--connect", required=True, metavar="ADDRESS", help="the broker's, as tcp://HOST:PORT")
+    parser.add_argument(
+        "--connect", required=True, metavar="ADDRESS", help="the broker's, as tcp://HOST:PORT, or its run folder"
+    )
     options, overrides = parser.parse_known_args(arguments)
     die_with_parent()
-    look_in(*(Path(path).parent for path in options.config))
+    look_in()
     if refusal.is_remembered():
         return REFUSED
     try:
         config = configuration.load(options.config, overrides, inputs=["model"])
+        look_in(*config.run.parts)
         configuration.check_address(options.connect)
     except configuration.ConfigError as error:
         print(f"april.learner: {error}", file=sys.stderr)
@@ -50,8 +52,8 @@ def main(arguments: list[str]) -> int:
 def status_of_training(config: configuration.Config, address: str) -> int:
     """Exit status; threads that wait for a batch or for other ranks do not keep the process from ending."""
     from april.learner.attention import PackedAttentionError
+    from april.learner.loading import ModelError
     from april.learner.loop import Diverged
-    from april.learner.model import ModelError
 
     try:
         train(config, address)
@@ -74,10 +76,12 @@ def status_of_training(config: configuration.Config, address: str) -> int:
 def train(config: configuration.Config, address: str) -> None:
     import torch.distributed as dist
 
+    from april.connections.address import address_at
     from april.learner import loop, process_group
     from april.learner.source import BrokerSource
     from april.learner.trainer import Trainer
-    from april.weights.publisher import WeightPublisher
+    from april.processes.pulse import MAIN, Watch
+    from april.weights.publisher import WeightPublisher, weights_towards
 
     device = process_group.join(config.learner)
     rank = dist.get_rank()
@@ -85,8 +89,11 @@ def train(config: configuration.Config, address: str) -> None:
     log.info("rank %d of %d on %s", rank, dist.get_world_size(), device)
     source = publisher = None
     if rank == 0:
+        MAIN.at("loading the model", takes_long=True)
+        Watch(config.learner.hung_s, config.learner.load_s).start()
         keys = config.security.keys
-        publisher = WeightPublisher(config.weights, config.run.name, device.type, keys)
+        address = address_at(address, config.broker.patience_s)
+        publisher = WeightPublisher(weights_towards(config, address), config.run.name, device.type, keys)
         source = BrokerSource(address, publisher.address, config.broker.patience_s, load_keys(keys, "learner"))
     loop.run(config, Trainer(config, device), source, publisher)
     process_group.leave()

@@ -3,8 +3,10 @@
 Rank 0 receives a batch; `share_batch` hands it to the other ranks as one byte tensor, without pickle.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import repeat
 
 import msgspec
 import numpy as np
@@ -12,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from april.data.support import Support
+from april.wire.training import Stay
 from april.wire.version import Version
 
 NO_MORE_BATCHES = -1
@@ -40,6 +43,15 @@ class TrainSample:
     index: int = -1
     """its place in the group as that was opened, of which some may have been lost"""
     finish_reason: str = ""
+    details: Mapping[str, float] = field(default_factory=dict)
+    """what its reward is made of"""
+    stays: tuple[Stay, ...] = ()
+    """where it has been, and when"""
+    opened_at: float = 0.0
+    delivered_at: float = 0.0
+    """Unix seconds; 0 where nobody has said it"""
+    branch: int = 0
+    """of the session of an agent, whose branches are a row each; what they share is trained with one of them"""
 
     def __post_init__(self):
         if self.prompt_tokens < 1:
@@ -78,11 +90,28 @@ class Batch:
 
     step: int
     groups: list[list[TrainSample]]
+    origins: list[tuple[int, bytes]] = field(default_factory=list)
+    """of each group whose prompt the trainer has brought: number of the prompt, and what was brought beside it"""
 
     @property
     def samples(self) -> list[TrainSample]:
         """All samples, group by group."""
         return [sample for group in self.groups for sample in group]
+
+
+Session = list[TrainSample]
+"""the rows of a sample: one, or those of the branches of an agent's session"""
+
+
+def sessions(group: list[TrainSample]) -> list[Session]:
+    """The rows of a group, those of one session together: what counts as one where samples are compared or counted."""
+    found: list[Session] = []
+    for sample in group:
+        if sample.branch and found and found[-1][0].index == sample.index:
+            found[-1].append(sample)
+        else:
+            found.append([sample])
+    return found
 
 
 class FlatBatch(msgspec.Struct, omit_defaults=True):
@@ -99,8 +128,13 @@ class FlatBatch(msgspec.Struct, omit_defaults=True):
     support_counts: bytes = b""
     """of all samples, or none"""
     support_ids: bytes = b""
-    names: list[tuple[int, int, str]] = []
-    """(group, index, finish reason)"""
+    names: list[tuple[int, int, int, str]] = []
+    """(group, index, branch, finish reason)"""
+    details: list[dict[str, float]] = []
+    stays: list[tuple[Stay, ...]] = []
+    times: list[tuple[float, float]] = []
+    """(opened, delivered)"""
+    origins: list[tuple[int, bytes]] = []
 
 
 def encode(batch: Batch) -> bytes:
@@ -121,7 +155,11 @@ def encode(batch: Batch) -> bytes:
             logprobs=b"".join(np.asarray(sample.logprobs, "<f4").tobytes() for sample in samples),
             support_counts=b"".join(np.asarray(support.counts, "<i4").tobytes() for support in supports),
             support_ids=b"".join(np.asarray(support.ids, "<i4").tobytes() for support in supports),
-            names=[(sample.group, sample.index, sample.finish_reason) for sample in samples],
+            names=[(sample.group, sample.index, sample.branch, sample.finish_reason) for sample in samples],
+            details=[dict(sample.details) for sample in samples],
+            stays=[sample.stays for sample in samples],
+            times=[(sample.opened_at, sample.delivered_at) for sample in samples],
+            origins=batch.origins,
         )
     )
 
@@ -132,9 +170,12 @@ def decode(data: bytes | bytearray | memoryview) -> Batch:
     all_tokens, all_logprobs = np.frombuffer(flat.tokens, "<i4"), np.frombuffer(flat.logprobs, "<f4")
     counts, support_ids = np.frombuffer(flat.support_counts, "<i4"), np.frombuffer(flat.support_ids, "<i4")
     samples, token_at, logprob_at, id_at = [], 0, 0, 0
-    names = flat.names or [(-1, -1, "")] * len(flat.rewards)
+    names = flat.names or [(-1, -1, 0, "")] * len(flat.rewards)
     columns = zip(flat.prompt_tokens, flat.response_tokens, flat.rewards, flat.segments, names, strict=True)
-    for prompt, response, reward, segments, (number, index, finish_reason) in columns:
+    told = zip(flat.details, flat.stays, flat.times, strict=True) if flat.times else repeat(({}, (), (0.0, 0.0)))
+    for (prompt, response, reward, segments, (number, index, branch, finish_reason)), (details, stays, times) in zip(
+        columns, told, strict=False
+    ):
         of_sample = counts[logprob_at : logprob_at + response]
         ids = int(of_sample.sum())
         samples.append(
@@ -143,11 +184,16 @@ def decode(data: bytes | bytearray | memoryview) -> Batch:
                 prompt_tokens=prompt,
                 logprobs=all_logprobs[logprob_at : logprob_at + response],
                 reward=reward,
-                segments=tuple((start, end, Version(branch, step)) for start, end, branch, step in segments),
+                segments=tuple((start, end, Version(*version)) for start, end, *version in segments),
                 support=Support(of_sample, support_ids[id_at : id_at + ids]) if len(counts) else None,
                 group=number,
                 index=index,
                 finish_reason=finish_reason,
+                details=details,
+                stays=stays,
+                opened_at=times[0],
+                delivered_at=times[1],
+                branch=branch,
             )
         )
         token_at, logprob_at, id_at = token_at + prompt + response, logprob_at + response, id_at + ids
@@ -155,7 +201,7 @@ def decode(data: bytes | bytearray | memoryview) -> Batch:
     for size in flat.group_sizes:
         groups.append(samples[first : first + size])
         first += size
-    return Batch(flat.step, groups)
+    return Batch(flat.step, groups, flat.origins)
 
 
 def share_batch(batch: Batch | None, group: dist.ProcessGroup | None = None) -> Batch | None:

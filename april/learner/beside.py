@@ -22,7 +22,7 @@ from april.wire.training import Discard
 from april.wire.version import Version
 
 ALIVE_S = 1.0
-"""the source hears this often that the learner waits for a batch, and does not hang"""
+"""the source hears this often that the learner waits for a batch of it, and does not hang"""
 
 Ready = TypeVar("Ready")
 
@@ -45,7 +45,7 @@ class Source(Protocol):
         """Wait for batch `step`, which may be one ahead of the batches consumed; None when the run is over."""
 
     def alive(self) -> None:
-        """The learner waits and lives; said every `ALIVE_S`."""
+        """The learner waits for what it has asked for, and lives; said every `ALIVE_S`."""
 
     def consumed(self, step: int, metrics: dict[str, float], discarded: Discard = "") -> None:
         """Batch `step` is in the weights, or was passed without changing them because it is `discarded`."""
@@ -60,6 +60,12 @@ class Publisher(Protocol):
         """Hand the weights (on the CPU, by Hugging Face name) to the workers, and what they are known by; figures about
         it."""
 
+    def announce(self, version: Version, canary: Canary | None) -> None:
+        """Have the workers stop for weights that others bring."""
+
+    def brought(self) -> dict[str, float]:
+        """They are there; figures about it."""
+
 
 class Handover(Generic[Ready]):
     """Fetches the next batch on rank 0, shares it with all and makes it ready, in a thread beside the training."""
@@ -67,14 +73,18 @@ class Handover(Generic[Ready]):
     def __init__(self, source: Source | None, group: dist.ProcessGroup | None, prepare: Callable[[Batch], Ready]):
         """`source` is rank 0's, None elsewhere; `group`: over all ranks, None where there is one alone."""
         self.source, self.group, self.prepare = source, group, prepare
+        self._asked = False
+        """the source has not answered yet"""
         self._next: Future[tuple[Batch, Ready] | None]
         """of the last `ask`"""
 
     def ask(self, step: int) -> None:
+        self._asked = True
         self._next = in_background(self._fetch, step)
 
     def _fetch(self, step: int) -> tuple[Batch, Ready] | None:
         batch = self.source.fetch(step) if self.source else None
+        self._asked = False
         if self.group is not None:
             batch = share_batch(batch, self.group)
         if batch is None:
@@ -87,7 +97,7 @@ class Handover(Generic[Ready]):
         """The batch that was asked for, and the seconds waited for it; None when the run is over."""
         began = time.perf_counter()
         while not self._next.done():
-            if self.source:
+            if self.source and self._asked:
                 self.source.alive()
             wait([self._next], ALIVE_S)
         arrived = self._next.result()
@@ -116,6 +126,14 @@ class Sending:
     ) -> dict[str, float]:
         began = time.perf_counter()
         return publisher.publish(version, tensors, canary) | {"publish_s": time.perf_counter() - began}
+
+    def announce(self, step: int, canary: Canary | None) -> None:
+        if self.publisher:
+            self.publisher.announce(Version(self.branch, step), canary)
+
+    def brought(self) -> None:
+        if self.publisher:
+            self.publisher.brought()
 
     def finish(self) -> dict[str, float]:
         """Wait for what is being sent; figures about it."""

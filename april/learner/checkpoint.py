@@ -13,6 +13,7 @@ import shutil
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import orjson
 import torch
@@ -22,8 +23,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from transformers import AutoConfig
 
+from april.config import ConfigError
 from april.learner.background import in_background
-from april.learner.model import Policy, full_state
+from april.learner.lora import adapter_weights, save_adapter
+from april.learner.model import Policy, full_state, gathered
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +108,7 @@ def folder(directory: Path, step: int) -> Path:
 
 
 class Writer:
-    """Writes one checkpoint at a time while training goes on: weights, AdamW moments and progress.
+    """Writes one checkpoint at a time while training goes on: trained weights, AdamW moments and progress.
 
     The state is copied when a checkpoint is started; the ranks write the copies in threads, which agree over a process
     group of their own. `step` is also the position in the broker's stream: the next batch that the learner asks for.
@@ -117,8 +120,11 @@ class Writer:
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self._writing: tuple[int, Future] | None = None
 
-    def start(self, step: int, policy: Policy, optimizer: Optimizer, optimizer_steps: int) -> None:
-        """Begin the checkpoint of `step`, after the one that is being written. Collective."""
+    def start(
+        self, step: int, policy: Policy, optimizer: Optimizer, optimizer_steps: int, adapter: dict[str, Any]
+    ) -> None:
+        """Begin the checkpoint of `step`, after the one that is being written; `adapter` as `lora.describe` says it.
+        Collective."""
         if self._writing:
             self._writing[1].result()
         partial = folder(self.directory, step).with_suffix(".partial")
@@ -129,10 +135,11 @@ class Writer:
         written = dcp.async_save(sharded_state(policy, optimizer), checkpoint_id=partial, process_group=self.group)
         if dist.get_rank() == 0:
             progress = {"step": step, "optimizer_steps": optimizer_steps, "ranks": dist.get_world_size()}
+            progress["lora"] = adapter
             written = in_background(self._complete, written, partial, progress)
         self._writing = step, written
 
-    def _complete(self, written: Future, partial: Path, progress: dict[str, int]) -> None:
+    def _complete(self, written: Future, partial: Path, progress: dict[str, Any]) -> None:
         """Rank 0's, in a thread: that its write is over means that all are."""
         written.result()
         (partial / PROGRESS_FILE).write_bytes(orjson.dumps(progress))
@@ -149,13 +156,24 @@ class Writer:
         return step
 
 
+def check_adapter(directory: Path, step: int, adapter: dict[str, Any]) -> None:
+    """Raises ConfigError where the checkpoint of `step` is not of such an adapter, or such a model without one."""
+    before = orjson.loads((folder(directory, step) / PROGRESS_FILE).read_bytes()).get("lora", {"rank": 0})
+    for key, value in before.items():
+        if adapter.get(key, value) != value:
+            raise ConfigError(
+                f"key 'lora.{key}' = {adapter[key]} is not the {value} of checkpoint {folder(directory, step)}; go on "
+                f"with {value}, or begin another run"
+            )
+
+
 def restore(directory: Path, step: int, policy: Policy, optimizer: Optimizer) -> int:
     """Load the checkpoint of `step` in place, on any number of ranks; its optimizer steps. Collective."""
     source = folder(directory, step)
     optimizer_steps = orjson.loads((source / PROGRESS_FILE).read_bytes())["optimizer_steps"]
     optimizer.state.clear()
     if optimizer_steps:
-        for parameter in policy.parameters():
+        for _, parameter in policy.trained:
             moments = {moment: torch.zeros_like(parameter, requires_grad=False) for moment in MOMENTS}
             count = torch.tensor(float(optimizer_steps), device=parameter.device)
             optimizer.state[parameter] = {"step": count, **moments}
@@ -164,9 +182,9 @@ def restore(directory: Path, step: int, policy: Policy, optimizer: Optimizer) ->
 
 
 def sharded_state(policy: Policy, optimizer: Optimizer) -> dict[str, Tensor]:
-    """Every tensor of a checkpoint by name. Moments exist once the optimizer has made a step."""
+    """Every tensor of a checkpoint by name: what is trained. Moments exist once the optimizer has made a step."""
     state = {}
-    for name, parameter in policy.lm.named_parameters():
+    for name, parameter in policy.trained:
         state[f"model.{name}"] = parameter.detach()
         for moment in MOMENTS if parameter in optimizer.state else ():
             state[f"{moment}.{name}"] = optimizer.state[parameter][moment]
@@ -194,6 +212,16 @@ def export(policy: Policy, source_folder: Path, out_dir: Path) -> None:
         for path in Path(source_folder).iterdir():
             if path.is_file() and not WEIGHT_FILES.fullmatch(path.name):
                 shutil.copy(path, partial / path.name)
+        replace_folder(partial, out_dir)
+
+
+def export_adapter(policy: Policy, adapter: dict[str, Any], base: Path, out_dir: Path) -> None:
+    """Write `out_dir`, the adapter alone, as peft reads it, in the place of what is there. Collective, as `export`."""
+    weights = gathered(adapter_weights(policy.lm))
+    if dist.get_rank() == 0:
+        partial = out_dir.with_name(f"{out_dir.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        save_adapter(partial, weights, adapter, base)
         replace_folder(partial, out_dir)
 
 

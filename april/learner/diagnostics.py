@@ -20,6 +20,8 @@ class TokenTotals:
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
         self.ratio_max = torch.zeros((), dtype=torch.float64, device=device)
         self.sums = torch.zeros(AGES, len(SUMS), dtype=torch.float64, device=device)
+        self.sequences = torch.zeros(3, dtype=torch.float64, device=device)
+        """their number, the sum of their ratios, and that of the squares"""
         self.has_reference = False
 
     def add(self, loss: Tensor, ages: Tensor, ratio: Tensor, weight: Tensor, **columns: Tensor) -> None:
@@ -34,23 +36,30 @@ class TokenTotals:
         self.loss += loss.detach().double()
         self.ratio_max = torch.maximum(self.ratio_max, ratio.max().double())
 
+    def add_sequences(self, ratios: Tensor) -> None:
+        """pi / behaviour of each response, the product over its tokens."""
+        ratios = ratios.double()
+        self.sequences += torch.stack([torch.ones_like(ratios).sum(), ratios.sum(), ratios.square().sum()])
+
     def reduced(self) -> dict[str, float]:
         """`loss`, `trained_tokens`, and means over them, over all ranks; NAME_age_A of the ages that there are.
 
         `ess` and `weight_ess` are the effective sample sizes of the ratios and of the weights that were applied, as
-        shares of the tokens, `off_policy_share` the share of tokens older than the weights at hand. Means are absent
-        when no token was trained, `reference_kl` also where there is no reference.
+        shares of the tokens, `sequence_ess` that of the responses' ratios, as a share of the responses;
+        `off_policy_share` the share of tokens older than the weights at hand. Means are absent when no token was
+        trained, `reference_kl` also where there is no reference.
         """
-        packed = torch.cat([self.loss[None], self.sums.flatten()])
+        packed = torch.cat([self.loss[None], self.sequences, self.sums.flatten()])
         dist.all_reduce(packed)
         dist.all_reduce(self.ratio_max, dist.ReduceOp.MAX)
-        loss, by_age = packed[0].item(), packed[1:].view(AGES, len(SUMS))
+        loss, by_age = packed[0].item(), packed[4:].view(AGES, len(SUMS))
         tokens = by_age[:, 0].sum().item()
         result = {"loss": loss, "trained_tokens": tokens}
         if not tokens:
             return result
         whole = means(by_age.sum(0))
         result |= {name: whole[name] for name in (*MEANS, *EFFECTIVE)}
+        result["sequence_ess"] = effective_share(*packed[1:4].tolist())
         if self.has_reference:
             result["reference_kl"] = whole["reference_kl"]
         result["ratio_max"] = self.ratio_max.item()
@@ -68,8 +77,13 @@ def means(sums: Tensor) -> dict[str, float]:
     found = dict(zip(SUMS, sums.tolist(), strict=True))
     result = {name: found[name] / found["tokens"] for name in SUMS}
     for name, (total, square) in EFFECTIVE.items():
-        result[name] = found[total] ** 2 / (found["tokens"] * found[square]) if found[square] else 0.0
+        result[name] = effective_share(found["tokens"], found[total], found[square])
     return result
+
+
+def effective_share(count: float, total: float, square: float) -> float:
+    """The effective sample size of `count` weights, as a share of them, by their sum and the sum of their squares."""
+    return total**2 / (count * square) if square else 0.0
 
 
 def age_name(age: int) -> str:

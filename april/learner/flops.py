@@ -2,7 +2,7 @@
 
 Counted as in PaLM, arXiv 2204.02311, appendix B: two operations a parameter and token forward, four backward, two of
 a reference policy, attention apart, nothing for activations that are computed again. Attention is causal, half of the
-full square.
+full square. Where an adapter is trained, the backward pass has two: weights that stand still have no gradient.
 """
 
 from dataclasses import dataclass
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-PASSES = 3
-"""a training step over a forward pass: backward costs twice as much as forward, a reference policy once"""
+PASSES, ADAPTER_PASSES = 3, 2
+"""a training step over a forward pass: backward costs twice as much as forward, or once, a reference policy once"""
 
 PEAK_TFLOPS = {
     "B200": 2250,

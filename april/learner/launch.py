@@ -1,22 +1,125 @@
-"""torchrun on one machine, with a store that no other machine reaches; ended by the kernel when `april run` dies, and
-silent about a failed rank, which has said itself why."""
+"""The ranks of a learner on one machine: `python -m april.learner.launch --nproc-per-node R -m april.learner ...`.
 
+As under torchrun: each rank is a process with RANK, WORLD_SIZE and a store, found by MASTER_ADDR and MASTER_PORT;
+when one fails, the others are ended, and all are started anew up to --max-restarts times. Unlike there, ranks are forks
+of one process that has imported what each of them needs, so that it is imported once; the store is reached from no
+other machine; a rank that refuses to go on is not started again.
+"""
+
+import argparse
+import ctypes
+import importlib
 import os
+import runpy
+import signal
+import socket
 import sys
+from pathlib import Path
 
-from april.processes.lifetime import REFUSED, SUPERVISED, die_with_parent
+from april.processes.lifetime import REFUSED, SUPERVISED, die_with_parent, end, end_with_parent
 
-if __name__ == "__main__":
+HOST = "127.0.0.1"
+RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+IMPORTED = ("april.learner.loop", "april.learner.source", "april.learner.trainer", "april.weights.publisher")
+"""before there are ranks; none of it may start a thread or touch an accelerator"""
+
+
+def main(arguments: list[str]) -> int:
     die_with_parent()
-    os.environ[SUPERVISED] = str(os.getpid())
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import main
+    options = parse(arguments)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # to ask whether there is one must not claim it
+    for name in IMPORTED:
+        importlib.import_module(name)
+    meeting = socket.create_server((HOST, 0))
+    launcher, pids = os.getpid(), set()
+    for rank in range(options.ranks):
+        if pid := os.fork():
+            pids.add(pid)
+        else:
+            become_rank(rank, options, launcher, meeting)
+            return run(options.program)
+    status = watch(pids, meeting)
+    started = int(os.environ.get(RESTARTS, 0))
+    if status in (0, REFUSED) or started >= options.max_restarts:
+        end(status)
+    os.environ[RESTARTS] = str(started + 1)
+    os.execv(sys.executable, [sys.executable, "-m", "april.learner.launch", *arguments])
 
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m april.learner.launch", allow_abbrev=False)
+    parser.add_argument("--nproc-per-node", dest="ranks", type=int, default=1, help="ranks [default 1]")
+    parser.add_argument("--max-restarts", type=int, default=0, help="of all ranks, when one has failed [default 0]")
+    parser.add_argument("-m", dest="module", action="store_true", help="the program is a module, not a file")
+    parser.add_argument("program", nargs=argparse.REMAINDER, help="and its arguments")
+    options = parser.parse_args(arguments)
+    if not options.program:
+        parser.error("name a program")
+    options.program = ["-m"] * options.module + options.program
+    return options
+
+
+def become_rank(rank: int, options: argparse.Namespace, launcher: int, meeting: socket.socket) -> None:
+    end_with_parent()
+    if os.getppid() != launcher:
+        sys.exit("the learner's launcher has ended before this rank could start")
+    os.setsid()
+    ranks, port = str(options.ranks), str(meeting.getsockname()[1])
+    meeting.close()
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0"}
+    os.environ |= {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": HOST, "MASTER_PORT": port}
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", SUPERVISED: str(launcher)}
+    os.environ.setdefault(RESTARTS, "0")
+    sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+    show_as_rank(options.program)
+
+
+def run(program: list[str]) -> int:
+    """What Python does with these words."""
+    if program[0] == "-m":
+        sys.argv[:] = program[1:]
+        runpy.run_module(program[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv[:] = program
+        sys.path[0] = str(Path(program[0]).parent)
+        runpy.run_path(program[0], run_name="__main__")
+    return 0
+
+
+def watch(pids: set[int], meeting: socket.socket) -> int:
+    """Until the ranks `pids`, which meet at the store of that listener, have ended: 0, REFUSED or 1."""
     from april.connections import store
 
-    own = store.serve("127.0.0.1")
+    kept = store.serve_at(meeting)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    statuses: set[int] = set()
     try:
-        main([f"--master-addr={own.host}", f"--master-port={own.port}", *sys.argv[1:]])
-    except ChildFailedError as error:
-        statuses = {failure.exitcode for failure in error.failures.values()}
-        sys.exit(REFUSED if REFUSED in statuses else 1)
+        while pids and statuses <= {0}:
+            pid, ended = os.wait()
+            pids.discard(pid)
+            statuses.add(os.waitstatus_to_exitcode(ended))
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        while pids:
+            pids.discard(os.wait()[0])
+        del kept
+    return REFUSED if REFUSED in statuses else int(statuses != {0})
+
+
+def show_as_rank(program: list[str]) -> None:
+    """Let ps and /proc show this fork's own command line, which is a part of its launcher's (Linux)."""
+    if sys.platform != "linux":
+        return
+    shown = Path("/proc/self/cmdline").read_bytes().split(b"\0")
+    at = shown.index(os.fsencode(program[0]), 3)
+    begin, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])
+    text = b"\0".join([shown[0], b"-u", *shown[at:]])[: end - begin]
+    ctypes.memmove(begin, text.ljust(end - begin, b"\0"), end - begin)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -18,6 +18,7 @@ from april.learner.beside import Handover, Publisher, Sending, Source
 from april.learner.process_group import handover_group
 from april.learner.samples import SampleKeeper
 from april.learner.trainer import Trainer
+from april.processes.pulse import MAIN
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +56,7 @@ def run(config: Config, trainer: Trainer, source: Source | None, publisher: Publ
     keeper = SampleKeeper(config) if source else None
     while arrived := handover.take():
         (batch, ready), wait_s = arrived
+        MAIN.at("training")
         handover.ask(batch.step + 1)
         began = time.perf_counter()
         metrics = trainer.step(batch, ready)
@@ -64,8 +66,10 @@ def run(config: Config, trainer: Trainer, source: Source | None, publisher: Publ
         if source:
             report(config, source, batch, metrics)
         if keeper and trainer.seen:
+            MAIN.at("keeping samples", takes_long=True)
             keeper.keep(batch, ready.prepared, trainer.seen, bool(metrics["nonfinite"]))
         say_durable(trainer, source)
+        MAIN.at("meeting the other ranks")
         dist.barrier(meeting)
         costs = {}
         if trainer.step_count % config.learner.checkpoint_every == 0:
@@ -73,6 +77,7 @@ def run(config: Config, trainer: Trainer, source: Source | None, publisher: Publ
             settle(trainer, source, meeting)
             if keeper:
                 keeper.finish()
+            MAIN.at("copying a checkpoint", takes_long=True)
             trainer.start_save()
             saved_step = trainer.step_count
             costs["checkpoint_s"] = time.perf_counter() - began
@@ -90,6 +95,7 @@ def run(config: Config, trainer: Trainer, source: Source | None, publisher: Publ
     if saved_step != trainer.step_count:
         trainer.start_save()
         settle(trainer, source, meeting)
+    MAIN.at("exporting the policy", takes_long=True)
     trainer.export()
     dist.barrier(meeting)
 
@@ -102,7 +108,8 @@ def keep_pace(config: Config, began: float, tokens: float) -> None:
 def report(config: Config, source: Source, batch: Batch, metrics: dict[str, float]) -> None:
     """Tell the source what became of a batch, and keep one that was not finite."""
     seconds, loss = metrics["train_s"], metrics["loss"]
-    log.info("batch %d trained in %.2f s, loss %.4f", batch.step, seconds, loss, extra={"step": batch.step})
+    step = batch.step + 1
+    log.info("step %d trained in %.2f s, loss %.4f", step, seconds, loss, extra={"step": step})
     if not metrics["nonfinite"]:
         return source.consumed(batch.step, metrics)
     path = nonfinite_path(config, batch.step)
@@ -128,7 +135,9 @@ def say_durable(trainer: Trainer, source: Source | None, wait: bool = False) -> 
 
 def settle(trainer: Trainer, source: Source | None, meeting: dist.ProcessGroup) -> None:
     """Wait until the checkpoint that is being written is on disk, and the source knows. Collective."""
+    MAIN.at("waiting for a checkpoint", takes_long=True)
     say_durable(trainer, source, wait=True)
+    MAIN.at("meeting the other ranks")
     dist.barrier(meeting)
 
 
@@ -143,6 +152,7 @@ class Release:
         if not self.sending.is_due(self.trainer.step_count):
             return {}
         began = time.perf_counter()
+        MAIN.at("gathering weights")
         canary = self.trainer.canary() if self.trainer.config.weights.canary else None
         scored = time.perf_counter()
         self.sending.start(self.trainer.step_count, self.trainer.weights(), canary)
@@ -150,6 +160,7 @@ class Release:
 
     def finish(self) -> dict[str, float]:
         """Wait for what is being sent; figures about it."""
+        MAIN.at("sending weights", takes_long=True)
         return self.sending.finish()
 
 

@@ -9,11 +9,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.utils.logging import disable_progress_bar
 
-from april.learner import attention
+from april.learner import attention, lora
+from april.learner.loading import ModelError, empty_model, fill, persistent_buffers
 from april.learner.packing import MicroBatch, PackedSupport
 
 LOGITS_PER_CHUNK = 2**24
@@ -22,10 +21,6 @@ BUCKET_BYTES = 16 * 2**20
 """gathered to rank 0 at a time; the fastest size measured on gloo"""
 UNSUPPORTED_HEADS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 """configuration keys of models that change logits after the head, which `score_tokens` does not do"""
-
-
-class ModelError(ValueError):
-    """A model that the learner cannot train; the text says why."""
 
 
 class ScoreTokens(torch.autograd.Function):
@@ -69,7 +64,7 @@ class ScoreTokens(torch.autograd.Function):
             chunks = LogitChunks(hidden, weight, ctx.temperature, ctx.rows_per_chunk)
             log_ps = ((rows, logits.sub_(normalisers[rows, None])) for rows, logits in chunks)
         hidden_gradient = torch.empty_like(hidden)
-        weight_gradient = torch.zeros_like(weight, dtype=torch.float32)
+        weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         for rows, log_p in log_ps:
             of_logprob = logprob_gradients[rows, None]
             if entropy_gradients is None:
@@ -84,8 +79,11 @@ class ScoreTokens(torch.autograd.Function):
                 gradient.div_(ctx.temperature)
             gradient = gradient.to(hidden.dtype)
             torch.mm(gradient, weight, out=hidden_gradient[rows])
-            add_product(weight_gradient, gradient.T, hidden[rows])
-        return hidden_gradient, weight_gradient.to(weight.dtype), None, None, None, None
+            if weight_gradient is not None:
+                add_product(weight_gradient, gradient.T, hidden[rows])
+        if weight_gradient is not None:
+            weight_gradient = weight_gradient.to(weight.dtype)
+        return hidden_gradient, weight_gradient, None, None, None, None
 
 
 class LogitChunks:
@@ -147,6 +145,11 @@ class Policy(nn.Module):
         self.lm = lm
         self.temperature = temperature
 
+    @property
+    def trained(self) -> list[tuple[str, nn.Parameter]]:
+        """The parameters that are, by their names in `lm`."""
+        return [(name, parameter) for name, parameter in self.lm.named_parameters() if parameter.requires_grad]
+
     def forward(self, micro: MicroBatch, temperature: float | None = None) -> tuple[Tensor, Tensor]:
         """(log-probability, entropy) of each target of `micro`, float32 [K], from its support, and as sampled: at the
         policy's own temperature, unless another is given."""
@@ -167,13 +170,30 @@ class Policy(nn.Module):
         return score_tokens(rows, head.weight, micro.targets, temperature or self.temperature, micro.support)
 
 
-def load(folder: Path, temperature: float, recompute: bool = False) -> Policy:
-    """Read a Hugging Face folder into fp32 on the CPU. `ModelError` if its head or its layers are unknown.
+def load(folder: Path, temperature: float) -> Policy:
+    """Read a Hugging Face folder whole into fp32 on the CPU."""
+    policy = outline(folder, temperature)
+    fill(policy.lm, folder)
+    return policy
+
+
+def load_sharded(
+    policy: Policy, folder: Path, device: torch.device, bf16: bool = False, trained: bool = True
+) -> Policy:
+    """Shard an outline as `shard` does, and read what each rank keeps of the folder. Collective."""
+    shard(policy, device, bf16, trained)
+    fill(policy.lm, folder)
+    policy.to(device)
+    return policy
+
+
+def outline(folder: Path, temperature: float, recompute: bool = False) -> Policy:
+    """The policy of a Hugging Face folder whose parameters have no memory yet. `ModelError` if its head or its layers
+    are unknown.
 
     With `recompute`, the backward pass computes a layer's activations again instead of keeping them.
     """
-    disable_progress_bar()
-    lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention.register())
+    lm = empty_model(folder, attention.register())
     changed = [key for key in UNSUPPORTED_HEADS if getattr(lm.config, key, None) is not None]
     if changed:
         raise ModelError(f"{folder}: the model's {changed[0]} changes its logits in a way the learner does not compute")
@@ -187,13 +207,12 @@ def load(folder: Path, temperature: float, recompute: bool = False) -> Policy:
 
 
 def shard(policy: Policy, device: torch.device, bf16: bool = False, trained: bool = True) -> Policy:
-    """Move to `device` and shard over all ranks in place: each layer, then the rest as one group. Collective.
+    """Shard over all ranks in place: each layer, then the rest as one group. Collective.
 
     Gradients are summed over ranks. The weights that are kept and updated are fp32; with `bf16` they are used in
     bfloat16, and gradients reduced in fp32. What is not `trained` has no backward pass after which FSDP would let go of
     the last group again, so it does after the forward pass.
     """
-    policy.to(device)
     options = {"mesh": init_device_mesh(device.type, (dist.get_world_size(),))}
     if not trained:
         options["reshard_after_forward"] = True
@@ -213,21 +232,22 @@ def full_state(policy: Policy, dtype: torch.dtype | None = None) -> dict[str, Te
     """All weights, unsharded, on the CPU of rank 0 under their Hugging Face names; {} on other ranks. Collective.
 
     Parameters are converted to `dtype` before they travel (None: as they are). A head that is tied to the
-    embedding is left out.
+    embedding is left out. An adapter is in the weights that it belongs to.
     """
     lm = policy.lm
-    state = {}
-    for bucket in buckets(lm.named_parameters(), dtype):
-        state.update(gather_bucket(bucket, dtype))
+    state = gathered(lora.merged_weights(lm), dtype)
     if dist.get_rank() != 0:
         return {}
     state.update((name, value.cpu().clone()) for name, value in persistent_buffers(lm))
     return dict(revert_weight_conversion(lm, state))
 
 
-def persistent_buffers(lm: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    kept = lm.state_dict().keys()
-    return ((name, buffer) for name, buffer in lm.named_buffers() if name in kept)
+def gathered(parameters: Iterable[tuple[str, DTensor]], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """These, unsharded, on the CPU of rank 0; {} on other ranks. Collective."""
+    state = {}
+    for bucket in buckets(parameters, dtype):
+        state.update(gather_bucket(bucket, dtype))
+    return state
 
 
 def buckets(

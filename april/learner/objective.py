@@ -11,6 +11,7 @@ with one optimizer step a batch, so that pi at hand is also the policy at the st
 """
 
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,15 +20,17 @@ from torch import Tensor
 
 from april.config import Config
 from april.config.checks import check_algorithm
-from april.learner.batch import Batch, TrainSample
+from april.learner.batch import Batch, Session, TrainSample, sessions
 from april.learner.diagnostics import TokenTotals
-from april.learner.losses import CORRECTIONS, LOSSES
+from april.learner.loops import loops
+from april.learner.losses import CORRECTIONS, LOSSES, STEP_SCALES
 from april.learner.losses.advantages import advantages, has_spread
-from april.learner.losses.columns import Spans, log_ratio
+from april.learner.losses.columns import Spans, bounded, log_ratio
 from april.learner.losses.corrections import StaleTokens, interpolated_proximal
 from april.learner.losses.divergence import KL_ESTIMATORS, k1, k2, k3
 from april.learner.losses.normalisation import token_weights
 from april.learner.losses.policy import Clip
+from april.learner.losses.ranks import Ranks
 
 MAX_VERSIONS = 64
 """policy versions whose share of a batch is told apart; metrics of a step are limited in number"""
@@ -66,6 +69,34 @@ class ResponseTokens:
     """int64 [K]: steps between the version that sampled a token and the weights at hand"""
     spans: Spans
 
+    @classmethod
+    def joined(cls, parts: Sequence["ResponseTokens"], device: torch.device) -> "ResponseTokens":
+        """Those of several micro-batches, or of none, end to end."""
+        sequences = np.cumsum([0, *(len(part.spans.lengths) for part in parts)])
+        indices = [part.spans.index + int(first) for part, first in zip(parts, sequences, strict=False)]
+
+        def column(columns: list[Tensor], dtype: torch.dtype) -> Tensor:
+            return torch.cat([torch.zeros(0, dtype=dtype, device=device), *columns])
+
+        return cls(
+            column([part.behaviour_logprobs for part in parts], torch.float32),
+            column([part.advantages for part in parts], torch.float32),
+            column([part.weights for part in parts], torch.float32),
+            column([part.ages for part in parts], torch.int64),
+            Spans(column(indices, torch.int64), column([part.spans.lengths for part in parts], torch.float32)),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class OfBatch:
+    """What the loss of a micro-batch of K tokens takes from all tokens of its batch."""
+
+    clip: Clip
+    weight: Tensor
+    """float32 [K], as of `Objective.correction`"""
+    truncated: Tensor
+    """bool [K]"""
+
 
 class Objective:
     """`section` is the configuration's `[algorithm]`."""
@@ -78,15 +109,23 @@ class Objective:
         self.policy_loss = LOSSES.find(self.section.loss)
         self.corrections = [CORRECTIONS.find(name) for name in self.section.corrections]
         self.clip = Clip(self.section.clip_low, self.section.clip_high, self.section.dual_clip)
+        self.clip_of_batch = getattr(self.policy_loss, "clip_of_batch", None)
+        over_the_batch = [getattr(correction, "over_the_batch", False) for correction in self.corrections]
+        self.needs_batch = bool(self.clip_of_batch) or any(over_the_batch)
+        """a part looks at all tokens of a batch before the first of them is trained"""
+        self.step_scale = STEP_SCALES.find(self.section.step_scale) if self.section.step_scale else lambda figures: 1.0
+        """of a step's figures: what its learning rate is multiplied by"""
         self.needs_reference = self.section.kl_coef > 0
         self.trains_every_sample = self.needs_reference or self.section.entropy_coef > 0
         """samples with advantage 0 have no gradient otherwise, and are left out"""
 
     def prepare(self, batch: Batch) -> Prepared:
-        rewards = [torch.tensor([s.reward for s in group], dtype=torch.float64) for group in batch.groups]
-        lengths = [torch.tensor([s.sampled_tokens for s in group], dtype=torch.float64) for group in batch.groups]
-        of_groups = advantages(self.section.advantage, rewards, lengths)
-        samples, of_batch = batch.samples, np.concatenate([np.zeros(0), *(of_group.numpy() for of_group in of_groups)])
+        groups = [sessions(group) for group in batch.groups]
+        rewards, samples = rewards_of(groups), batch.samples
+        of_batch = row_advantages(self.section.advantage, groups)
+        of_session = np.array(
+            [length for group in groups for rows in group for length in [tokens_of(rows)] * len(rows)]
+        )
         places = [
             place
             for place, sample in enumerate(samples)
@@ -94,20 +133,23 @@ class Objective:
         ]
         trained = [samples[place] for place in places]
         group_of = [number for number, group in enumerate(batch.groups) for _ in group]
-        tokens, sequences = sum(s.sampled_tokens for s in samples), sum(s.sampled_tokens > 0 for s in samples)
+        tokens = sum(sample.sampled_tokens for sample in samples)
+        every = [rows for group in groups for rows in group]
+        sequences = sum(tokens_of(rows) > 0 for rows in every)
         weights = token_weights(
             self.section.normalisation,
-            np.array([sample.sampled_tokens for sample in trained], np.int64),
+            of_session[places].astype(np.int64),
             max(1, tokens),
             max(1, sequences),
             self.section.constant_tokens or self.max_response_tokens,
         )
         metrics = {
-            "reward": float(np.mean([sample.reward for sample in samples])) if samples else 0.0,
-            "samples": float(len(samples)),
+            "reward": float(np.mean([rows[0].reward for rows in every])) if every else 0.0,
+            "samples": float(len(every)),
             "tokens": float(tokens),
             "groups": float(len(batch.groups)),
             "zero_spread_groups": float(sum(not has_spread(group) for group in rewards)),
+            "looping_share": sum(loops(s.tokens[s.prompt_tokens :]) for s in samples) / max(1, len(samples)),
             "gradient_groups": float(len({group_of[place] for place in places})),
             **version_shares(samples),
         }
@@ -131,6 +173,17 @@ class Objective:
             spans=Spans(column(np.repeat(np.arange(len(samples)), lengths), np.int64), column(lengths, np.float32)),
         )
 
+    def of_batch(self, scored: Sequence[tuple[ResponseTokens, Tensor]], device: torch.device) -> list[OfBatch]:
+        """For each of this rank's micro-batches, of which `scored` has the tokens and their log-probabilities under the
+        weights at hand, before the step. Collective, where `needs_batch`."""
+        tokens = ResponseTokens.joined([part for part, _ in scored], device)
+        logprobs = torch.cat([torch.zeros(0, device=device), *(found for _, found in scored)])
+        stale = self.stale(logprobs, self.proximal(logprobs, tokens), tokens)
+        clip = self.clip_of_batch(stale, self.clip, self.section) if self.clip_of_batch else self.clip
+        lengths = [len(found) for _, found in scored]
+        weights, truncated = (column.split(lengths) for column in self.correction(stale))
+        return [OfBatch(clip, *columns) for columns in zip(weights, truncated, strict=True)] if scored else []
+
     def loss(
         self,
         logprobs: Tensor,
@@ -138,14 +191,17 @@ class Objective:
         tokens: ResponseTokens,
         totals: TokenTotals,
         reference_logprobs: Tensor | None = None,
+        of_batch: OfBatch | None = None,
     ) -> Tensor:
         """This micro-batch's share of the loss of the global batch; adds its figures to `totals`.
 
-        logprobs, entropies float32 [K] with gradients; `reference_logprobs` where `needs_reference`.
+        logprobs, entropies float32 [K] with gradients; `reference_logprobs` where `needs_reference`, `of_batch` where
+        `needs_batch`.
         """
         proximal = self.proximal(logprobs, tokens)
-        correction, truncated = self.correction(logprobs.detach(), proximal, tokens)
-        token_losses, clipped = self.policy_loss(logprobs, proximal, tokens.advantages, tokens.spans, self.clip)
+        of_batch = of_batch or OfBatch(self.clip, *self.correction(self.stale(logprobs.detach(), proximal, tokens)))
+        correction = of_batch.weight
+        token_losses, clipped = self.policy_loss(logprobs, proximal, tokens.advantages, tokens.spans, of_batch.clip)
         token_losses = correction * token_losses
         if self.section.behaviour_coef:
             pull = k2(logprobs, tokens.behaviour_logprobs) * (tokens.advantages != 0)
@@ -169,9 +225,10 @@ class Objective:
             k3=k3(behaviour, current),
             clip_fraction=clipped,
             mask_fraction=correction == 0,
-            truncated_fraction=truncated,
+            truncated_fraction=of_batch.truncated,
             **columns,
         )
+        totals.add_sequences(bounded(tokens.spans.totals(log_ratio(current, behaviour))).exp())
         return loss
 
     def proximal(self, logprobs: Tensor, tokens: ResponseTokens) -> Tensor:
@@ -185,21 +242,47 @@ class Objective:
             return logprobs.detach()
         return interpolated_proximal(logprobs, tokens.behaviour_logprobs, tokens.ages)
 
-    def correction(self, current: Tensor, proximal: Tensor, tokens: ResponseTokens) -> tuple[Tensor, Tensor]:
-        """What each token's policy loss is multiplied by, float32 [K], and where a cap has made that less, bool [K];
-        no gradient."""
-        weight, truncated = torch.ones_like(current), torch.zeros_like(current, dtype=torch.bool)
-        stale = StaleTokens(
-            from_behaviour=log_ratio(proximal, tokens.behaviour_logprobs),
-            whole=log_ratio(current, tokens.behaviour_logprobs),
+    def stale(self, current: Tensor, proximal: Tensor, tokens: ResponseTokens) -> StaleTokens:
+        """What corrections see; `current` without a gradient."""
+        return StaleTokens(
+            logprobs=current,
+            proximal_logprobs=proximal,
+            behaviour_logprobs=tokens.behaviour_logprobs,
+            advantages=tokens.advantages,
             ages=tokens.ages,
             spans=tokens.spans,
+            ranks=Ranks(),
         )
+
+    def correction(self, stale: StaleTokens) -> tuple[Tensor, Tensor]:
+        """What each token's policy loss is multiplied by, float32 [K], and where a cap has made that less, bool [K];
+        no gradient."""
+        weight, truncated = torch.ones_like(stale.logprobs), torch.zeros_like(stale.logprobs, dtype=torch.bool)
         for correction in self.corrections:
             found = correction(stale, self.section)
             weights, touched = found if isinstance(found, tuple) else (found, truncated)
             weight, truncated = weight * weights, truncated | touched
         return weight, truncated
+
+
+def tokens_of(session: Session) -> int:
+    """That the policy has sampled in it."""
+    return sum(row.sampled_tokens for row in session)
+
+
+def rewards_of(groups: list[list[Session]]) -> list[Tensor]:
+    """float64, one a session."""
+    return [torch.tensor([rows[0].reward for rows in group], dtype=torch.float64) for group in groups]
+
+
+def row_advantages(estimator: str, groups: list[list[Session]]) -> np.ndarray:
+    """float64, one a row: that of its session among the sessions of its group."""
+    lengths = [torch.tensor(list(map(tokens_of, group)), dtype=torch.float64) for group in groups]
+    of_groups = advantages(estimator, rewards_of(groups), lengths)
+    rows = [torch.tensor(list(map(len, group)), dtype=torch.int64) for group in groups]
+    return np.concatenate(
+        [np.zeros(0), *(found.repeat_interleave(each).numpy() for found, each in zip(of_groups, rows, strict=True))]
+    )
 
 
 def token_ages(sample: TrainSample, step: int) -> np.ndarray:

@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from april.config import Config
@@ -30,25 +31,38 @@ def schema():
     import pyarrow as arrow
 
     ids, figures = arrow.list_(arrow.int32()), arrow.list_(arrow.float32())
-    segment = [("start", arrow.int32()), ("end", arrow.int32()), ("branch", arrow.int32()), ("step", arrow.int32())]
+    stretch = [("start", arrow.int32()), ("end", arrow.int32())]
+    segment = [*stretch, ("branch", arrow.int32()), ("step", arrow.int32())]
+    turn = [("who", arrow.string()), *stretch]
+    detail = [("name", arrow.string()), ("value", arrow.float64())]
+    stay = [("what", arrow.string()), ("where", arrow.string()), ("began", arrow.float64()), ("ended", arrow.float64())]
+    stay += [*stretch, ("how", arrow.string())]
     return arrow.schema(
         {
             "step": arrow.int32(),
             "group": arrow.int64(),
             "index": arrow.int32(),
+            "branch": arrow.int32(),
             "prompt": arrow.string(),
             "response": arrow.string(),
             "prompt_ids": ids,
             "response_ids": ids,
             "segments": arrow.list_(arrow.struct(segment)),
+            "turns": arrow.list_(arrow.struct(turn)),
             "behaviour_logprobs": figures,
             "learner_logprobs": figures,
             "entropies": figures,
             "reward": arrow.float64(),
+            "reward_details": arrow.list_(arrow.struct(detail)),
             "advantage": arrow.float64(),
             "trained": arrow.bool_(),
             "finish_reason": arrow.string(),
             "discarded": arrow.string(),
+            "opened_at": arrow.float64(),
+            "generated_at": arrow.float64(),
+            "scored_at": arrow.float64(),
+            "delivered_at": arrow.float64(),
+            "stays": arrow.list_(arrow.struct(stay)),
         }
     )
 
@@ -142,12 +156,47 @@ def describe(sample: TrainSample, seen: np.ndarray | None, tokenizer: Tokenizer)
             {"start": start, "end": end, "branch": version.branch, "step": version.step}
             for start, end, version in sample.segments
         ],
+        "turns": turns(sample),
         "behaviour_logprobs": at_sampled(sample.logprobs[sample.sampled]),
         "learner_logprobs": None if seen is None else at_sampled(seen[0]),
         "entropies": None if seen is None else at_sampled(seen[1]),
+        "branch": sample.branch,
         "reward": float(sample.reward),
+        "reward_details": [{"name": name, "value": value} for name, value in sorted(sample.details.items())],
         "trained": seen is not None,
         "finish_reason": sample.finish_reason,
+        **times(sample),
+    }
+
+
+def turns(sample: TrainSample) -> list[dict[str, Any]]:
+    """Who has said what of the response: the policy, or its environment or agent, who says what no policy sampled."""
+    found: list[dict[str, Any]] = []
+    for start, end, _ in sample.segments:
+        said = found[-1]["end"] if found else 0
+        if start > said:
+            found.append({"who": "other", "start": said, "end": start})
+        if found and found[-1]["who"] == "policy":
+            found[-1]["end"] = end
+        else:
+            found.append({"who": "policy", "start": start, "end": end})
+    if (said := found[-1]["end"] if found else 0) < sample.response_tokens:
+        found.append({"who": "other", "start": said, "end": sample.response_tokens})
+    return found
+
+
+def times(sample: TrainSample) -> dict[str, Any]:
+    """Unix seconds, null where the broker does not know. A response is generated when its last stay for that ended."""
+
+    def last(*kinds: str) -> float | None:
+        return max((stay.ended for stay in sample.stays if stay.what in kinds), default=None)
+
+    return {
+        "opened_at": sample.opened_at or None,
+        "generated_at": last("generate"),
+        "scored_at": last("score") or last("act"),
+        "delivered_at": sample.delivered_at or None,
+        "stays": [msgspec.structs.asdict(stay) for stay in sample.stays],
     }
 
 

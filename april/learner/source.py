@@ -5,22 +5,21 @@ import os
 import queue
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 
 import numpy as np
+from msgspec.structs import replace
 
 from april import wire
 from april.connections.broker import BrokerConnection, BrokerRefused
 from april.data.support import Support
 from april.learner.batch import Batch, TrainSample
-from april.processes import clock
+from april.processes.pulse import MAIN
 from april.security.keys import Keys
 
 POLL_MS = 200
-SPEAKS_S = 3.0
-"""after `alive` the broker is told that the learner lives for this long"""
 
 
 @dataclass
@@ -29,6 +28,7 @@ class Request:
 
     message: wire.Message
     whole: Callable[[list[wire.Received]], bool]
+    arrays: Sequence[np.ndarray] = ()
     answers: list[wire.Received] = field(default_factory=list)
     future: Future = field(default_factory=Future)
 
@@ -37,8 +37,7 @@ class BrokerSource:
     """Implements `april.learner.beside.Source` over a broker connection, for rank 0.
 
     A thread owns the connection, so that the next batch is fetched by one thread of the learner while another reports
-    the last. It says that the learner lives only while `alive` is called or a report is under way: a training step that
-    hangs is to be seen from outside.
+    the last.
     """
 
     def __init__(self, address: str, weights_address: str, patience_s: float, keys: Keys | None = None):
@@ -48,7 +47,6 @@ class BrokerSource:
         self._inbox: queue.SimpleQueue[Request] = queue.SimpleQueue()
         self._error: BaseException | None = None
         self._closed = False
-        self._alive_at = clock.now()
         self._wake_reader, self._wake_writer = os.pipe()
         os.set_blocking(self._wake_reader, False)
         self.connection.wake_by(self._wake_reader)
@@ -65,10 +63,20 @@ class BrokerSource:
             return None
         by_place = {part.message.first: part for part in parts}
         ordered = [by_place[first] for first in sorted(by_place)]
-        return Batch(step, [group for part in ordered for group in to_groups(part.message, part.arrays)])
+        heads = [head for part in ordered for head in part.message.groups]
+        return Batch(
+            step,
+            [group for part in ordered for group in to_groups(part.message, part.arrays)],
+            [(head.prompt, head.extra) for head in heads if head.prompt >= 0],
+        )
+
+    def submit(self, first: int, prompts: list[wire.Submission], ids: np.ndarray) -> int:
+        """Bring prompts, numbered from `first` on, int32 ids one behind the other; how many were brought by now."""
+        [answer] = self._ask(wire.Submit(first, prompts), arrays=[ids])
+        return answer.message.count
 
     def alive(self) -> None:
-        self._alive_at = clock.now()
+        MAIN.at("waiting for a batch")
 
     def consumed(self, step: int, metrics: dict[str, float], discarded: wire.Discard = "") -> None:
         self._ask(wire.Consumed(step, {name: float(value) for name, value in metrics.items()}, discarded))
@@ -82,12 +90,16 @@ class BrokerSource:
         self._thread.join()
 
     def _ask(
-        self, message: wire.Message, whole: Callable[[list[wire.Received]], bool] = lambda answers: True
+        self,
+        message: wire.Message,
+        whole: Callable[[list[wire.Received]], bool] = lambda answers: True,
+        arrays: Sequence[np.ndarray] = (),
     ) -> list[wire.Received]:
-        request = Request(message, whole)
+        request = Request(message, whole, arrays)
         self._inbox.put(request)
         self._wake()
         while not request.future.done() and self._thread.is_alive():
+            MAIN.at("waiting for the broker")
             wait([request.future], timeout=1.0)
         if self._error and not request.future.done():
             raise self._error
@@ -106,7 +118,7 @@ class BrokerSource:
         try:
             while not self._closed:
                 self._converse(pending)
-            self.connection.send(wire.Goodbye())
+            self.connection.goodbye()
             self.connection.close()
         except BaseException as error:
             self._error = error
@@ -124,7 +136,7 @@ class BrokerSource:
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake_reader, 4096)
         for new in self._take_new():
-            pending[self.connection.send(new.message)] = new
+            pending[self.connection.send(new.message, new.arrays)] = new
         for received in self.connection.receive(POLL_MS):
             if self.connection.is_disowned(received):
                 return self._begin_again(pending)
@@ -135,7 +147,7 @@ class BrokerSource:
             if request.whole(request.answers):
                 del pending[received.sequence]
                 request.future.set_result(request.answers)
-        self._beat(reporting=any(not isinstance(request.message, wire.Fetch) for request in pending.values()))
+        self.connection.check_alive()
 
     def _begin_again(self, pending: dict[int, Request]) -> None:
         self.connection.hello(leases=[])
@@ -143,14 +155,7 @@ class BrokerSource:
         pending.clear()
         for request in requests:
             request.answers.clear()
-            pending[self.connection.send(request.message)] = request
-
-    def _beat(self, reporting: bool) -> None:
-        if not reporting and clock.now() - self._alive_at > SPEAKS_S:
-            self.connection.heard_at = clock.now()  # who says nothing is not answered
-            return
-        self.connection.beat_if_due()
-        self.connection.check_alive()
+            pending[self.connection.send(request.message, request.arrays)] = request
 
 
 def is_whole(answers: list[wire.Received]) -> bool:
@@ -176,7 +181,8 @@ def to_groups(message: wire.Batch, arrays: list[np.ndarray]) -> list[list[TrainS
 def to_sample(
     group: wire.GroupHead, head: wire.SampleHead, prompt: np.ndarray, rest: Iterator[np.ndarray], with_support: bool
 ) -> TrainSample:
-    """What an agent has said before the policy's first turn is the prompt of its sample, where its group has none."""
+    """What an agent has said before the policy's first turn is the prompt of its sample, where its group has none; so
+    is what a branch shares with others."""
     response, logprobs = next(rest), next(rest)
     support = Support(next(rest), next(rest)) if with_support else None
     first = 0 if group.prompt_tokens else head.segments[0][0]
@@ -190,4 +196,14 @@ def to_sample(
         group=group.group,
         index=head.index,
         finish_reason=head.finish_reason,
+        details=head.details,
+        stays=tuple(shifted(head.stays, first) if first else head.stays),
+        opened_at=group.opened_at,
+        delivered_at=group.delivered_at,
+        branch=head.branch,
     )
+
+
+def shifted(stays: list[wire.Stay], first: int) -> list[wire.Stay]:
+    """With token counts that leave out the `first` of the response."""
+    return [replace(stay, start=max(0, stay.start - first), end=max(0, stay.end - first)) for stay in stays]

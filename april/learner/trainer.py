@@ -13,16 +13,18 @@ from functools import partial
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from april.config import Config, LearnerSection
-from april.learner import checkpoint, flops
+from april.learner import checkpoint, flops, lora
 from april.learner.batch import Batch, TrainSample
 from april.learner.diagnostics import TokenTotals
-from april.learner.model import Policy, full_state, load, shard
-from april.learner.objective import Objective, Prepared, ResponseTokens
+from april.learner.engine_gaps import EngineGaps
+from april.learner.model import full_state, load_sharded, outline
+from april.learner.objective import Objective, OfBatch, Prepared, ResponseTokens
 from april.learner.packing import MicroBatch, input_tokens, pack, plan
 from april.learner.seen import SeenTokens, keeps
+from april.processes.pulse import MAIN
 from april.weights.canary import Canary, canary_tokens
 from april.wire.version import Version
 
@@ -55,13 +57,16 @@ class Trainer:
         self.directory = config.run_dir / "checkpoints"
         self.objective = Objective(config)
         section = config.learner
-        policy = load(config.model.path, config.sampling.temperature, section.activation_checkpointing)
+        policy = outline(config.model.path, config.sampling.temperature, section.activation_checkpointing)
+        if config.lora.is_set:
+            lora.attach(policy.lm, config.lora, config.seed)
+        self.adapter = lora.describe(policy.lm, config.lora)
         self.cost = flops.cost(policy.lm)
         self.peak_tflops = section.peak_tflops or flops.peak_tflops(device)
-        self.policy = shard(policy, device, uses_bf16(section, device))
+        self.policy = load_sharded(policy, config.model.path, device, uses_bf16(section, device))
         self.reference = self.load_reference() if self.objective.needs_reference else None
         self.optimizer = torch.optim.AdamW(
-            self.policy.parameters(),
+            [parameter for _, parameter in self.policy.trained],
             lr=config.learner.lr,
             betas=config.learner.betas,
             weight_decay=config.learner.weight_decay,
@@ -73,10 +78,13 @@ class Trainer:
         self.seen: SeenTokens | None = None
         """how the last step has seen its tokens, where its samples are kept"""
 
-    def load_reference(self) -> Policy:
-        """The starting policy once more, sharded, never updated."""
-        policy = load(self.config.model.path, self.config.sampling.temperature).requires_grad_(False)
-        return shard(policy, self.device, uses_bf16(self.config.learner, self.device), trained=False)
+    def load_reference(self) -> nn.Module:
+        """The starting policy: the one at hand without its adapter, or else once more, sharded, never updated."""
+        if self.config.lora.is_set:
+            return lora.WithoutAdapter(self.policy)
+        path, bf16 = self.config.model.path, uses_bf16(self.config.learner, self.device)
+        policy = outline(path, self.config.sampling.temperature).requires_grad_(False)
+        return load_sharded(policy, path, self.device, bf16, trained=False)
 
     def prepare(self, batch: Batch) -> "ReadyBatch":
         """Advantages, plan and this rank's micro-batches on its device; may run beside `step`, without other ranks."""
@@ -85,7 +93,8 @@ class Trainer:
         costs = [self.cost.of(input_tokens(sample), sample.sampled_tokens) for sample in prepared.samples]
         indices = self.planned(prepared, costs)
         micro_batches = self.micro_batches(prepared, indices)
-        passes = flops.PASSES + (self.reference is not None)
+        passes = flops.ADAPTER_PASSES if self.config.lora.is_set else flops.PASSES
+        passes += (self.reference is not None) + self.objective.needs_batch
         return ReadyBatch(prepared, micro_batches, indices, passes * sum(costs), time.perf_counter() - began)
 
     def step(self, batch: Batch, ready: "ReadyBatch | None" = None) -> dict[str, float]:
@@ -100,20 +109,30 @@ class Trainer:
         micro_batches, began = ready.micro_batches, time.perf_counter()
         seconds = PhaseSeconds(self.device)
         self.optimizer.zero_grad(set_to_none=True)
-        totals = TokenTotals(self.device)
+        totals, gaps = TokenTotals(self.device), EngineGaps(ready.prepared.samples, self.device)
         kept = keeps(self.config.samples, batch)
         self.seen = seen = SeenTokens(ready.prepared.samples, self.device) if kept else None
-        for (micro, tokens), indices in zip(micro_batches, ready.indices, strict=True):
+
+        def see(indices: list[int], logprobs: Tensor, entropies: Tensor, tokens: ResponseTokens) -> None:
+            gaps.add(indices, logprobs, tokens.behaviour_logprobs, tokens.ages)
+            if seen:
+                seen.add(indices, logprobs, entropies)
+
+        with seconds("forward_s"):
+            of_batch = self.of_batch(micro_batches)
+        for (micro, tokens), indices, given in zip(micro_batches, ready.indices, of_batch, strict=True):
+            MAIN.at("forward and backward")
             with seconds("forward_s"):
-                loss = self.micro_loss(micro, tokens, totals, partial(seen.add, indices) if seen else None)
+                loss = self.micro_loss(micro, tokens, totals, partial(see, indices), given)
             with seconds("backward_s"):
                 loss.backward()
+        MAIN.at("updating the weights")
         with seconds("metrics_s"):
-            metrics = totals.reduced()
+            metrics = totals.reduced() | gaps.reduced()
             if seen:
                 seen.reduce()
         with seconds("optimizer_s"):
-            lr = self.next_lr()
+            lr = self.next_lr() * self.objective.step_scale(metrics)
             grad_norm = self.clip_gradients() if micro_batches else 0.0
             finite = math.isfinite(grad_norm) and math.isfinite(metrics["loss"])
             updated = bool(micro_batches) and finite
@@ -162,10 +181,11 @@ class Trainer:
         micro: MicroBatch,
         tokens: ResponseTokens | None,
         totals: TokenTotals,
-        see: Callable[[Tensor, Tensor], None] | None = None,
+        see: Callable[[Tensor, Tensor, ResponseTokens], None],
+        of_batch: OfBatch | None,
     ) -> Tensor:
         """This micro-batch's share of the loss; a dummy takes part in the collectives and weighs nothing. `see` is
-        shown log-probabilities and entropies of the tokens."""
+        shown log-probabilities and entropies of the tokens, and what was known of them before."""
         reference_logprobs = None
         if self.reference is not None:
             with torch.no_grad():
@@ -173,9 +193,23 @@ class Trainer:
         logprobs, entropies = self.policy(micro)
         if tokens is None:
             return 0.0 * logprobs.sum()
-        if see:
-            see(logprobs, entropies)
-        return self.objective.loss(logprobs, entropies, tokens, totals, reference_logprobs)
+        see(logprobs, entropies, tokens)
+        return self.objective.loss(logprobs, entropies, tokens, totals, reference_logprobs, of_batch)
+
+    def of_batch(self, micro_batches: list[tuple[MicroBatch, ResponseTokens | None]]) -> list[OfBatch | None]:
+        """For each micro-batch, what its loss takes from all tokens of the batch: a forward pass of all of them, where
+        the algorithm has a part that looks at those."""
+        if not self.objective.needs_batch:
+            return [None] * len(micro_batches)
+        scored: list[tuple[ResponseTokens, Tensor]] = []
+        for micro, tokens in micro_batches:
+            MAIN.at("scoring the batch")
+            with torch.no_grad():
+                logprobs, _ = self.policy(micro)
+            if tokens is not None:
+                scored.append((tokens, logprobs))
+        found = iter(self.objective.of_batch(scored, self.device))
+        return [None if tokens is None else next(found) for _, tokens in micro_batches]
 
     def clip_gradients(self) -> float:
         """Scale gradients to a global norm of at most `learner.grad_clip`; the norm before that."""
@@ -222,6 +256,7 @@ class Trainer:
         """Go on from the newest whole checkpoint, if there is one; the step of the weights now held."""
         step = checkpoint.shared_latest(self.directory)
         if step is not None:
+            checkpoint.check_adapter(self.directory, step, self.adapter)
             self.optimizer_steps = checkpoint.restore(self.directory, step, self.policy, self.optimizer)
             self.step_count = step
         return self.step_count
@@ -229,7 +264,7 @@ class Trainer:
     def start_save(self) -> None:
         """Copy the state and let the checkpoint of `step_count` be written while training goes on; a checkpoint that
         is still being written is waited for."""
-        self.checkpoints.start(self.step_count, self.policy, self.optimizer, self.optimizer_steps)
+        self.checkpoints.start(self.step_count, self.policy, self.optimizer, self.optimizer_steps, self.adapter)
 
     def saved(self, wait: bool = False) -> int | None:
         """Step of a checkpoint that has come to be on disk since the last call, and has been started by
@@ -249,8 +284,11 @@ class Trainer:
         return kept[0] if len(kept) >= self.config.learner.keep_checkpoints else 0
 
     def export(self) -> None:
-        """Write the policy as a Hugging Face folder, `checkpoints/policy`; the others do not wait for rank 0."""
+        """Write the policy as a Hugging Face folder, `checkpoints/policy`, and an adapter alone as well, into
+        `checkpoints/adapter`; the others do not wait for rank 0."""
         checkpoint.export(self.policy, self.config.model.path, self.config.exported_policy)
+        if self.config.lora.is_set:
+            checkpoint.export_adapter(self.policy, self.adapter, self.config.model.path, self.config.exported_adapter)
 
 
 def uses_bf16(section: LearnerSection, device: torch.device) -> bool:

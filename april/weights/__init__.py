@@ -5,6 +5,9 @@ from april.registry import Registry
 TRANSPORTS = Registry(
     "weights.transport",
     "weight transport",
-    {"collective": "april.weights.collective:CollectiveTransport"},
+    {
+        "collective": "april.weights.collective:CollectiveTransport",
+        "external": "april.weights.external:ExternalTransport",
+    },
     base="april.weights.transport:Transport",
 )

@@ -5,7 +5,6 @@ A dead or hung peer costs its own lane and nobody else. Groups are built from ob
 constructors only make subgroups of the default one.
 """
 
-import socket
 from collections.abc import Iterable
 from datetime import timedelta
 
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from april.connections.route import own_address
 from april.processes import clock
 
 LEARNER, WORKER = 0, 1
@@ -43,13 +43,6 @@ def join(
     options._timeout = timeout
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_address(store.host, store.port))]
     return dist.ProcessGroupGloo(scoped, rank, size, options)
-
-
-def own_address(host: str, port: int) -> str:
-    """Which of this machine's addresses it speaks from to `host`; nothing is sent. Raises OSError."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port))
-        return probe.getsockname()[0]
 
 
 def transfer(group: "dist.Backend", buckets: Iterable[Tensor], backend: str, deadline: float) -> None:

@@ -19,8 +19,10 @@ import zmq
 from torch import Tensor
 
 from april import wire
-from april.config import ConfigError, WeightsSection
+from april.config import Config, ConfigError, WeightsSection, is_loopback
+from april.config.sections import AUTO
 from april.connections import store
+from april.connections.route import own_address
 from april.processes import clock
 from april.security.allow_list import AllowList, Peer
 from april.security.audit import Audit
@@ -28,6 +30,7 @@ from april.security.door import Door
 from april.security.keys import ALLOW_LIST, load_keys
 from april.weights import TRANSPORTS
 from april.weights.canary import Canary
+from april.weights.external import ExternalTransport
 from april.weights.lane_messages import (
     LANES,
     LaneAlive,
@@ -47,6 +50,7 @@ from april.wire.version import Version
 
 log = logging.getLogger(__name__)
 
+LOOPBACK = "127.0.0.1"
 SILENCE_S = 3.0
 """a worker that has not been heard of for this long has lost its lane; they speak twice a second"""
 
@@ -77,6 +81,8 @@ class PeerLane:
     last_seen: float
     state: str = "joining"
     acknowledged: Version | None = None
+    posted: Version | None = None
+    """what its worker is ready for"""
     server_ranks: int = 0
     """of an inference server that takes the worker's place; 0: none does"""
     transfers: int = 0
@@ -86,6 +92,21 @@ class PeerLane:
     """LaneReady, LanePosted, LaneLoaded, LaneFailed of this lane"""
 
 
+def weights_towards(config: Config, broker: str) -> WeightsSection:
+    """`[weights]` with its host said: where that is `auto`, workers come on the way that leads to the broker. Raises
+    ConfigError where that way is open to others and there are no keys."""
+    if config.weights.host != AUTO:
+        return config.weights
+    host, _, port = broker.removeprefix("tcp://").rpartition(":")
+    own = own_address(host, int(port))
+    if config.security.keys is None and not is_loopback(own):
+        raise ConfigError(
+            f"key 'weights.host' = 'auto' leads to {own} on the network, where anybody could come in; make keys with "
+            "`april keygen KEYS` and set security.keys = 'KEYS'"
+        )
+    return config.weights.model_copy(update={"host": own})
+
+
 class WeightPublisher:
     """Lives in learner rank 0; `address` is where workers ask for a lane."""
 
@@ -93,7 +114,7 @@ class WeightPublisher:
         """`keys`: the folder with the learner's key and the allow-list. Raises ConfigError."""
         own = load_keys(keys, "learner")
         allow_list = AllowList(keys / ALLOW_LIST) if keys else None
-        self.config = config
+        self.config = config if config.host != AUTO else config.model_copy(update={"host": LOOPBACK})
         self.bucket_bytes = config.bucket_mb << 20
         self._transport: Transport = TRANSPORTS.find(config.transport)(config)
         self.run = run
@@ -117,8 +138,8 @@ class WeightPublisher:
         self._door = Door(self._context, own, allow_list) if own and allow_list else None
         if self._door:
             self._door.guard(self._socket)
-        port = self._socket.bind_to_random_port(f"tcp://{config.host}")
-        self.address = f"tcp://{config.host}:{port}"
+        port = self._socket.bind_to_random_port(f"tcp://{self.config.host}")
+        self.address = f"tcp://{self.config.host}:{port}"
         self._audit = Audit()
         self._outbox: queue.SimpleQueue = queue.SimpleQueue()
         self._wake_reader, self._wake_writer = os.pipe()
@@ -146,8 +167,38 @@ class WeightPublisher:
     ) -> dict[str, float]:
         """Give `version` to all workers, and what the learner says of the canary under it; returns once they have it,
         are lost, or the deadline is over."""
-        snapshot = pack(version, tensors, canary)
+        return self._offer(pack(version, tensors, canary))
+
+    def announce(self, version: Version, canary: Canary | None = None) -> None:
+        """Have all engines stop for weights that others bring, where the transport leaves that to them. Raises
+        RuntimeError for one that has not stopped in time, whose tokens would have a wrong name."""
+        assert isinstance(self._transport, ExternalTransport), "announced where weights come over lanes"
         deadline = clock.now() + self.config.publish_deadline_s
+        self._transport.expect()
+        with self._changed:
+            self._snapshot = pack(version, {}, canary)
+            self._changed.notify_all()
+            while (running := self._running(version)) and clock.now() < deadline:
+                self._changed.wait(min(0.1, max(0.0, deadline - clock.now())))
+        if running:
+            names = ", ".join(sorted(lane.worker for lane in running))
+            raise RuntimeError(
+                f"{names} still generates {self.config.publish_deadline_s:g} s after {version} was announced "
+                "(weights.publish_deadline_s); what it samples while its server changes would have the wrong name"
+            )
+
+    def brought(self) -> dict[str, float]:
+        """The servers hold what was announced; as `publish` from then on."""
+        assert isinstance(self._transport, ExternalTransport) and self._snapshot
+        self._transport.arrived()
+        return self._offer(self._snapshot)
+
+    def _running(self, version: Version) -> list[PeerLane]:
+        """Those that have not stopped for it."""
+        return [lane for lane in self._behind(version) if lane.posted != version]
+
+    def _offer(self, snapshot: Snapshot) -> dict[str, float]:
+        version, deadline = snapshot.version, clock.now() + self.config.publish_deadline_s
         with self._changed:
             self._snapshot = snapshot
             self._changed.notify_all()
@@ -328,6 +379,8 @@ class WeightPublisher:
         deadline = clock.now() + self.config.transfer_deadline_s
         self._send(lane, manifest)
         self._await(lane, LanePosted, snapshot.version, deadline)
+        lane.posted = snapshot.version
+        self._set_state(lane, "sending")
         parts: Iterable[Tensor]
         if lane.server_ranks:
             parts = (joined(snapshot, heads) for heads in server_buckets(snapshot.heads, bucket_bytes))

@@ -12,6 +12,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -48,6 +49,8 @@ log = logging.getLogger(__name__)
 SPEAK_S = 0.5
 """how often the learner is told that this worker lives"""
 NO_REFUSAL = ("", False)
+PARTING_MS = 200
+"""for the last word to a learner that may be gone"""
 INVITATION_S = 5.0
 """ask again after this long without a lane"""
 
@@ -65,6 +68,8 @@ class Staged:
     """what the learner says of it under these weights"""
     checksum: int = 0
     """of all of them"""
+    brought: "Future[None] | None" = None
+    """where others load them into the server after `post` was called: done once they have"""
 
 
 class InferenceServer(Protocol):
@@ -114,6 +119,8 @@ class WeightReceiver:
         self._closed = self._forgotten = False
         self._refusal = NO_REFUSAL
         self._posted: LaneManifest | None = None
+        self._brought: Future[None] = Future()
+        """of the version that others bring now"""
         self._wake_reader, self._wake_writer = os.pipe()
         self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
         self._thread.start()
@@ -183,9 +190,9 @@ class WeightReceiver:
                 log.error("the learner at %s does not let this worker in: %s", address, error)
                 self._sleep(INVITATION_S)
             finally:
-                connection.leave()
+                connection.end()
                 handshake.close()
-                socket.close()
+                socket.close(PARTING_MS)
         context.term()
 
     def _sleep(self, seconds: float = 1.0) -> None:
@@ -204,6 +211,11 @@ class WeightReceiver:
         with self._lock:
             posted, self._posted = self._posted, None
         return posted
+
+    def staged_by_others(self, manifest: LaneManifest, started_at: float) -> Staged:
+        """The name of weights that others load."""
+        post, self._brought = partial(self.post, manifest), Future()
+        return Staged(manifest.version, None, started_at, manifest, post, manifest.canary, 0, self._brought)
 
     def take_forgotten(self) -> bool:
         with self._lock:
@@ -257,6 +269,8 @@ class LearnerConnection:
                 os.read(self.receiver._wake_reader, 4096)
             if posted := self.receiver.take_posted():
                 self._send(LanePosted(posted.lane, posted.version))
+                if not self.receiver.transport.brings:
+                    self._await_others()
             if (refusal := self.receiver.take_refusal()) != NO_REFUSAL:
                 self._fail(*refusal)
                 self._ask_again_at = clock.now() + INVITATION_S
@@ -267,6 +281,22 @@ class LearnerConnection:
                 self._send(LaneLoaded(self.lane.lane if self.lane else "", version))
             while self.socket.poll(0):
                 self._receive(self.socket.recv_multipart())
+
+    def _await_others(self) -> None:
+        """Until the trainer has said that the weights are there, or is gone."""
+        link, brought = self.link, self.receiver._brought
+        try:
+            if link is None:
+                raise RuntimeError("the lane has ended")
+            link.receive([], clock.now() + self.receiver.config.transfer_deadline_s)
+            brought.set_result(None)
+        except (RuntimeError, OSError) as error:
+            brought.set_exception(RuntimeError(str(error)))
+            self._fail(f"others have not brought the weights: {error}")
+
+    def end(self) -> None:
+        """Drop the lane, and tell the learner, which otherwise waits until this worker has been silent for too long."""
+        self._fail("its worker has left")
 
     def leave(self) -> None:
         """Drop the lane, which tells a learner that waits on it at once."""
@@ -328,6 +358,9 @@ class LearnerConnection:
 
     def _receive_weights(self, manifest: LaneManifest, link: Link | None) -> None:
         started_at = clock.now()
+        if not self.receiver.transport.brings:
+            self.receiver.stage(self.receiver.staged_by_others(manifest, started_at))
+            return
         if self.receiver.server:
             post = partial(self.receiver.post, manifest)
             staged = Staged(manifest.version, None, started_at, manifest, post, manifest.canary, manifest.checksum)

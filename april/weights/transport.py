@@ -29,6 +29,8 @@ class Link:
 
 
 class Transport:
+    brings: ClassVar[bool] = True
+    """weights come over its lanes; otherwise others load them into the engines, and a lane says when they have"""
     takes_servers: ClassVar[bool] = False
     """an inference server can take its worker's place in a lane, as `engine.weights` = 'broadcast' wants"""
 

@@ -7,10 +7,11 @@ from pathlib import Path
 import numpy as np
 import torch
 from reference import ReferenceLearner, Settings
+from torch.distributed.tensor import distribute_tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from april.config import Config
-from april.config.sections import AlgorithmSection
+from april.config.algorithm import AlgorithmSection
 from april.data.support import Support
 from april.learner.batch import Batch, TrainSample, encode
 from april.wire.version import Version
@@ -42,10 +43,11 @@ def make_policy(folder: Path, tied: bool = True) -> Path:
     return folder
 
 
-def make_config(policy: Path, run_folder: Path, temperature: float = 0.7, algorithm=(), **learner) -> Config:
+def make_config(policy: Path, run_folder: Path, temperature: float = 0.7, algorithm=(), lora=(), **learner) -> Config:
     return Config.model_validate(
         {
             "algorithm": PLAIN_CLIP | dict(algorithm),
+            "lora": dict(lora),
             "model": {"path": policy},
             "data": {"path": "unused.jsonl"},
             "run": {"dir": run_folder.parent, "name": run_folder.name},
@@ -203,8 +205,23 @@ def full_moments(trainer) -> list[dict[str, torch.Tensor]]:
     ]
 
 
+def random_adapter(parameters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Values for the trained parameters of an adapter, the same for the same shapes, of which none is zero."""
+    generator = torch.Generator().manual_seed(1)
+    return {name: torch.randn(parameter.shape, generator=generator) / 4 for name, parameter in parameters.items()}
+
+
+def set_adapter(trainer) -> None:
+    """Put `random_adapter` in. Collective."""
+    parameters = dict(trainer.policy.trained)
+    with torch.no_grad():
+        for name, value in random_adapter(parameters).items():
+            parameter = parameters[name]
+            parameter.copy_(distribute_tensor(value, parameter.device_mesh, parameter.placements))
+
+
 def job(config: Config, batches: list[Batch], **actions) -> dict:
     """Train on `batches` in order; actions: `save_after` (steps), `restore` (bool), `live` (of a `Diary` instead;
     reports of checkpoints and the export come `late_s` later), `compare` (configurations, each on the first batch under
-    the same weights)."""
+    the same weights), `random_adapter` (bool: instead of one that adds nothing)."""
     return {"config": config.model_dump(mode="json"), "batches": [encode(b).hex() for b in batches], **actions}

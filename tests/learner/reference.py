@@ -5,6 +5,7 @@ advantages, each response gets its loss token by token, and one AdamW step follo
 """
 
 import copy
+import math
 import statistics
 from dataclasses import dataclass, field
 
@@ -39,6 +40,19 @@ class Settings:
     icepop_high: float
     geometric_low: float
     geometric_high: float
+    vespo_k_positive: float
+    vespo_lambda_positive: float
+    vespo_k_negative: float
+    vespo_lambda_negative: float
+    m2po_threshold: float
+    dppo_rise: float
+    dppo_fall: float
+    bapo_target: float
+    bapo_lower: float
+    bapo_lower_step: float
+    bapo_upper: float
+    bapo_upper_step: float
+    step_scale: str
 
 
 @dataclass
@@ -76,6 +90,8 @@ class ReferenceLearner:
         result = self.gradients(groups, step)
         if result.means:
             torch.nn.utils.clip_grad_norm_(self.lm.parameters(), self.settings.grad_clip)
+            share = result.means["sequence_ess"] ** 0.5 if self.settings.step_scale == "root_ess" else 1.0
+            self.optimizer.param_groups[0]["lr"] = self.settings.lr * share
             self.optimizer.step()
         return result
 
@@ -86,7 +102,9 @@ class ReferenceLearner:
             before_the_step = self.score(self.lm, samples)
         now, reference = self.score(self.lm, samples), self.score(self.start, samples)
         total, summed, figures = torch.zeros(()), 0.0, []
-        for i, advantage in enumerate(self.advantages(groups)):
+        advantages = self.advantages(groups)
+        self.look_at_the_batch(samples, step, advantages, before_the_step)
+        for i, advantage in enumerate(advantages):
             if not sampled(samples[i]):
                 continue
             losses, seen = self.token_losses(
@@ -97,7 +115,7 @@ class ReferenceLearner:
             if advantage or self.settings.kl_coef or self.settings.entropy_coef:
                 figures.append(seen)
         total.backward()
-        gradients = {name: p.grad.clone() for name, p in self.lm.named_parameters()}
+        gradients = {name: p.grad.clone() for name, p in self.lm.named_parameters() if p.requires_grad}
         norm = torch.cat([g.flatten() for g in gradients.values()]).norm().item()
         return StepResult(total.item(), gradients, norm, summed, means(figures))
 
@@ -130,16 +148,43 @@ class ReferenceLearner:
         mean, deviation = statistics.mean(by_token), statistics.stdev(by_token)
         return [(r - mean) / deviation for r in flat]
 
+    # --- what is decided for the whole batch ------------------------------------------------------------------------
+
+    def look_at_the_batch(self, samples, step, advantages, before) -> None:
+        """The most that a token may have moved (M2PO), and the bounds of the ratio (BAPO)."""
+        s, moved, contributions = self.settings, [], []
+        for sample, advantage, scored in zip(samples, advantages, before, strict=True):
+            if advantage and sampled(sample):
+                mu, proximal = self.policies(sample, step, scored.logprobs, scored.logprobs)
+                moved += (scored.logprobs - mu).double().square().tolist()
+                contributions += [(r, advantage) for r in (scored.logprobs - proximal).double().exp().tolist()]
+        moved.sort()
+        while moved and statistics.mean(moved) >= s.m2po_threshold:
+            moved.pop()
+        self.farthest = moved[-1] if moved else -1.0
+        lower, upper = 1 - s.clip_low, 1 + s.clip_high
+
+        def balanced() -> bool:
+            good = sum(min(ratio, upper) * advantage for ratio, advantage in contributions if advantage > 0)
+            bad = sum(max(ratio, lower) * -advantage for ratio, advantage in contributions if advantage < 0)
+            return good >= s.bapo_target * bad
+
+        if s.loss == "bapo":
+            while lower < s.bapo_lower and not balanced():
+                lower = min(lower + s.bapo_lower_step, s.bapo_lower)
+            while upper < s.bapo_upper and not balanced():
+                upper = min(upper + s.bapo_upper_step, s.bapo_upper)
+        self.bounds = lower, upper
+
     # --- one response -------------------------------------------------------------------------------------------
 
     def token_losses(self, sample, step, advantage, now: Scored, before, reference) -> tuple[torch.Tensor, dict]:
         """[K] losses, and figures about the tokens."""
         s, logprobs = self.settings, now.logprobs
-        mu, fixed = torch.tensor(sample.logprobs)[sampled(sample)], logprobs.detach()
-        ages = torch.tensor([float(step - version.step) for _, version in sampled_under(sample)])
-        proximal = {"behaviour": mu, "recomputed": before, "interpolated": self.one_version_before(fixed, mu, ages)}
-        weight, capped = self.correction(proximal[s.proximal] - mu, fixed - mu, ages)
-        losses, clipped = self.policy_loss(logprobs, proximal[s.proximal], advantage)
+        fixed, ages = logprobs.detach(), ages_of(sample, step)
+        mu, proximal = self.policies(sample, step, fixed, before)
+        weight, capped = self.correction(proximal - mu, fixed - mu, ages, advantage, mu)
+        losses, clipped = self.policy_loss(logprobs, proximal, advantage)
         losses = weight * losses + s.behaviour_coef * (logprobs - mu) ** 2 / 2 * (advantage != 0)
         if s.kl_coef:
             gap = logprobs - reference
@@ -157,14 +202,21 @@ class ReferenceLearner:
             "ratio_mean": ratio,
             "weight_mean": weight,
             "off_policy_share": (ages > 0).float(),
+            "sequence_ratio": (fixed - mu).sum().exp()[None],
         }
         return losses, figures
+
+    def policies(self, sample, step, current, before) -> tuple[torch.Tensor, torch.Tensor]:
+        """[K] each: log-probabilities of the tokens by what sampled them, and by the policy of the ratio."""
+        mu, ages = torch.tensor(sample.logprobs)[sampled(sample)], ages_of(sample, step)
+        choices = {"behaviour": mu, "recomputed": before, "interpolated": self.one_version_before(current, mu, ages)}
+        return mu, choices[self.settings.proximal]
 
     def one_version_before(self, current, mu, ages):
         prior = [m if a < 2 else m + (a - 1) / a * (c - m) for c, m, a in zip(current, mu, ages.tolist(), strict=True)]
         return torch.stack(prior)
 
-    def correction(self, proximal_gap, whole_gap, ages) -> tuple[torch.Tensor, torch.Tensor]:
+    def correction(self, proximal_gap, whole_gap, ages, advantage, mu) -> tuple[torch.Tensor, torch.Tensor]:
         """What the losses are multiplied by, and where that is a cap."""
         s, weight = self.settings, torch.ones_like(whole_gap)
         ratio, capped = proximal_gap.exp(), torch.zeros_like(whole_gap)
@@ -179,11 +231,22 @@ class ReferenceLearner:
             weight = weight * float(s.geometric_low <= whole_gap.mean().exp() <= s.geometric_high)
         if "on_policy_only" in s.corrections:
             weight = weight * (ages == 0)
+        if "vespo" in s.corrections:
+            good = advantage >= 0
+            k = s.vespo_k_positive if good else s.vespo_k_negative
+            decay = s.vespo_lambda_positive if good else s.vespo_lambda_negative
+            w = proximal_gap.sum().exp()
+            weight = weight * math.exp(decay) * w**k * torch.exp(-decay * w)
+        if "m2po" in s.corrections and advantage:
+            weight = weight * (whole_gap.double() ** 2 <= self.farthest)
+        if "dppo_tv" in s.corrections:
+            risen = (whole_gap + mu).exp() - mu.exp()
+            weight = weight * ((risen <= s.dppo_rise) if advantage > 0 else (risen >= -s.dppo_fall))
         return weight, capped
 
     def policy_loss(self, logprobs, proximal, advantage: float) -> tuple[torch.Tensor, torch.Tensor]:
         s = self.settings
-        low, high = 1 - s.clip_low, 1 + s.clip_high
+        low, high = self.bounds
         ratio = (logprobs - proximal).exp()
         if s.loss == "cispo":
             weight = ratio.detach().clamp(low, high)
@@ -194,7 +257,7 @@ class ReferenceLearner:
             ratio = ratio.detach() * logprobs.exp() / logprobs.exp().detach()
         plain, bounded = -ratio * advantage, -ratio.clamp(low, high) * advantage
         losses, clipped = torch.maximum(plain, bounded), bounded > plain
-        if s.loss == "ppo" and s.dual_clip is not None and advantage < 0:
+        if s.loss in ("ppo", "bapo") and s.dual_clip is not None and advantage < 0:
             ceiling = torch.full_like(losses, -s.dual_clip * advantage)
             losses, clipped = torch.minimum(losses, ceiling), clipped | (losses > ceiling)
         return losses, clipped
@@ -256,6 +319,11 @@ def sampled_under(sample) -> list[tuple[int, object]]:
     return [(place, version) for start, end, version in sample.segments for place in range(start, end)]
 
 
+def ages_of(sample, step: int) -> torch.Tensor:
+    """[K]: steps since the version that sampled a token."""
+    return torch.tensor([float(step - version.step) for _, version in sampled_under(sample)])
+
+
 def sampled(sample) -> list[int]:
     return [place for place, _ in sampled_under(sample)]
 
@@ -276,7 +344,9 @@ def means(figures: list[dict]) -> dict[str, float]:
     if not figures:
         return {}
     columns = {name: torch.cat([seen[name] for seen in figures]).double() for name in figures[0]}
+    sequences = columns.pop("sequence_ratio")
     result = {name: column.mean().item() for name, column in columns.items()}
-    for name, column in {"ess": columns["ratio_mean"], "weight_ess": columns["weight_mean"]}.items():
+    effective = {"ess": columns["ratio_mean"], "weight_ess": columns["weight_mean"], "sequence_ess": sequences}
+    for name, column in effective.items():
         result[name] = (column.sum() ** 2 / (len(column) * (column**2).sum())).item()
     return result

@@ -9,7 +9,7 @@ import orjson
 import torch
 import torch.distributed as dist
 from frozen import FrozenTrainer, full_gradients
-from learner_setup import Diary, full_moments
+from learner_setup import Diary, full_moments, set_adapter
 from msgspec.structs import asdict
 from torch.distributed.tensor import DTensor
 
@@ -23,6 +23,8 @@ from april.processes.lifetime import end
 def run(job: dict, device: torch.device) -> dict:
     trainer = Trainer(Config.model_validate(job["config"]), device)
     restored = trainer.restore() if job.get("restore") else None
+    if job.get("random_adapter"):
+        set_adapter(trainer)
     metrics, gradients = [], []
     for data in job["batches"]:
         batch = decode(bytes.fromhex(data)) if dist.get_rank() == 0 else None

@@ -9,6 +9,7 @@ from learner_setup import make_sample
 
 from april.data.support import Support
 from april.learner.batch import Batch, TrainSample, decode, encode, share_batch
+from april.wire.training import Stay
 from april.wire.version import Version
 
 
@@ -19,6 +20,8 @@ def assert_equal(ours: Batch, theirs: Batch):
         assert one.tokens.dtype == np.int32 and np.array_equal(one.tokens, other.tokens)
         assert one.logprobs.dtype == np.float32 and np.array_equal(one.logprobs, other.logprobs)
         assert (one.prompt_tokens, one.reward, one.segments) == (other.prompt_tokens, other.reward, other.segments)
+        told = "group", "index", "finish_reason", "details", "stays", "opened_at", "delivered_at"
+        assert [getattr(one, name) for name in told] == [getattr(other, name) for name in told]
         assert (one.support is None) == (other.support is None)
         if one.support:
             assert one.support.counts.tolist() == other.support.counts.tolist()
@@ -33,6 +36,10 @@ def test_a_batch_survives_encoding_with_segments_and_groups_of_any_size():
         np.zeros(4, np.float32),
         1 / 3,
         ((0, 1, Version(0, 4)), (1, 4, Version(1, 6))),
+        details={"correct": 1.0},
+        stays=(Stay("generate", "w0", 1.5, 2.5, 0, 4, "stop"),),
+        opened_at=1.0,
+        delivered_at=3.0,
     )
     batch = Batch(7, [[make_sample(rng, 2, 3, 1.0), resumed], [], [make_sample(rng, 1, 1, -0.5)]])
     assert_equal(decode(encode(batch)), batch)

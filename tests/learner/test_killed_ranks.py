@@ -8,10 +8,12 @@ from collections import defaultdict
 from pathlib import Path
 
 import orjson
+import pytest
 from learner_setup import make_config
 from recorded_run import STEPS
 from transformers import AutoModelForCausalLM
 
+from tests.conftest import full
 from tests.warm import Popen
 
 PATIENCE_S = 120
@@ -22,10 +24,10 @@ FOLLOWED_S = 20
 class Ranks:
     """Two ranks under torchrun, which may be restarted three times, on the recorded stream."""
 
-    def __init__(self, policy: Path, folder: Path):
+    def __init__(self, policy: Path, folder: Path, lora: dict):
         folder.mkdir()
         self.folder = folder
-        config = make_config(policy, folder / "run", checkpoint_every=2, collective_timeout_s=3600)
+        config = make_config(policy, folder / "run", lora=lora, checkpoint_every=2, collective_timeout_s=3600)
         (folder / "config.json").write_bytes(orjson.dumps(config.model_dump(mode="json")))
         launch = ["-m", "april.learner.launch", "--nproc-per-node=2", "--max-restarts=3"]
         script = Path(__file__).with_name("recorded_run.py")
@@ -66,10 +68,11 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def test_killed_and_unkilled_learners_have_one_loss_curve(policy_folder, tmp_path):
-    unharmed = Ranks(policy_folder, tmp_path / "unharmed")
+@pytest.mark.parametrize("lora", [{}, full({"rank": 3})], ids=["the model", "an adapter"])
+def test_killed_and_unkilled_learners_have_one_loss_curve(policy_folder, tmp_path, lora):
+    unharmed = Ranks(policy_folder, tmp_path / "unharmed", lora)
     unharmed.finish()
-    killed = Ranks(policy_folder, tmp_path / "killed")
+    killed = Ranks(policy_folder, tmp_path / "killed", lora)
     for start, (victim, after) in enumerate([(1, 3), (0, 5)]):
         killed.wait_until(lambda start=start, after=after: [start, after - 1] in [line[:2] for line in killed.log()])
         other = killed.pid(1 - victim)

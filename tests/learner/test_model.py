@@ -27,7 +27,8 @@ from transformers import (
 from april.learner import checkpoint
 from april.learner.attention import PackedAttentionError
 from april.learner.batch import Batch
-from april.learner.model import ModelError, full_state, load, shard
+from april.learner.loading import ModelError
+from april.learner.model import full_state, load, load_sharded, outline
 from april.learner.packing import pack
 from april.learner.trainer import Trainer
 
@@ -80,7 +81,7 @@ def test_scores_gradients_names_and_export_are_the_model_s_own(config, one_rank,
     rng = np.random.default_rng(0)
     samples = [make_sample(rng, 3, 5, 1.0), make_sample(rng, 1, 60, 1.0)]
     reference = ReferenceLearner(folder, settings(make_config(folder, tmp_path / "run")))
-    policy = shard(load(folder, temperature=0.7), CPU)
+    policy = load_sharded(outline(folder, temperature=0.7), folder, CPU)
     logprobs, _ = policy(pack(samples, CPU))
     expected = torch.cat([reference.sample_logprobs(sample) for sample in samples])
     torch.testing.assert_close(logprobs, expected, rtol=1e-5, atol=1e-5)

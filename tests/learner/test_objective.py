@@ -1,5 +1,7 @@
 """What an objective reads from a batch, and the figures that it keeps by the age of tokens."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -52,6 +54,29 @@ def test_a_response_without_tokens_counts_in_its_group_and_trains_nothing(tmp_pa
     prepared = objective(tmp_path, advantage="dr_grpo", normalisation="sequence_mean").prepare(batch)
     assert prepared.samples == batch.groups[0][1:]
     assert (prepared.advantages.tolist(), prepared.weights.tolist()) == ([0.5], [pytest.approx(1 / 3)])
+
+
+def session(rng, index, reward, *branches):
+    """Rows of one session: (prompt tokens, response tokens) of each of its branches."""
+    rows = [make_sample(rng, prompt, response, reward) for prompt, response in branches]
+    return [replace(row, index=index, branch=branch) for branch, row in enumerate(rows)]
+
+
+def test_a_session_of_several_branches_is_one_among_its_group_and_one_sequence(tmp_path):
+    rng = np.random.default_rng(0)
+    rows = [*session(rng, 0, 0.0, (2, 3), (4, 2), (6, 5)), *session(rng, 1, 0.5, (2, 4)), *session(rng, 2, 1.0, (2, 8))]
+    prepared = objective(tmp_path, advantage="dr_grpo", normalisation="sequence_mean").prepare(Batch(0, [rows]))
+    assert prepared.of_batch.tolist() == [-0.5, -0.5, -0.5, 0.0, 0.5]
+    assert prepared.weights.tolist() == pytest.approx([1 / 30] * 3 + [1 / 24]), "3 sequences, of 10 and of 8 tokens"
+    assert (prepared.metrics["reward"], prepared.metrics["samples"], prepared.metrics["tokens"]) == (0.5, 3, 22)
+
+
+def test_the_sequence_of_a_sequence_loss_is_a_branch_s_own_tokens(tmp_path):
+    rng = np.random.default_rng(0)
+    rows = [*session(rng, 0, 0.0, (2, 3), (4, 2)), *session(rng, 1, 1.0, (2, 4))]
+    told = objective(tmp_path, loss="gspo")
+    tokens = told.tokens(told.prepare(Batch(0, [rows])), [0, 1, 2], torch.device("cpu"))
+    assert tokens.spans.lengths.tolist() == [3, 2, 4]
 
 
 def test_figures_by_age_add_up_to_the_whole(one_rank, policy_folder, tmp_path):

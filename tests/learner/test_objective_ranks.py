@@ -49,6 +49,7 @@ STEPS = {
     "rejection": ("ppo dual", "truncated and geometric", {"normalisation": "constant", "entropy_coef": 0.05}),
     "masked": ("cispo", "on-policy only", {"normalisation": "sequence_mean", "kl_coef": 0.1, "kl_estimator": "k2"}),
     "shipped": ("ppo", "shipped", {}),
+    "by the batch": ("bapo", "m2po", {"step_scale": "root_ess"}),
 }
 """two steps each: the second one starts from weights that differ from those of the start"""
 

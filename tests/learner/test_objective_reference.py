@@ -22,6 +22,7 @@ LOSSES = {
     "gspo": {"loss": "gspo", "clip_low": 0.05, "clip_high": 0.03},
     "gspo_token": {"loss": "gspo_token", "clip_low": 0.05, "clip_high": 0.03},
     "cispo": {"loss": "cispo"},
+    "bapo": {"loss": "bapo", "clip_low": 0.4, "clip_high": 0.05, "bapo_upper": 1.25, "bapo_target": 2.0},
 }
 BAND = {"geometric_low": 0.95, "geometric_high": 1.1}
 CORRECTIONS = {
@@ -46,6 +47,21 @@ CORRECTIONS = {
     "interpolated, not weighed": {"proximal": "interpolated", "corrections": []},
     "decoupled icepop": {"proximal": "interpolated", "corrections": ["icepop"], "icepop_low": 0.8, "icepop_high": 1.3},
     "on-policy only": {"proximal": "recomputed", "corrections": ["on_policy_only"]},
+    "vespo": {"proximal": "recomputed", "corrections": ["vespo"]},
+    "m2po": {"proximal": "behaviour", "corrections": ["m2po"], "m2po_threshold": 0.05},
+    "dppo": {
+        "proximal": "recomputed",
+        "corrections": ["truncated", "dppo_tv"],
+        "truncation": 1.2,
+        "dppo_rise": 0.02,
+        "dppo_fall": 0.02,
+    },
+    "decoupled dppo and m2po": {
+        "proximal": "interpolated",
+        "corrections": ["dppo_tv", "m2po"],
+        "dppo_rise": 0.02,
+        "dppo_fall": 0.02,
+    },
 }
 NORMALISATIONS = ("token_mean", "sequence_mean", "constant")
 KINDS = list(product(ADVANTAGES, NORMALISATIONS))
@@ -104,7 +120,7 @@ def test_every_algorithm_with_every_correction_and_normalisation(pair, loss, cor
         seen |= {name for name in ("clip_fraction", "mask_fraction", "truncated_fraction") if 0 < metrics[name] < 1}
     caps = {"truncated", "truncated_sequence"} & set(CORRECTIONS[correction]["corrections"])
     assert ("truncated_fraction" in seen) == bool(caps)
-    masks = {"icepop", "geometric", "on_policy_only"} & set(CORRECTIONS[correction]["corrections"])
+    masks = {"icepop", "geometric", "on_policy_only", "m2po", "dppo_tv"} & set(CORRECTIONS[correction]["corrections"])
     assert ("mask_fraction" in seen) == bool(masks)
     if CORRECTIONS[correction]["proximal"] != "recomputed":
         assert "clip_fraction" in seen, "no token met the clip, so this case has not tried it"

@@ -62,7 +62,9 @@ def our_loss(algorithm, entropies=None):
     leaf = column("logprobs").requires_grad_()
     entropies = torch.zeros(tokens) if entropies is None else entropies
     totals = TokenTotals(torch.device("cpu"))
-    loss = Objective(config).loss(leaf, entropies, known, totals, column("reference"))
+    objective = Objective(config)
+    of_batch = objective.of_batch([(known, leaf.detach())], leaf.device)[0] if objective.needs_batch else None
+    loss = objective.loss(leaf, entropies, known, totals, column("reference"), of_batch)
     loss.backward()
     return loss.item(), leaf.grad
 
@@ -123,7 +125,13 @@ def trl_loss(loss_type, importance_sampling_level="token", entropies=None, **set
         _get_per_token_logps_and_entropies=lambda *_, **__: (padded(leaf), entropy_table, None),
         accelerator=same,
         model=SimpleNamespace(training=True),
-        args=SimpleNamespace(delta=settings.pop("delta", None), use_bias_correction_kl=False, steps_per_generation=1),
+        args=SimpleNamespace(
+            delta=settings.pop("delta", None),
+            use_bias_correction_kl=False,
+            steps_per_generation=1,
+            **settings.pop("vespo", {}),
+        ),
+        get_gamma_weights=GRPOTrainer.get_gamma_weights,
         aux_loss_enabled=False,
         top_entropy_quantile=1.0,
         off_policy_mask_threshold=None,

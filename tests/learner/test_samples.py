@@ -1,17 +1,21 @@
 """Samples that are kept to be read: what a file has, who reads it, and what is thinned out."""
 
 import random
+from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from learner_setup import Diary, make_config
+from learner_setup import Diary, batch_in_turns, make_config
+from msgspec.structs import astuple
 
-from april import cli, runs
+from april import cli, runs, wire
 from april.config import ConfigError
 from april.formats.versions import RUN_FOLDER
 from april.learner import loop, samples
+from april.learner.batch import Batch
 from april.learner.trainer import Trainer
 from april.report.samples import read_step
 
@@ -28,12 +32,24 @@ class Letters:
         return "".join(chr(ord("a") + i) for i in ids)
 
 
+STAYS = (wire.Stay("generate", "w0", 12.0, 13.0, 0, 2, "abort"), wire.Stay("score", "w1", 15.0, 16.5, 6, 6, "scored"))
+
+
+class Told(Diary):
+    """Whose batches say what a broker's do of their samples."""
+
+    def fetch(self, step):
+        if batch := super().fetch(step):
+            told = {"details": {"correct": 1.0}, "stays": STAYS, "opened_at": 11.0, "delivered_at": 20.0}
+            return Batch(step, [[replace(sample, **told) for sample in group] for group in batch.groups])
+
+
 @pytest.fixture
 def lived(one_rank, policy_folder, tmp_path, monkeypatch):
     """A learner's life of three steps, in a run folder that can be read; what the source has handed out."""
     monkeypatch.setattr(samples, "Tokenizer", Letters)
     config = make_config(policy_folder, tmp_path / "run", checkpoint_every=2)
-    diary = Diary(policy_folder, 3)
+    diary = Told(policy_folder, 3)
     loop.run(config, Trainer(config, torch.device("cpu")), diary, diary)
     (config.run_dir / "config.toml").write_text(config.to_toml())
     RUN_FOLDER.claim(config.run_dir, new=True)
@@ -55,7 +71,33 @@ def test_what_a_step_has_trained_can_be_read_as_the_learner_saw_it(lived):
             assert len(row["learner_logprobs"]) == sample.response_tokens
             assert np.abs(row["learner_logprobs"] - sample.logprobs).max() < 1.5  # noise of 0.3, and two steps
         assert row["response"] == Letters(None).decode(row["response_ids"])
+        assert row["reward_details"] == [{"name": "correct", "value": 1.0}]
+        assert (row["opened_at"], row["generated_at"], row["scored_at"], row["delivered_at"]) == (11, 13, 16.5, 20)
+        assert [tuple(stay.values()) for stay in row["stays"]] == list(map(astuple, STAYS))
     assert any(row["trained"] for row in rows)
+
+
+def test_turns_are_the_policys_and_those_of_whoever_answers(policy_folder):
+    for sample in batch_in_turns(policy_folder).samples:
+        said = samples.turns(sample)
+        assert [turn["end"] for turn in said[:-1]] == [turn["start"] for turn in said[1:]], "one behind the other"
+        assert (said[0]["start"], said[-1]["end"]) == (0, sample.response_tokens)
+        assert all(one["who"] != other["who"] for one, other in pairwise(said))
+        places = [place for turn in said if turn["who"] == "policy" for place in range(turn["start"], turn["end"])]
+        assert places == sample.sampled.tolist()
+
+
+@pytest.mark.full
+def test_others_read_the_files_as_they_are(lived, tmp_path):
+    import datasets
+    import duckdb
+
+    files = str(lived.config.run_dir / "samples" / "*.parquet")
+    rows = len(runs.load(lived.config.run_dir).samples())
+    dataset = datasets.load_dataset("parquet", data_files=files, split="train", cache_dir=str(tmp_path / "cache"))
+    assert len(dataset) == rows and dataset[0]["stays"][0]["where"] == "w0" and dataset.column_names == COLUMNS
+    query = f"select count(*), avg(scored_at - opened_at), any_value(stays[1].how) from '{files}'"
+    assert duckdb.sql(query).fetchall() == [(rows, 5.5, "abort")]
 
 
 def test_the_command_shows_the_worst_and_refuses_what_is_not_kept(lived, capsys):

@@ -10,6 +10,7 @@ import pytest
 from april import wire
 from april.connections.broker import BrokerUnreachable
 from april.learner.background import in_background
+from april.learner.batch import Batch, decode, encode, sessions
 from april.learner.source import BrokerSource, is_whole, to_groups
 
 
@@ -24,8 +25,8 @@ class FakeConnection:
     """A broker in memory: what it `says` reaches the source, what the source sends is in `heard`."""
 
     def __init__(self, *_):
-        self.heard, self.inbox, self.beats, self.hellos = [], queue.Queue(), 0, 0
-        self.heard_at, self.closed = 0.0, False
+        self.heard, self.inbox, self.hellos = [], queue.Queue(), 0
+        self.closed = False
 
     def hello(self, leases):
         self.hellos += 1
@@ -33,7 +34,7 @@ class FakeConnection:
     def wake_by(self, descriptor):
         pass
 
-    def send(self, message):
+    def send(self, message, arrays=()):
         self.heard.append(message)
         return len(self.heard)
 
@@ -56,8 +57,8 @@ class FakeConnection:
     def is_disowned(self, received):
         return isinstance(received.message, wire.Refused) and "unknown session" in received.message.reason
 
-    def beat_if_due(self):
-        self.beats += 1
+    def goodbye(self):
+        pass
 
     def check_alive(self):
         pass
@@ -89,6 +90,22 @@ def test_four_arrays_to_a_sample_are_its_tokens_and_their_supports():
     [[cut]] = to_groups(one.message, [*one.arrays, np.array([2, 1], "i4"), np.array([5, 7, 6], "i4")])
     assert whole.support is None and whole.tokens.tolist() == cut.tokens.tolist() == [9, 5, 6]
     assert (cut.support.counts.tolist(), cut.support.ids.tolist()) == ([2, 1], [5, 7, 6])
+
+
+def test_what_a_branch_shares_is_read_before_its_own_tokens_and_has_no_loss():
+    heads = [
+        wire.SampleHead(0, 5, 1.0, "stop", [(2, 5, (0, 0))]),
+        wire.SampleHead(0, 8, 1.0, "stop", [(6, 8, (0, 1))], branch=1),
+    ]
+    arrays = [np.array(ids, "i4") for ids in ([], range(5), range(8))]
+    logprobs = [np.array([0, 0, -1, -1, -1], "f4"), np.array([0] * 6 + [-2, -2], "f4")]
+    message = wire.Batch(0, 0, 1, [wire.GroupHead(7, 0, heads)])
+    [group] = to_groups(message, [arrays[0], arrays[1], logprobs[0], arrays[2], logprobs[1]])
+    assert [(row.index, row.branch, row.prompt_tokens, row.sampled_tokens) for row in group] == [
+        (0, 0, 2, 3),
+        (0, 1, 6, 2),
+    ]
+    assert sessions(group) == [group] and decode(encode(Batch(0, [group]))).groups[0][1].branch == 1
 
 
 def says_batch(broker):
@@ -127,16 +144,6 @@ def test_a_restarted_broker_is_asked_everything_again(source):
     assert broker.hellos == 2
 
 
-def test_a_report_that_is_not_answered_keeps_speaking(source, monkeypatch):
-    """A restarted broker says that it does not know the learner only to what the learner says."""
-    monkeypatch.setattr("april.learner.source.SPEAKS_S", -1.0)
-    reported = in_background(source.consumed, 3, {"loss": 0.5})
-    while source.connection.beats < 3:
-        time.sleep(0.005)
-    source.connection.says(wire.Accepted(), CONSUMED)
-    assert reported.result(30) is None
-
-
 def test_a_broker_that_is_gone_ends_whoever_waits_and_whoever_asks_later(source):
     fetched = in_background(source.fetch, 4)
     source.connection.inbox.put(BrokerUnreachable("silent"))
@@ -144,17 +151,3 @@ def test_a_broker_that_is_gone_ends_whoever_waits_and_whoever_asks_later(source)
         fetched.result(30)
     with pytest.raises(BrokerUnreachable, match="silent"):
         source.durable(4, 0)
-
-
-def test_a_learner_that_trains_for_long_says_nothing_though_it_waits_for_the_next_batch(source, monkeypatch):
-    monkeypatch.setattr("april.learner.source.SPEAKS_S", -1.0)
-    fetched = in_background(source.fetch, 4)
-    says_batch(source.connection)
-    fetched.result(30)
-    before = source.connection.beats
-    time.sleep(0.2)
-    assert source.connection.beats == before
-    monkeypatch.setattr("april.learner.source.SPEAKS_S", 60.0)
-    source.alive()
-    while source.connection.beats == before:
-        time.sleep(0.005)

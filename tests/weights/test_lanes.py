@@ -185,6 +185,17 @@ def test_a_worker_without_an_engine_has_no_lane_for_which_the_learner_would_wait
     receiver.close()
 
 
+def test_a_worker_that_leaves_in_order_says_so(publisher, caplog):
+    caplog.set_level("INFO")
+    receiver = WeightReceiver(WeightsSection(), "uid", "w0", "cpu")
+    receiver.connect(publisher.address)
+    publisher.publish(Version(0, 0), weights(0))
+    assert take(receiver).version == Version(0, 0)
+    receiver.close()
+    wait_until(lambda: not publisher._lanes)
+    assert "is lost: its worker has left" in caplog.text
+
+
 def take(receiver):
     staged = []
     wait_until(lambda: staged.append(receiver.take()) or staged[-1])

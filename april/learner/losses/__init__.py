@@ -9,7 +9,8 @@ from april.registry import Registry
 LOSSES = Registry(
     "algorithm.loss",
     "loss",
-    {name: f"april.learner.losses.policy:{name}" for name in ("ppo", "gspo", "gspo_token", "cispo")},
+    {name: f"april.learner.losses.policy:{name}" for name in ("ppo", "gspo", "gspo_token", "cispo")}
+    | {"bapo": "april.learner.losses.bapo:bapo"},
 )
 CORRECTIONS = Registry(
     "algorithm.corrections",
@@ -20,6 +21,9 @@ CORRECTIONS = Registry(
         "icepop": "april.learner.losses.corrections:keep_within_a_band",
         "geometric": "april.learner.losses.corrections:keep_sequences_within_a_band",
         "on_policy_only": "april.learner.losses.corrections:keep_the_newest",
+        "vespo": "april.learner.losses.vespo:vespo",
+        "m2po": "april.learner.losses.m2po:m2po",
+        "dppo_tv": "april.learner.losses.dppo_tv:dppo_tv",
     },
 )
 ADVANTAGES = Registry(
@@ -30,3 +34,5 @@ ADVANTAGES = Registry(
         for name in ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline")
     },
 )
+STEP_SCALES = Registry("algorithm.step_scale", "step scale", {"root_ess": "april.learner.losses.root_ess:root_ess"})
+"""Functions (figures of a step) -> what its learning rate is multiplied by."""

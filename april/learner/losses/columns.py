@@ -38,11 +38,12 @@ class Spans:
 
     def sum(self, column: Tensor) -> Tensor:
         """Each token's sequence sum of `column`; [K] -> [K]."""
-        return self._sums(column)[self.index]
+        return self.totals(column)[self.index]
 
     def mean(self, column: Tensor) -> Tensor:
         """Each token's sequence mean of `column`; [K] -> [K]."""
-        return (self._sums(column) / self.lengths)[self.index]
+        return (self.totals(column) / self.lengths)[self.index]
 
-    def _sums(self, column: Tensor) -> Tensor:
+    def totals(self, column: Tensor) -> Tensor:
+        """The sum of `column` over each sequence; [K] -> [S]."""
         return self.lengths.new_zeros(self.lengths.shape).index_add(0, self.index, column)

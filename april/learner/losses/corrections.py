@@ -13,33 +13,59 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
-from april.config.sections import AlgorithmSection
-from april.learner.losses.columns import MAX_LOG_RATIO, Spans
+from april.config.algorithm import AlgorithmSection
+from april.learner.losses.columns import MAX_LOG_RATIO, Spans, log_ratio
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
+
+    from april.learner.losses.ranks import Ranks
 
 Correction = Callable[["StaleTokens", AlgorithmSection], "Tensor | tuple[Tensor, Tensor]"]
 
 
 @dataclass(frozen=True, eq=False)
 class StaleTokens:
-    """What a correction sees of the K tokens of a micro-batch; no gradient."""
+    """What a correction sees of K tokens: those of a micro-batch, or of all that this rank has of a batch, which may
+    be none. No gradient."""
 
-    from_behaviour: Tensor
-    """float32 [K]: log of proximal policy over behaviour policy"""
-    whole: Tensor
-    """float32 [K]: log of the policy at hand over behaviour policy"""
+    logprobs: Tensor
+    """float32 [K]: of the policy at hand"""
+    proximal_logprobs: Tensor
+    """float32 [K]"""
+    behaviour_logprobs: Tensor
+    """float32 [K]"""
+    advantages: Tensor
+    """float32 [K]"""
     ages: Tensor
     """int64 [K]: steps between the version that sampled a token and the weights at hand"""
     spans: Spans
+    ranks: Ranks
+    """by whom the tokens of other ranks are reached, where all of a batch are seen"""
+
+    @cached_property
+    def from_behaviour(self) -> Tensor:
+        """float32 [K]: log of proximal policy over behaviour policy."""
+        return log_ratio(self.proximal_logprobs, self.behaviour_logprobs)
+
+    @cached_property
+    def whole(self) -> Tensor:
+        """float32 [K]: log of the policy at hand over behaviour policy."""
+        return log_ratio(self.logprobs, self.behaviour_logprobs)
 
 
 def weighing(correction: Correction) -> Correction:
     """Marks one that applies the ratio of proximal to behaviour policy; only one of those makes sense at a time."""
     correction.weighs = True  # type: ignore[attr-defined]
+    return correction
+
+
+def over_the_batch(correction: Correction) -> Correction:
+    """Marks one that looks at all tokens of a batch: it is called on every rank, with what that rank has of it."""
+    correction.over_the_batch = True  # type: ignore[attr-defined]
     return correction
 
 

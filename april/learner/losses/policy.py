@@ -2,7 +2,9 @@
 
 Every loss is a function (logprobs, proximal_logprobs, advantages, spans, clip) -> (losses, clipped), all [K];
 `proximal_logprobs` are those of the policy around which the ratio is clipped, without a gradient. One that heeds
-`clip.dual` says so (`takes_dual_clip`). This module is read without torch: a configuration is checked everywhere.
+`clip.dual` says so (`takes_dual_clip`). One whose bounds go by the batch has `clip_of_batch`, a function (tokens, clip,
+section) -> Clip of all its tokens (`StaleTokens`). This module is read without torch: a configuration is checked
+everywhere.
 """
 
 from __future__ import annotations

@@ -1,0 +1,90 @@
+"""How far each engine was from the learner, on the youngest tokens of its own that were trained."""
+
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from learner_setup import job, make_config, stale_batch
+from ranks import run_ranks
+
+from april.learner.batch import Batch
+from april.learner.engine_gaps import makers, places_of
+from april.learner.objective import token_ages
+from april.learner.trainer import Trainer
+from april.wire.training import Stay
+from april.wire.version import Version
+
+
+@pytest.fixture(scope="module")
+def batch(policy_folder):
+    """Two workers took turns at responses of several ages; a third has sampled nothing young, a fourth one response."""
+    names = (("a",), ("b",), ("a", "b"), ("b", "a", "b"))
+    groups = []
+    for number, group in enumerate(stale_batch(policy_folder).groups):
+        made = [shared_out(sample, names[(number + place) % 4]) for place, sample in enumerate(group)]
+        groups.append(made)
+    one = groups[0][2]
+    aged = tuple((start, end, Version(0, 3)) for start, end, _ in one.segments)
+    groups[0][2:] = [
+        replace(one, stays=(generated(0, "d"),)),
+        replace(one, stays=(generated(0, "old"),), segments=aged, reward=0.0),
+    ]
+    return Batch(6, groups)
+
+
+def shared_out(sample, names):
+    cuts = [place * sample.response_tokens // len(names) for place in range(len(names))]
+    return replace(sample, stays=tuple(generated(start, name) for start, name in zip(cuts, names, strict=True)))
+
+
+def generated(start, worker):
+    return Stay("generate", worker, 0.0, 0.0, start, start, "abort")
+
+
+def expected(batch, trainer):
+    """By hand: {worker: (tokens, mean, largest, age)}."""
+    gaps = {}
+    for sample, (logprobs, _) in zip(trainer.prepare(batch).prepared.samples, trainer.seen.of_samples(), strict=True):
+        ages = token_ages(sample, batch.step)
+        for token, place in enumerate(sample.sampled):
+            worker = [name for start, name in makers(sample) if start <= place][-1]
+            apart = abs(float(logprobs[token]) - float(sample.logprobs[place]))
+            gaps.setdefault(worker, {}).setdefault(int(ages[token]), []).append(apart)
+    youngest = {worker: (min(of_worker), of_worker[min(of_worker)]) for worker, of_worker in gaps.items()}
+    return {worker: (len(one), np.mean(one), max(one), age) for worker, (age, one) in youngest.items()}
+
+
+def said(metrics):
+    workers = {name.rpartition("_")[2] for name in metrics if name.startswith("engine_gap_")}
+    figures = ("tokens", "mean", "largest", "age")
+    return {worker: tuple(metrics[f"engine_gap_{figure}_{worker}"] for figure in figures) for worker in workers}
+
+
+def test_each_worker_has_the_figures_of_its_youngest_tokens_on_any_number_of_ranks(
+    one_rank, policy_folder, tmp_path, batch
+):
+    config = make_config(policy_folder, tmp_path, microbatch_tokens=64)
+    trainer = Trainer(config, torch.device("cpu"))
+    metrics = trainer.step(batch)
+    found, by_hand = said(metrics), expected(batch, trainer)
+    assert found.keys() == by_hand.keys() >= {"a", "b", "d", "old"} and found["old"][-1] == 3
+    for worker, figures in by_hand.items():
+        assert found[worker] == pytest.approx(figures, rel=1e-4)
+    [two] = run_ranks(2, [job(config, [batch])], tmp_path / "ranks")
+    for worker, figures in found.items():
+        assert said(two["metrics"][0])[worker] == pytest.approx(figures, rel=1e-4)
+
+
+def test_what_was_cut_off_and_what_was_only_scored_is_nobodys(batch):
+    stays = [generated(start, worker) for start, worker in ((0, "a"), (5, "b"), (8, "a"), (5, "c"), (5, "b"))]
+    scored = generated(9, "s")
+    sample = replace(batch.samples[0], stays=(*stays, Stay("score", *msgspec.structs.astuple(scored)[1:])))
+    assert makers(sample) == [(0, "a"), (5, "b")]
+
+
+def test_tokens_that_nobody_has_claimed_are_in_no_figure(one_rank, policy_folder, tmp_path, batch):
+    assert places_of([(3, "b"), (5, "a")], ["a", "b"], np.array([0, 2, 3, 4, 5, 9])).tolist() == [-1, -1, 1, 1, 0, 0]
+    nobody = Batch(6, [[replace(sample, stays=()) for sample in group] for group in batch.groups])
+    assert said(Trainer(make_config(policy_folder, tmp_path), torch.device("cpu")).step(nobody)) == {}

@@ -1,0 +1,247 @@
+"""An adapter is trained as a plain reference trains it; the model stands still; workers and files get both merged."""
+
+import numpy as np
+import pytest
+import torch
+from learner_setup import (
+    full_moments,
+    job,
+    make_config,
+    make_sample,
+    near_policy,
+    random_adapter,
+    set_adapter,
+    settings,
+    uneven_batch,
+)
+from ranks import run_ranks
+from reference import ReferenceLearner
+from safetensors.torch import load_file
+from test_model import ARCHITECTURES, random_model
+from test_trainer_reference import same
+from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
+from torch.nn.utils import parametrize
+from transformers import AutoModelForCausalLM
+
+from april.config import ConfigError
+from april.launch.adapter import adapter_parameters
+from april.learner.batch import Batch
+from april.learner.lora import adapted_layers, switched_off
+from april.learner.trainer import Trainer
+from april.weights.snapshot import pack
+from april.wire.version import Version
+
+CPU = torch.device("cpu")
+LORA = {"rank": 3, "alpha": 6.0}
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+class LowRank(nn.Module):
+    """A weight plus alpha / rank times B A."""
+
+    def __init__(self, weight, rank, alpha):
+        super().__init__()
+        self.lora_A = nn.Parameter(torch.empty(rank, weight.shape[1]))
+        self.lora_B = nn.Parameter(torch.empty(weight.shape[0], rank))
+        self.scaling = alpha / rank
+
+    def forward(self, weight):
+        return weight + self.scaling * self.lora_B @ self.lora_A
+
+
+class LowRankReference(ReferenceLearner):
+    """The one-page reference whose linear layers have their product with the adapter computed as one weight."""
+
+    def __init__(self, folder, config):
+        super().__init__(folder, settings(config))
+        self.lm.requires_grad_(False)
+        layers = [(name, layer) for name, layer in self.lm.named_modules() if name.endswith(TARGETS)]
+        for _, layer in layers:
+            parametrize.register_parametrization(
+                layer, "weight", LowRank(layer.weight, config.lora.rank, config.lora.alpha)
+            )
+        trained = {name_of(name): each for name, each in self.lm.named_parameters() if each.requires_grad}
+        with torch.no_grad():
+            for name, value in random_adapter(trained).items():
+                trained[name].copy_(value)
+        self.optimizer = torch.optim.AdamW(
+            trained.values(), lr=config.learner.lr, betas=config.learner.betas, weight_decay=config.learner.weight_decay
+        )
+
+    def merged(self) -> dict[str, torch.Tensor]:
+        layers = {f"{name}.weight": each.weight for name, each in self.lm.named_modules() if name.endswith(TARGETS)}
+        return {name: weight.detach() for name, weight in layers.items()}
+
+
+def name_of(parameter: str) -> str:
+    return parameter.replace(".parametrizations.weight.0.", ".")
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def outcome(request, policy_folder, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(f"lora{request.param}")
+    learner = {"microbatch_tokens": 64, "grad_clip": 1e9, "weight_decay": 0.1}
+    config = make_config(policy_folder, folder / "run", algorithm={"kl_coef": 0.1}, lora=LORA, **learner)
+    batch = uneven_batch(0, policy_folder)
+    narrow = config.model_copy(update={"lora": config.lora.model_copy(update={"rank": 1, "alpha": 2.0})})
+    jobs = [job(each, [batch], random_adapter=True) for each in (config, narrow)]
+    *trained, untouched = run_ranks(request.param, [*jobs, job(config, [])], folder)
+    return batch, dict(zip((3, 1), zip((config, narrow), trained, strict=True), strict=True)), untouched
+
+
+@pytest.mark.parametrize("rank", [3, 1])
+def test_loss_and_gradients_of_an_adapter_equal_the_reference_and_the_model_has_none(outcome, policy_folder, rank):
+    """KL included: the starting policy is the model without its adapter. With rank 1, a second process has no part of
+    A."""
+    batch, trained, _ = outcome
+    config, result = trained[rank]
+    reference = LowRankReference(policy_folder, config)
+    expected = reference.gradients(batch.groups, batch.step)
+    metrics = result["metrics"][0]
+    assert metrics["loss"] == pytest.approx(expected.loss, rel=0, abs=1e-5 * max(expected.summed, 0.1))
+    assert metrics["grad_norm"] == pytest.approx(expected.grad_norm, rel=1e-5)
+    gradients = {name_of(name): value for name, value in expected.gradients.items()}
+    assert len(gradients) == 2 * len(TARGETS) * 2
+    same(result["gradients"][0], gradients)
+    assert {name: metrics[name] for name in expected.means} == pytest.approx(expected.means, rel=1e-4, abs=1e-6)
+    reference.optimizer.step()
+    for name, value in reference.merged().items():
+        off = (result["weights"][name] - value).abs()
+        assert off.mean() < 1e-2 * config.learner.lr and off.max() < config.learner.lr, name
+
+
+def test_a_fresh_adapter_changes_no_bit_of_what_is_published(outcome, policy_folder):
+    *_, untouched = outcome
+    started = load_file(policy_folder / "model.safetensors")
+    assert untouched["weights"].keys() == started.keys()
+    assert all(torch.equal(value, started[name]) for name, value in untouched["weights"].items())
+
+
+@pytest.fixture
+def trainer(one_rank, policy_folder, tmp_path):
+    config = make_config(policy_folder, tmp_path / "run", lora=LORA, weight_decay=0.1, lr=1e-2)
+    return Trainer(config, CPU)
+
+
+def whole(trainer) -> dict[str, torch.Tensor]:
+    return {name: value.full_tensor().clone() for name, value in trainer.policy.lm.named_parameters()}
+
+
+def test_steps_move_the_adapter_alone(trainer, policy_folder):
+    before, published = whole(trainer), trainer.weights()
+    for step in range(2):
+        trainer.step(uneven_batch(step, policy_folder))
+    after, trained = whole(trainer), {name for name, _ in trainer.policy.trained}
+    assert {name for name in before if not torch.equal(before[name], after[name])} == trained
+    moved = {name for name, value in trainer.weights().items() if not torch.equal(value, published[name])}
+    assert moved == {f"{name}.weight" for name in adapted_layers(trainer.policy.lm)}
+    with switched_off(trainer.policy):
+        off = trainer.canary()
+    assert off.logprobs != trainer.canary().logprobs
+
+
+def test_what_is_published_and_exported_is_the_model_with_its_adapter(trainer, policy_folder):
+    set_adapter(trainer)
+    trainer.step(uneven_batch(0, policy_folder))
+    published = trainer.weights()
+    trainer.export()
+    exported = load_file(trainer.directory / "policy/model.safetensors")
+    sums = [
+        pack(Version(0, 1), {name: tensors[name] for name in published}).checksum for tensors in (published, exported)
+    ]
+    assert sums[0] == sums[1] and published.keys() == exported.keys()
+    started = load_file(policy_folder / "model.safetensors")
+    for name, layer in adapted_layers(trainer.policy.lm).items():
+        added = layer.lora_B.full_tensor() @ layer.lora_A.full_tensor() * LORA["alpha"] / LORA["rank"]
+        torch.testing.assert_close(exported[f"{name}.weight"], started[f"{name}.weight"] + added.detach())
+    merged = AutoModelForCausalLM.from_pretrained(trainer.directory / "policy")
+    assert type(merged).__name__ == "Qwen3ForCausalLM"
+
+
+@pytest.mark.full
+def test_the_adapter_beside_it_is_one_that_peft_loads_and_merges_to_the_same(trainer, policy_folder):
+    from peft import PeftModel
+
+    set_adapter(trainer)
+    trainer.export()
+    base = AutoModelForCausalLM.from_pretrained(policy_folder)
+    loaded = PeftModel.from_pretrained(base, trainer.directory / "adapter").merge_and_unload()
+    exported = AutoModelForCausalLM.from_pretrained(trainer.directory / "policy").state_dict()
+    for name, value in loaded.state_dict().items():
+        torch.testing.assert_close(value, exported[name], rtol=1e-6, atol=1e-6)
+
+
+def test_a_checkpoint_holds_what_is_trained_and_goes_on_bit_by_bit(trainer, policy_folder):
+    for step in range(2):
+        trainer.step(uneven_batch(step, policy_folder))
+    trainer.save()
+    held = FileSystemReader(trainer.directory / "step_000002").read_metadata().state_dict_metadata.keys()
+    names = {name for name, _ in trainer.policy.trained}
+    assert held == {f"{part}.{name}" for part in ("model", "exp_avg", "exp_avg_sq") for name in names}
+    expected = trainer.step(uneven_batch(2, policy_folder))
+    again = Trainer(trainer.config, CPU)
+    assert again.restore() == 2
+    metrics = again.step(uneven_batch(2, policy_folder))
+    assert (metrics["loss"], metrics["grad_norm"]) == (expected["loss"], expected["grad_norm"])
+    assert all(torch.equal(value, again.weights()[name]) for name, value in trainer.weights().items())
+    for one, other in zip(full_moments(trainer), full_moments(again), strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize(
+    ("other", "sentence"),
+    [
+        ({"rank": 4}, "key 'lora.rank' = 4 is not the 3 of checkpoint"),
+        ({"alpha": 7.0}, "key 'lora.alpha' = 7.0 is not the 6.0 of"),
+        ({"targets": ["q_proj"]}, r"key 'lora.targets' = \['q_proj'\] is not the \["),
+        ({"rank": 0}, "key 'lora.rank' = 0 is not the 3 of"),
+    ],
+)
+def test_another_adapter_does_not_go_on_with_a_checkpoint(trainer, policy_folder, other, sentence):
+    trainer.save()
+    changed = make_config(policy_folder, trainer.config.run_dir, lora=LORA | other)
+    with pytest.raises(ConfigError, match=sentence):
+        Trainer(changed, CPU).restore()
+
+
+def test_neither_does_an_adapter_with_one_of_the_whole_model(one_rank, policy_folder, tmp_path):
+    Trainer(make_config(policy_folder, tmp_path / "run"), CPU).save()
+    with pytest.raises(ConfigError, match=r"key 'lora.rank' = 3 is not the 0 of"):
+        Trainer(make_config(policy_folder, tmp_path / "run", lora=LORA), CPU).restore()
+
+
+def test_a_target_that_the_model_does_not_have_is_refused(one_rank, policy_folder, tmp_path):
+    config = make_config(policy_folder, tmp_path / "run", lora=LORA | {"targets": ["q_proj", "query"]})
+    with pytest.raises(ConfigError, match="names 'query', which is no linear layer of the model; use down_proj, "):
+        Trainer(config, CPU)
+
+
+def test_chosen_targets_alone_are_trained(one_rank, policy_folder, tmp_path):
+    trainer = Trainer(make_config(policy_folder, tmp_path / "run", lora=LORA | {"targets": ["up_proj"]}), CPU)
+    assert {name.rpartition(".mlp.")[2] for name, _ in trainer.policy.trained} == {"up_proj.lora_A", "up_proj.lora_B"}
+
+
+@ARCHITECTURES
+def test_what_a_dry_run_counts_is_what_is_trained(config, one_rank, tmp_path):
+    folder = random_model(config, tmp_path / "source")
+    run = make_config(folder, tmp_path / "run", lora={"rank": 2})
+    trained = Trainer(run, CPU).policy.trained
+    assert adapter_parameters(run) == sum(parameter.numel() for _, parameter in trained) > 0
+
+
+@pytest.mark.full
+@ARCHITECTURES
+def test_steps_of_an_adapter_in_bf16_lower_the_loss_and_move_fp32_weights(config, one_rank, tmp_path):
+    folder = random_model(config, tmp_path / "source")
+    learner = {"lr": 1e-2, "compute": "bf16", "activation_checkpointing": True}
+    trainer = Trainer(make_config(folder, tmp_path / "run", lora=LORA, **learner), CPU)
+    rng = np.random.default_rng(0)
+    samples = [make_sample(rng, 3, length, reward) for length, reward in [(5, 1.0), (30, 0.0), (9, 1.0), (2, 0.0)]]
+    batch = near_policy(Batch(0, [samples]), folder, rng)
+    before = trainer.weights()
+    losses = [trainer.step(batch)["loss"] for _ in range(4)]
+    assert losses[-1] < losses[0]
+    moved = {name for name, value in trainer.weights().items() if not torch.equal(value, before[name])}
+    assert len(moved) == len(adapted_layers(trainer.policy.lm))
+    assert all(parameter.dtype == torch.float32 for _, parameter in trainer.policy.trained)
