@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import orjson
 
 from april.config import ConfigError
@@ -91,7 +92,7 @@ def check_shards(path: Path, files: list[Path]) -> None:
     totals = {int(shard["total"]) for shard in shards}
     if len(totals) > 1:
         raise ConfigError(f"dataset {path} has shards of {' and of '.join(map(str, sorted(totals)))}; keep one set")
-    missing = sorted(set(range(*totals)) - {int(shard["number"]) for shard in shards})
+    missing = sorted(set(range(max(totals, default=0))) - {int(shard["number"]) for shard in shards})
     if missing:
         raise ConfigError(
             f"dataset {path} lacks {len(missing)} of {max(totals)} shards, the first number {missing[0]:05d}; "
@@ -207,9 +208,14 @@ def numbered(file: Path, format_name: str, batches: Iterable[Any]) -> Iterator[R
 def records_of(batch) -> list[Any]:
     """Those of a batch; one by one where some text in it is not UTF-8, so that only its own row is bad."""
     try:
-        return batch.to_pylist()
+        records = batch.to_pylist()
     except UnicodeDecodeError:
-        return [record_of(batch.slice(place, 1)) for place in range(batch.num_rows)]
+        records = [record_of(batch.slice(place, 1)) for place in range(batch.num_rows)]
+    for name in (field.name for field in batch.schema if str(field.type) == "float"):
+        for record in records:
+            if isinstance(record, dict) and record[name] is not None:
+                record[name] = float(str(np.float32(record[name])))
+    return records
 
 
 def record_of(row) -> Any:

@@ -6,6 +6,7 @@ from decimal import Decimal
 from typing import Any
 
 import msgspec
+import orjson
 
 from april.data.gsm8k import final_number
 from april.registry import registry_of
@@ -54,7 +55,8 @@ class Mapping:
     @property
     def columns(self) -> set[str]:
         """Fields of a record that may be needed."""
-        return {key.partition(".")[0] for key in (*self.prompt, *self.label)} | {"reward"}
+        labels = [key.strip() for label in self.label for key in label.split(COLUMNS)]
+        return {key.partition(".")[0] for key in (*self.prompt, *labels)} | {"reward"}
 
 
 BOXED = "{prompt}\n\nReason step by step, and put the final answer into \\boxed{}."
@@ -111,17 +113,25 @@ def make_row(
 def find(record: dict, keys: tuple[str, ...], setting: str) -> tuple[str, Any]:
     """(key, value) of the first key that the record has."""
     for key in keys:
-        value = record
-        for part in key.split("."):
-            value = value.get(part, MISSING) if isinstance(value, dict) else MISSING
-        if value is not MISSING:
-            return key, value
+        several = key.split(COLUMNS)
+        values = {one.rpartition(".")[2]: value_at(record, one.strip()) for one in map(str.strip, several)}
+        if MISSING not in values.values():
+            return key, values if len(several) > 1 else values.popitem()[1]
     wanted = " or ".join(map(repr, keys))
     there = ", ".join(map(repr, record)) or "none"
     raise BadRow(f"key {wanted} is missing (keys there: {there}); add it or name another with --{setting}")
 
 
+def value_at(record: dict, key: str) -> Any:
+    value: Any = record
+    for part in key.split("."):
+        value = value.get(part, MISSING) if isinstance(value, dict) else MISSING
+    return value
+
+
 MISSING = object()
+COLUMNS = ","
+"""between the columns of which a label is to be a JSON object"""
 NO_NUMBERS = ("nan", "inf", "-inf")
 
 
@@ -177,6 +187,9 @@ def shaped_prompt(prompt: str | list[dict], mapping: Mapping, prompt_as: str) ->
 
 
 def checked_label(label: Any, key: str) -> str:
+    """Text; of several columns, a JSON object as text."""
+    if isinstance(label, dict) and COLUMNS in key:
+        label = orjson.dumps(label, default=float).decode()
     if isinstance(label, str):
         if len(label) > LABEL_CHARACTERS:
             raise BadRow(f"key {key!r} has {len(label)} characters, more than {LABEL_CHARACTERS}; shorten the label")

@@ -31,7 +31,7 @@ def parse(text: bytes) -> Any:
         orjson.loads(text)  # refuses what the next line takes: NaN, half a surrogate pair, text that is not UTF-8
         return json.loads(text, parse_float=Spelled, object_pairs_hook=object_of)
     except orjson.JSONDecodeError as error:
-        raise BadRow(f"{excerpt(text)} is not JSON ({error}); {mend_of(text)}") from None
+        raise BadRow(f"{excerpt(text)} is not JSON ({error}); {mend_of(text, error)}") from None
     except RecursionError:
         raise BadRow(f"{excerpt(text)} is nested too deeply; write an object with prompt and label") from None
 
@@ -49,7 +49,9 @@ def object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any] | BadRow:
     return record
 
 
-def mend_of(text: bytes) -> str:
+def mend_of(text: bytes, error: orjson.JSONDecodeError) -> str:
+    if "infinity" in str(error):
+        return "write a number that large as text, in quotes"
     try:
         text.decode()
     except UnicodeDecodeError:

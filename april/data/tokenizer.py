@@ -1,5 +1,7 @@
 """The tokeniser of a policy folder: prompts to ids once, ids to text for the verifiers. Needs no torch."""
 
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,8 @@ class Tokenizer:
 
         try:
             self.inner = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+            if len(self.inner) <= len(set(self.inner.all_special_tokens)):
+                raise ValueError("its vocabulary is empty")
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"key 'model.path' = {str(path)!r} has no tokeniser that transformers can read ({first_line(error)}); "
@@ -57,6 +61,20 @@ class Tokenizer:
     def decode(self, ids) -> str:
         """Text of the ids, special tokens left out, spaces as the model wrote them."""
         return self.inner.decode([int(i) for i in ids], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def import_without_torch() -> None:
+    """Import what a `Tokenizer` needs in a process that asks transformers for nothing else, in a third of the time:
+    transformers imports torch wherever it is installed. Nothing where that has happened."""
+    if "torch" in sys.modules or "transformers" in sys.modules:
+        return
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    hidden: dict[str, Any] = {"torch": None}
+    sys.modules |= hidden
+    try:
+        from transformers import AutoTokenizer  # noqa: F401
+    finally:
+        del sys.modules["torch"]
 
 
 def tokenizer_eos_ids(inner) -> set[int]:

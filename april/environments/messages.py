@@ -2,6 +2,9 @@
 
 import msgspec
 
+NO_STATE = msgspec.msgpack.encode(None)
+"""of an environment that has answered without one"""
+
 
 class EnvironmentRules(msgspec.Struct, frozen=True):
     """What is the same for all calls of a run; keys of [environment]."""
@@ -9,6 +12,8 @@ class EnvironmentRules(msgspec.Struct, frozen=True):
     name: str
     timeout_s: float
     memory_mb: int
+    traced: bool = False
+    """errors hold the whole traceback"""
 
 
 class Call(msgspec.Struct, array_like=True, frozen=True):

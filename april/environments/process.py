@@ -10,8 +10,10 @@ import msgspec
 from april.environments import ENVIRONMENTS
 from april.environments.base import Environment, Observation, Turn
 from april.environments.messages import Answer, Call, EnvironmentRules
+from april.processes.blame import raised
 from april.processes.frames import LENGTH_BYTES, READY, frame, private_pipes, send
 from april.processes.memory import limit_memory
+from april.processes.pool import RETIRED
 from april.wire.limits import STATE_BYTES, TEXT_CHARACTERS
 
 OBSERVATION_CHARACTERS = 1 << 18
@@ -30,16 +32,24 @@ def main(limit_s: float, rules: EnvironmentRules) -> None:
     while length := int.from_bytes(calls.read(LENGTH_BYTES), "little"):
         call = msgspec.msgpack.decode(calls.read(length), type=Call)
         signal.setitimer(signal.ITIMER_REAL, limit_s)
-        answer = ask(rules.name, call)
+        try:
+            answer, spent = ask(rules.name, call, rules.traced), False
+        except MemoryError:  # what holds it may never give it back: another process is to take this one's place
+            answer, spent = Answer(call.key, error=f"it needs more than {rules.memory_mb} MiB"), True
         signal.setitimer(signal.ITIMER_REAL, 0)
         send(answers, frame(answer))
+        if spent:
+            sys.exit(RETIRED)
 
 
-def ask(name: str, call: Call) -> Answer:
+def ask(name: str, call: Call, traced: bool = False) -> Answer:
     try:
         return answer_of(ENVIRONMENTS.find(name), call)
+    except MemoryError:
+        raise
     except Exception as error:
-        return Answer(call.key, error=f"{type(error).__name__}: {error}"[:TEXT_CHARACTERS])
+        text = raised(error) if traced else f"{type(error).__name__}: {error}"[:TEXT_CHARACTERS]
+        return Answer(call.key, error=text)
 
 
 def answer_of(environment: Environment, call: Call) -> Answer:
@@ -61,7 +71,7 @@ def answer_of(environment: Environment, call: Call) -> Answer:
         raise TypeError(f"returned {observation!r}, which is neither an Observation nor text")
     if not observation.text and not observation.done:
         raise ValueError("returned an empty observation though it is not done; say something to the policy")
-    packed = b"" if observation.state is None else msgspec.msgpack.encode(observation.state)
+    packed = msgspec.msgpack.encode(observation.state)
     if len(packed) > STATE_BYTES:
         raise ValueError(f"returned a state of {len(packed)} bytes, more than {STATE_BYTES}; keep less in it")
     return Answer(call.key, observation.text[:OBSERVATION_CHARACTERS], packed, bool(observation.done))

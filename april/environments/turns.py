@@ -10,7 +10,7 @@ import numpy as np
 
 from april.config import Config, ConfigError
 from april.data.tokenizer import Tokenizer
-from april.environments.messages import Answer, Call, EnvironmentRules
+from april.environments.messages import NO_STATE, Answer, Call, EnvironmentRules
 from april.environments.pool import EnvironmentPool
 
 
@@ -73,7 +73,9 @@ class Turns:
         state = self._states.pop(answer.key, b"")
         if answer.error:
             error = f"environment {self.section.name!r}: {answer.error}"
-            return Observed(answer.key, self._encode(self.section.failure_text), state, failed=True, error=error)
+            return Observed(
+                answer.key, self._encode(self.section.failure_text), state or NO_STATE, failed=True, error=error
+            )
         tokens = self._encode(answer.text)
         if not len(tokens) and answer.done:
             tokens = np.array([self.tokenizer.end_of_text], np.int32)

@@ -4,17 +4,19 @@ import logging
 import os
 import signal
 import sys
-import uuid
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from april.config import Config, ConfigError
 from april.config.checks import check_engine
+from april.connections.identity import new_uid
 from april.processes import clock
 from april.processes.lifetime import REFUSED, SUPERVISED, end, give_way
 from april.processes.logs import log_to_stderr
+from april.processes.pulse import Watch
 from april.security.keys import load_keys
 from april.workers.engines import ENGINES
 from april.workers.engines.devices import device_of
+from april.workers.rewards.sandbox import check_isolation
 
 if TYPE_CHECKING:
     from april.security.keys import Keys
@@ -37,16 +39,18 @@ def run_worker(config: Config, address: str, name: str) -> NoReturn:
     log_to_stderr(name, config.operations.log_format, run=config.run.name, worker=name)
     torch.set_num_threads(config.worker.threads)
     device = device_of(config)
-    if device == "cpu" and SUPERVISED in os.environ:
-        give_way()
+    if config.reward.where == "worker":
+        check_isolation(config.reward.code_isolation)
     keys = load_keys(config.security.keys, "worker")
     engine = make_engine(config, device, name)
-    uid = uuid.uuid4().hex
     log.info("connecting to %s", address)
-    connection = BrokerConnection(address, "worker", name, uid, config.broker.patience_s, keys)
-    worker = Worker(config, engine, connection, make_intakes(config, engine, uid, name, device, keys))
+    connection = BrokerConnection(address, "worker", name, new_uid(name), config.broker.patience_s, keys)
+    worker = Worker(config, engine, connection, make_intakes(config, engine, name, device, keys))
     stop_at_signals(worker)
+    Watch(config.worker.hung_s, config.worker.hung_s).start()
     started_at, status = clock.now(), 0
+    if device == "cpu" and SUPERVISED in os.environ and ENGINES.find(config.worker.engine).gives_way:
+        give_way()  # from here on: whoever waits for the first step waits for all parts
     try:
         worker.run()
         log.info("%d tokens generated in %.1f s", engine.generated_tokens, clock.now() - started_at)
@@ -67,11 +71,13 @@ def run_scorer(config: Config, address: str, name: str) -> NoReturn:
             f"key 'reward.where' = {config.reward.where!r} leaves nothing to a scorer; set it to 'scorer'"
         )
     log_to_stderr(name, config.operations.log_format, run=config.run.name, worker=name)
+    check_isolation(config.reward.code_isolation)
     keys = load_keys(config.security.keys, "scorer")
     log.info("connecting to %s", address)
-    connection = BrokerConnection(address, "scorer", name, uuid.uuid4().hex, config.broker.patience_s, keys)
+    connection = BrokerConnection(address, "scorer", name, new_uid(name), config.broker.patience_s, keys)
     scorer, status = Scorer(config, connection), 0
     stop_at_signals(scorer)
+    Watch(config.scorer.hung_s, config.scorer.hung_s).start()
     try:
         scorer.run()
         log.info("%d responses or groups scored", scorer.scores)
@@ -87,14 +93,12 @@ def stop_at_signals(part: "Worker | Scorer") -> None:
         signal.signal(number, lambda number, frame: part.stop(f"signal {signal.Signals(number).name}"))
 
 
-def make_intakes(
-    config: Config, engine: "Engine", uid: str, name: str, device: str, keys: "Keys | None"
-) -> "list[Intake]":
+def make_intakes(config: Config, engine: "Engine", name: str, device: str, keys: "Keys | None") -> "list[Intake]":
     """A lane to the learner for the engine, or several, as the engine says."""
     from april.weights.receiver import WeightReceiver
 
     def make_receiver(lane: str, *server_and_up: Any) -> WeightReceiver:
-        return WeightReceiver(config.weights, f"{uid}-{lane}", lane, device, keys, *server_and_up)
+        return WeightReceiver(config.weights, new_uid(lane), lane, device, keys, *server_and_up)
 
     return ENGINES.find(config.worker.engine).intakes(config, engine, name, make_receiver)
 

@@ -94,10 +94,12 @@ class Reports:
         finish_reason: str = "",
         failed: bool = False,
         awaits_score: bool = False,
+        parent: int = 0,
     ) -> None:
-        """int32 [T]: what an environment has answered, and the state that it is in."""
+        """int32 [T]: what an environment has answered, and the state that it is in; or what an agent has said, in a
+        branch that has left `parent`."""
         payload = tokens.tobytes() + state
-        row = observation_row(lease_id, start, len(tokens), finish_reason, payload, failed, clock.now())
+        row = observation_row(lease_id, start, len(tokens), finish_reason, payload, failed, clock.now(), parent)
         self._add(row, payload, awaits_score)
 
     def _add(self, row: Row, payload: bytes, awaits_score: bool) -> None:

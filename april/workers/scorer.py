@@ -8,9 +8,10 @@ import logging
 
 from april import wire
 from april.config import Config
-from april.connections.broker import HEARTBEAT_S, BrokerConnection
+from april.connections.broker import BrokerConnection
 from april.data.tokenizer import Tokenizer
-from april.processes import clock
+from april.processes.failures import Failures
+from april.processes.pulse import MAIN
 from april.workers.reports import Reports
 from april.workers.rewards.messages import GroupScore, Score
 from april.workers.scoring import Scoring, closing, leases_of
@@ -29,12 +30,10 @@ class Scorer:
         self.reports = Reports(connection)
         self.leases: set[int] = set()
         """ids of those whose score is not on the broker's disk"""
+        self.failures = Failures(log)
         self.scores = 0
         """handed in"""
-        self.renew_s = config.broker.renew_s
         self.stopping = ""
-        self._next_heartbeat = 0.0
-        self._next_renewal = 0.0
 
     def run(self) -> None:
         """Work until the broker says stop. Raises BrokerUnreachable when it is gone for good."""
@@ -42,21 +41,23 @@ class Scorer:
         while not self.stopping:
             self.turn()
         log.info("stopping: %s", self.stopping)
-        self.connection.send(wire.Goodbye())
+        self.connection.goodbye()
 
     def stop(self, reason: str) -> None:
         """Leave after the turn that is under way; what is not scored goes to others."""
         self.stopping = reason
 
     def turn(self) -> None:
-        """One pass: messages, scores, heartbeat."""
+        """One pass: messages, scores."""
+        MAIN.at("messages")
         for received in self.connection.receive(BUSY_POLL_MS if self.scoring.pending else IDLE_POLL_MS):
             self._handle(received)
         self.connection.check_alive()
+        MAIN.at("handing in")
         for score in self.scoring.poll():
             self._hand_in(score)
         self.reports.send()
-        self._heartbeat()
+        self.connection.hold(self.leases)
 
     def close(self) -> None:
         self.scoring.close()
@@ -64,22 +65,11 @@ class Scorer:
 
     def _say_hello(self) -> None:
         welcome = self.connection.hello(list(self.leases))
-        self.renew_s = welcome.renew_s
         for lease_id in welcome.lost:
             self._drop(lease_id)
         self.connection.send(wire.Room(self.config.scorer.leases))
         for lease_id in self.leases:
             self.reports.send_again(lease_id)
-
-    def _heartbeat(self) -> None:
-        now = clock.now()
-        if now < self._next_heartbeat:
-            return
-        leases = list(self.leases) if now >= self._next_renewal else []
-        if leases:
-            self._next_renewal = now + self.renew_s
-        self._next_heartbeat = now + HEARTBEAT_S
-        self.connection.beat(leases)
 
     def _handle(self, received: wire.Received) -> None:
         message = received.message
@@ -112,7 +102,7 @@ class Scorer:
             return
         ending = closing(score)
         if isinstance(ending, wire.GiveBack):
-            log.warning("a response or group goes back, scoring_failed: %s", ending.error)
+            self.failures.note(ending.cause, ending.error, "a response or group goes back")
         self.scores += 1
         self.reports.close(ending)
 

@@ -1,8 +1,10 @@
 """What workers and scorers have in common: leased responses go to the verifiers, messages come of their scores."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from april import wire
@@ -46,7 +48,8 @@ class Scoring:
             self._start()
 
     def _start(self) -> RewardPool:
-        self.pool = RewardPool(self.config.reward.processes, reward_rules(self.config))
+        prints = prints_file(self.config)
+        self.pool = RewardPool(self.config.reward.processes, reward_rules(self.config), prints)
         return self.pool
 
     @property
@@ -61,10 +64,10 @@ class Scoring:
         pool = self.pool or self._start()
         prompt = self.tokenizer.decode(tokens[0])
         if grant.together:
-            responses = zip(tokens[1:], grant.together, strict=True)
+            responses = zip(tokens[1:], grant.together, states_of(grant), strict=True)
             items = [
-                Item(place, task.reward, self.tokenizer.decode(ids), task.label, reason, prompt, len(ids))
-                for place, (ids, reason) in enumerate(responses)
+                Item(place, task.reward, self.tokenizer.decode(ids), task.label, reason, prompt, len(ids), left_in)
+                for place, (ids, reason, left_in) in enumerate(responses)
             ]
             return pool.submit_group(grant.lease_id, task.reward, items)
         response = np.concatenate(tokens[1:])
@@ -79,6 +82,20 @@ class Scoring:
     def close(self) -> None:
         if self.pool:
             self.pool.close()
+
+
+def states_of(grant: wire.Grant) -> list[bytes]:
+    """Of the environment at the end of each response that is scored together, MessagePack; empty without one."""
+    if not grant.state:
+        return [b""] * len(grant.together)
+    return msgspec.msgpack.decode(grant.state, type=list[bytes])
+
+
+def prints_file(config: Config) -> Path | None:
+    """Takes what verifiers print, of all workers on this machine, where the run's logs are; elsewhere a worker's own
+    output does."""
+    logs = config.run_dir / "logs"
+    return logs / "rewards.log" if logs.is_dir() else None
 
 
 def closing(score: Score | GroupScore, length: int = 0) -> wire.Closing:

@@ -1,8 +1,8 @@
 """A generation worker: lease -> generate -> stream chunks to the broker -> score -> hand the score in.
 
 One thread drives everything: it drains the broker's messages, takes new weights between two decode steps,
-advances the engine by one step, and forwards chunks and scores. Weights arrive in a thread of their own,
-verifiers run in processes of their own.
+advances the engine by one step, and forwards chunks and scores. Weights arrive in a thread of their own, another says
+that the worker lives, verifiers run in processes of their own.
 """
 
 import logging
@@ -12,10 +12,12 @@ import numpy as np
 
 from april import wire
 from april.config import Config
-from april.connections.broker import HEARTBEAT_S, BrokerConnection
+from april.connections.broker import BrokerConnection
 from april.data.tokenizer import Tokenizer
 from april.environments.turns import Observed, Turns
 from april.processes import clock
+from april.processes.failures import Failures
+from april.processes.pulse import MAIN
 from april.wire.limits import clip
 from april.wire.version import Version
 from april.workers.engines.base import Chunk, Engine, EngineError, Request
@@ -87,13 +89,11 @@ class Worker:
         self.turns = Turns(config, self.tokenizer)
         self.scoring = Scoring(config, self.tokenizer, at_once=config.reward.where == "worker")
         self.reports = Reports(connection)
+        self.failures = Failures(log)
         self.works: dict[int, Work] = {}
         self.acknowledged_tokens = 0
         self.watermark = 0
-        self.renew_s = config.broker.renew_s
         self.stopping = ""
-        self._next_heartbeat = 0.0
-        self._next_renewal = 0.0
         self._wrong_weights: WrongWeights | None = None
         self._busy_since: float | None = None
         self._reported_version: Version | None = None
@@ -117,22 +117,26 @@ class Worker:
         self.stopping = reason
 
     def turn(self) -> None:
-        """One pass: messages, weights, one decode step, observations, scores, heartbeat."""
+        """One pass: messages, weights, one decode step, observations, scores."""
+        MAIN.at("messages")
         for received in self.connection.receive(self._patience_ms()):
             self._handle(received)
         self.connection.check_alive()
+        MAIN.at("taking weights")
         self._take_weights()
         if self._can_generate():
             self._open_span()
         else:
             self._close_span()
+        self.connection.hold(self.works, self.engine.generated_tokens)
+        MAIN.at("decoding")
         self._generate()
+        MAIN.at("handing in")
         for observed in self.turns.poll():
             self._observe(observed)
         for score in self.scoring.poll():
             self._hand_in(score)
         self.reports.send()
-        self._heartbeat()
 
     def _generate(self) -> None:
         if self._is_ahead:
@@ -160,7 +164,7 @@ class Worker:
 
     def _say_hello(self) -> None:
         welcome = self.connection.hello(list(self.works), self.acknowledged_tokens)
-        self.renew_s, self.watermark = welcome.renew_s, max(self.watermark, welcome.watermark)
+        self.watermark = max(self.watermark, welcome.watermark)
         for lease_id in welcome.lost:
             self._drop(lease_id)
         self._connect_intakes(welcome.weights_address, welcome.weights_key)
@@ -180,7 +184,7 @@ class Worker:
         self.reports.send(all_of_it=True)
         self._close_span()
         self.connection.send(wire.Heartbeat([], self.engine.generated_tokens))
-        self.connection.send(wire.Goodbye())
+        self.connection.goodbye()
 
     def close(self) -> None:
         """Let go of everything; the weights thread may still be stuck in a transfer."""
@@ -190,16 +194,6 @@ class Worker:
         self.engine.close()
         for intake in self.intakes:
             intake.receiver.close()
-
-    def _heartbeat(self) -> None:
-        now = clock.now()
-        if now < self._next_heartbeat:
-            return
-        leases = list(self.works) if now >= self._next_renewal else []
-        if leases:
-            self._next_renewal = now + self.renew_s
-        self._next_heartbeat = now + HEARTBEAT_S
-        self.connection.beat(leases, self.engine.generated_tokens)
 
     # --- messages -------------------------------------------------------------------------------------------
 
@@ -344,7 +338,7 @@ class Worker:
             return
         ending = closing(score, work.length)
         if isinstance(ending, wire.GiveBack):
-            log.warning("a sample goes back, scoring_failed: %s", ending.error, extra=self._ids(score.key))
+            self.failures.note(ending.cause, ending.error, "a sample goes back", **self._ids(score.key))
         self.reports.close(ending)
 
     def _hand_back_aborted(self) -> None:
@@ -366,7 +360,7 @@ class Worker:
             return
         error = clip(error)
         if error:
-            log.warning("a sample goes back, %s: %s", cause, error, extra=self._ids(lease_id))
+            self.failures.note(cause, error, "a sample goes back", **self._ids(lease_id))
         self.reports.close(wire.GiveBack(lease_id, work.length, cause, error))
 
     def _ids(self, lease_id: int) -> dict[str, int]:

@@ -212,7 +212,15 @@ def test_numbers_are_labels_as_the_file_spells_them(tmp_path):
         assert [dataset[number].label for number in range(len(dataset))] == spelled
 
 
+def test_a_number_of_32_bits_has_the_digits_that_it_was_written_with(tmp_path):
+    labels = pa.array([0.1, 5.0, None, 1e-7], pa.float32())
+    parquet.write_table(pa.table({"prompt": ["p"] * 4, "label": labels}), tmp_path / "rows.parquet")
+    dataset = load(tmp_path / "rows.parquet", bad_rows="skip")
+    assert [dataset[number].label for number in range(len(dataset))] == ["0.1", "5.0", "1e-07"]
+
+
 BAD_LINES = {
+    b'{"prompt": "p", "label": 1e400}': "write a number that large as text, in quotes",
     b'{"prompt": "p", "label": "a", "label": "b"}': "key 'label' stands there twice",
     b'{"prompt": [{"role": "user", "role": "tool", "content": "c"}], "label": "a"}': "key 'role' stands there twice",
     b'{"prompt": "p", "label": "\xff"}': "is not JSON.*write it as UTF-8",
@@ -251,6 +259,13 @@ def test_a_damaged_columnar_file_is_a_sentence_with_the_file_and_a_mend_that_fit
     with pytest.raises(ConfigError, match=rf"{name}( cannot be read as|, row )") as refusal:
         load(tmp_path / name)
     assert "JSON object on each line" not in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def test_a_folder_of_files_without_numbers_is_read_in_their_order(tmp_path):
+    for name, label in (("part-2.jsonl", "b"), ("part-1.jsonl", "a")):
+        write_lines(tmp_path / name, [{"prompt": "p", "label": label}])
+    dataset = load(tmp_path)
+    assert [dataset[number].label for number in range(len(dataset))] == ["a", "b"]
 
 
 def test_shards_that_are_not_there_are_missed(tmp_path):

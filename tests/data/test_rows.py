@@ -3,9 +3,10 @@
 from decimal import Decimal
 from typing import get_args
 
+import orjson
 import pytest
 
-from april.config.sections import Mapping as MappingName
+from april.config.data import Mapping as MappingName
 from april.data.rows import MAPPINGS, BadRow, Mapping, Row, make_row
 from tests.published import RECORDS
 
@@ -30,6 +31,15 @@ def test_labels_are_text_and_numbers_become_text(written, label):
 def test_keys_can_be_named_and_go_into_objects():
     record = {"question": {"text": "p"}, "answer": 4}
     assert make_row(record, Mapping(("question.text",), ("answer",))) == Row("p", "4")
+
+
+def test_several_columns_are_one_label_by_their_names():
+    record = {"prompt": "p", "source": "gsm8k", "model": {"truth": "5"}, "info": {"index": 1, "weight": Decimal("0.5")}}
+    label = make_row(record, Mapping(label=("source, model.truth,info",))).label
+    assert orjson.loads(label) == {"source": "gsm8k", "truth": "5", "info": {"index": 1, "weight": 0.5}}
+    assert Mapping(label=("source, model.truth",)).columns == {"prompt", "source", "model", "reward"}
+    with pytest.raises(BadRow, match="key 'source,more' is missing"):
+        make_row(record, Mapping(label=("source,more",)))
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from april.environments import ENVIRONMENTS
-from april.environments.messages import Call
+from april.environments.messages import NO_STATE, Call
 from april.environments.process import ask
 from april.workers.rewards.messages import Item, RewardRules
 from april.workers.rewards.process import verify
@@ -36,3 +36,4 @@ def test_what_the_environment_says_is_the_reward_and_a_response_without_it_is_wo
     assert (worth(b"").reward, worth(b"").error) == (0.0, None)
     assert worth(b"\x82\xa6reward\x01\xa4hits\x03").details == {"over_limit": 0.0, "hits": 3.0}
     assert "has no 'reward'" in worth(b"\x80").error
+    assert "has no 'reward'" in worth(NO_STATE).error and worth(NO_STATE).reward is None

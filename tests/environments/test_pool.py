@@ -16,8 +16,8 @@ PATIENCE_S = 120.0
 def pool():
     pools = []
 
-    def make(name, timeout_s=30.0, processes=1):
-        pools.append(EnvironmentPool(processes, EnvironmentRules(name, timeout_s, memory_mb=4096)))
+    def make(name, timeout_s=30.0, processes=1, memory_mb=4096):
+        pools.append(EnvironmentPool(processes, EnvironmentRules(name, timeout_s, memory_mb)))
         return pools[-1]
 
     yield make
@@ -57,6 +57,14 @@ def test_a_call_that_hangs_is_killed_and_those_behind_it_are_tried_again(pool):
     hanging = pool("tests.environments.games:hang", timeout_s=0.5)
     found = answers(hanging, call(0), call(1), call(2))
     assert {answer.error for answer in found.values()} == {"no answer within 0.5 s"}
+
+
+def test_a_process_that_runs_out_of_memory_says_so_once_and_another_takes_its_place(pool):
+    filling = pool("tests.environments.games:fill", memory_mb=1024)
+    found = [answers(filling, call(key))[key] for key in range(11)]
+    failed = [answer.key for answer in found if answer.error]
+    assert failed and {found[key].error for key in failed} == {"it needs more than 1024 MiB"}
+    assert all(found[key + 1].text == "1" for key in failed), "the next process has all its memory"
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from april.config import ConfigError
 from april.data.tokenizer import Tokenizer
 from april.environments import ENVIRONMENTS
 from april.environments.turns import turn_end_ids
-from april.launch.preflight import check_inputs
+from april.launch.preflight import examine
 
 
 def test_an_unknown_one_is_named_with_the_known_ones():
@@ -23,4 +23,4 @@ def test_a_turn_ends_with_one_token(in_turns, babbling_policy):
     with pytest.raises(ConfigError, match=r"environment.turn_ends.*'12', which is 2 tokens"):
         turn_end_ids(["=", "12"], tokenizer)
     with pytest.raises(ConfigError, match="turn_ends"):
-        check_inputs(configuration.load(in_turns, ["--environment.turn_ends", '["ab"]']))
+        examine(configuration.load(in_turns, ["--environment.turn_ends", '["ab"]']), [], 0).refuse()

@@ -46,7 +46,7 @@ class SlowEnvironment:
 
 
 class InstantRewards:
-    def __init__(self, processes, rules):
+    def __init__(self, processes, rules, prints=None):
         self.rules, self.scores = rules, []
 
     @property
@@ -91,8 +91,14 @@ class Line(Peer):
     def check_alive(self):
         pass
 
-    def beat(self, leases=(), emitted_tokens=0):
+    def hold(self, leases, emitted_tokens=0):
         self.say(wire.Heartbeat(list(leases), emitted_tokens), connection=b"control")
+
+    def forget(self):
+        self.session = 0
+
+    def goodbye(self):
+        self.say(wire.Goodbye())
 
 
 class Table:

@@ -5,12 +5,14 @@ Attempts on files need Landlock, and are collected where the kernel has it.
 
 import ctypes
 import json
+import os
 import socket
 from pathlib import Path
 
 import pytest
 
-from april.workers.rewards import sandbox
+from april.errors import ConfigError
+from april.workers.rewards import control_group, sandbox
 from april.workers.rewards.code import code
 from april.workers.rewards.messages import Item, RewardRules
 
@@ -152,9 +154,25 @@ HOST = {
     "a server": "socket.socket().bind(('0.0.0.0', 8080))",
     "a mount": "subprocess.run(['/bin/mount', '-t', 'tmpfs', 'none', '/tmp'], check=True)",
 }
+FILTERED = {
+    "a socket that anybody may connect to": "socket.socket(socket.AF_UNIX).connect(DOOR)",
+    "a datagram to such a socket": "socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).connect(DOOR)",
+    "an abstract socket": "socket.socket(socket.AF_UNIX).bind('\\0april')",
+    "a namespace of its own": "succeeds(LIBC.unshare(0x10000000))",
+    "a mount namespace of its own": "succeeds(LIBC.unshare(0x00020000))",
+    "a child in a namespace of its own": "succeeds(LIBC.syscall(NR_CLONE, 0x10000011, None, None, None, None))",
+    "memory that no limit sees": "os.memfd_create('m')",
+    "another's memory": "succeeds(LIBC.ptrace(16, os.getppid(), 0, 0))",
+    "the kernel's keys": "succeeds(LIBC.syscall(NR_KEYCTL, 0, -3, 1))",
+}
 ATTEMPT = """
-import os, socket, subprocess
-KEY, PROJECT, PORT = {given!r}
+import ctypes, os, platform, socket, subprocess
+KEY, PROJECT, PORT, DOOR = {given!r}
+LIBC = ctypes.CDLL(None)
+NR_CLONE, NR_KEYCTL = (220, 219) if platform.machine() == 'aarch64' else (56, 250)
+def succeeds(result):
+    if result == 0 and os.getppid() == 0: os._exit(0)
+    if result < 0: raise PermissionError
 for name, text in {attempts!r}.items():
     try:
         exec(text)
@@ -164,19 +182,32 @@ for name, text in {attempts!r}.items():
         print(name, 'GOT IT', sep=': ')
 """
 
+
+def got(tmp_path, attempts):
+    """What a program got of the attempts."""
+    key, door = tmp_path / "broker.key", tmp_path / "door"
+    key.write_text("secret")
+    key.chmod(0o600)
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as open_to_all:
+        open_to_all.bind(str(door))
+        open_to_all.listen()
+        door.chmod(0o777)
+        given = (str(key), str(Path(sandbox.__file__).resolve()), server.getsockname()[1], str(door))
+        outcome = sandbox.run(ATTEMPT.format(given=given, attempts=attempts), b"", sandbox.Limits(wall_s=30.0))
+    lines = outcome.output.decode().splitlines()
+    assert [line.partition(":")[0] for line in lines] == list(attempts), outcome.errors.decode()
+    assert key.read_text() == "secret"
+    return [line for line in lines if "GOT IT" in line]
+
+
+def test_no_program_opens_a_socket_a_namespace_or_memory_that_no_limit_sees(tmp_path):
+    assert got(tmp_path, FILTERED) == []
+
+
 if LANDLOCK:
 
     def test_no_program_gets_anything_of_the_host(tmp_path):
-        key = tmp_path / "broker.key"
-        key.write_text("secret")
-        key.chmod(0o600)
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            given = (str(key), str(Path(sandbox.__file__).resolve()), server.getsockname()[1])
-            outcome = sandbox.run(ATTEMPT.format(given=given, attempts=HOST), b"", sandbox.Limits(wall_s=30.0))
-        lines = outcome.output.decode().splitlines()
-        assert [line.partition(":")[0] for line in lines] == list(HOST), outcome.errors.decode()
-        assert [line for line in lines if "GOT IT" in line] == []
-        assert key.read_text() == "secret"
+        assert got(tmp_path, HOST) == []
 
     def test_a_program_cannot_count_its_runs():
         count = (
@@ -190,3 +221,75 @@ if LANDLOCK:
             "print(6765 if runs == 1 else 1)"
         )
         assert reward(count, STREAMS) == 0.0
+
+
+# --- limits -------------------------------------------------------------------------------------------------
+
+TOGETHER = {
+    "three children of 600 MB": (
+        "import os, time\nfor _ in range(3):\n"
+        "    if os.fork() == 0:\n        x = bytearray(600 << 20); time.sleep(60)\n"
+        "time.sleep(60)",
+        "memory",
+    ),
+    "twenty files of 15 MB": (
+        "import time\nfor n in range(20):\n    open(f'f{n}', 'wb').write(bytes(15 << 20))\ntime.sleep(60)", "output"
+    ),
+    "twenty such files that have no name": (
+        "import os, time\nfiles = []\nfor n in range(20):\n    files.append(open('f', 'wb', buffering=0))\n"
+        "    files[-1].write(bytes(15 << 20)); os.remove('f')\ntime.sleep(60)",
+        "output",
+    ),
+}  # fmt: skip
+
+
+def test_memory_of_all_processes_is_bounded_by_the_kernel_where_that_is_permitted(monkeypatch):
+    monkeypatch.setattr(sandbox.Watch, "exceeded", lambda watch: "")
+    text = (
+        "import os\nfor _ in range(2):\n    if os.fork() == 0:\n        x = bytearray(700 << 20); os._exit(0)\n"
+        "for _ in range(2):\n    os.wait()"
+    )
+    parent, _ = control_group.place()
+    assert sandbox.run(text, b"", sandbox.Limits(wall_s=60.0)).exceeded == ("memory" if parent else "")
+    assert parent is None or not list(parent.glob(f"april-{os.getpid()}-*")), "a group is left"
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_limits_are_of_all_that_a_program_has_started(name, monkeypatch):
+    """Where the kernel lets nobody make a control group, too."""
+    monkeypatch.setattr(control_group, "place", lambda: (None, ""))
+    text, limit = TOGETHER[name]
+    assert sandbox.run(text, b"", sandbox.Limits(wall_s=30.0)).exceeded == limit
+
+
+def test_what_processes_share_counts_once():
+    share = (
+        "import os\nx = bytearray(400 << 20)\n"
+        "for _ in range(4):\n    if os.fork() == 0:\n        import time; time.sleep(1); os._exit(0)\n"
+        "for _ in range(4): os.wait()\nprint('well')"
+    )
+    outcome = sandbox.run(share, b"", sandbox.Limits(wall_s=30.0))
+    assert (outcome.output, outcome.exceeded) == (b"well\n", "")
+
+
+def test_strict_isolation_is_refused_with_a_sentence_where_the_host_permits_less(monkeypatch):
+    monkeypatch.setattr(sandbox, "isolation", lambda: [])
+    sandbox.check_isolation("best")
+    with pytest.raises(
+        ConfigError, match=r"code_isolation' = 'strict' cannot be had here: .* without namespaces, a /proc"
+    ):
+        sandbox.check_isolation("strict")
+
+
+def test_threads_and_children_work_behind_all_bars():
+    text = (
+        "import asyncio, subprocess, threading, concurrent.futures as c\n"
+        "async def one(): await asyncio.sleep(0); return 1\n"
+        "def f(n): return n + 1\n"
+        "if __name__ == '__main__':\n"
+        "    t = threading.Thread(target=print, args=('t',)); t.start(); t.join()\n"
+        "    print(asyncio.run(one()), subprocess.run(['/bin/echo', 'e'], capture_output=True).stdout)\n"
+        "    print(list(c.ThreadPoolExecutor(2).map(f, [1, 2])))\n"
+    )
+    outcome = sandbox.run(text, b"", sandbox.Limits(wall_s=30.0))
+    assert outcome.output == b"t\n1 b'e\\n'\n[2, 3]\n", outcome.errors

@@ -2,12 +2,13 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from april.config import ConfigError
 from april.workers.rewards.messages import GroupScore, Item, RewardRules
 from april.workers.rewards.process import verify
-from april.workers.rewards.verifiers import check_verifier
+from april.workers.rewards.verifiers import check_verifier, reads_state
 from tests.workers.rewards_setup import collect
 
 GROUP_REWARDS = """
@@ -15,6 +16,10 @@ def rank(responses, label, finish_reasons, prompt, tokens):
     order = sorted(range(len(responses)), key=lambda place: abs(len(responses[place]) - int(label)))
     return [(1.0 - order.index(place) / len(order), {"tokens": tokens[place], "prompt": len(prompt)})
             for place in range(len(responses))]
+
+def fewest_calls(responses, label, finish_reasons, states):
+    calls = [state["calls"] if state else 0 for state in states]
+    return [float(one == min(calls)) for one in calls]
 
 def ended(responses, label, finish_reasons): return [float(reason == "stop") for reason in finish_reasons]
 def few(responses, label, finish_reasons): return [1.0]
@@ -50,6 +55,14 @@ def test_every_response_gets_its_place_among_all_with_details(make_pool):
     assert isinstance(found, GroupScore)
     assert [score.reward for score in found.scores] == pytest.approx([1.0, 2 / 3, 1 / 3])
     assert [score.details for score in found.scores] == [{"tokens": n, "prompt": 6.0} for n in (2.0, 4.0, 1.0)]
+
+
+def test_one_that_asks_for_states_gets_that_of_each_response_and_none_where_there_is_none():
+    name = "group:group_rewards:fewest_calls"
+    states = [msgspec.msgpack.encode({"calls": 3}), b"", msgspec.msgpack.encode({"calls": 0})]
+    group = [msgspec.structs.replace(item, state=state) for item, state in zip(items(name), states, strict=True)]
+    assert [score.reward for score in verify(group, RewardRules())] == [0.0, 1.0, 1.0]
+    assert reads_state(name) and not reads_state("group:group_rewards:rank")
 
 
 @pytest.mark.parametrize(

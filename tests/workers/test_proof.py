@@ -8,13 +8,14 @@ import torch
 
 from april import config as configuration
 from april import wire
+from april.broker.telemetry.engine_gap import EngineGap
 from april.weights.canary import Canary, canary_tokens
 from april.weights.receiver import Staged
 from april.wire.version import Version
 from april.workers.engines import ENGINES
 from april.workers.engines.base import EngineError, Request
 from april.workers.engines.conformance.driving import V0, V1, V2, VOCABULARY, drive, join, prompt
-from april.workers.engines.conformance.faults import a_step_further
+from april.workers.engines.conformance.faults import FAULTS, a_step_further
 from april.workers.engines.embedded.engine import TorchEngine
 from april.workers.engines.intake import Intake
 from april.workers.engines.proof import BANDS, Proof, WrongWeights
@@ -84,6 +85,28 @@ def test_a_tied_embedding_that_is_forgotten_is_found(tiny_model):
     assert arrive(intake, learner.sends(V0)) > 0
     forgotten = learner.weights[V1] | {"lm_head.weight": tied["lm_head.weight"]}
     assert arrive(intake, learner.sends(V1, forgotten)) is None and intake.engine.version is None
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_without_the_canary_what_such_an_engine_sampled_raises_the_alarm_of_the_trained_tokens(
+    learner, tiny_model, fault
+):
+    engine, alarm = TorchEngine(tiny_model().folder), EngineGap()
+
+    def sampled_under(version, tensors):
+        engine.load_weights(version, tensors)
+        streams = drive(engine, [Request(i, prompt(seed=i), 60, seed=i) for i in range(4)])
+        gaps = np.abs(np.concatenate([gaps_of(streams[i], prompt(seed=i).tolist(), version) for i in range(4)]))
+        figures = {"age": 0, "tokens": len(gaps), "mean": gaps.mean(), "largest": gaps.max()}
+        return alarm.look({"engine_gaps": {"worker-0": figures}})
+
+    def gaps_of(stream, asked, version):
+        logprobs = learner.model.logprobs_under(learner.weights[version], asked + stream.tokens)
+        return np.array(stream.logprobs) - logprobs.numpy()[len(asked) - 1 :]
+
+    assert sampled_under(V0, learner.weights[V0]) == ""
+    assert sampled_under(V1, learner.weights[V1]) == ""
+    assert "worker-0" in sampled_under(V2, FAULTS[fault](learner.weights[V1], learner.weights[V2]))
 
 
 def test_weights_that_are_wrong_twice_in_a_row_are_the_end_and_right_ones_in_between_are_not(learner, intake):

@@ -87,6 +87,12 @@ def test_a_program_beyond_its_limits_has_failed_where_configured(make_pool):
     assert (score.reward, score.error) == (0.0, None) and score.details["over_limit"] == 1.0
 
 
+def test_a_program_that_speaks_of_a_limit_has_not_exceeded_it(make_pool):
+    text = "import sys\nprint('MemoryError', file=sys.stderr)\nraise ValueError('no')"
+    [score] = verified(make_pool(over_limit="failed"), ("code", program(text), SUMS))
+    assert (score.reward, score.error) == (0.0, None) and "over_limit" not in score.details
+
+
 def left_over():
     found = []
     for folder in Path("/proc").glob("[0-9]*"):

@@ -1,14 +1,18 @@
 """What is refused before a server is started, and what is told of its capacity."""
 
+import asyncio
 from types import SimpleNamespace
 
 import pytest
 
 from april.cli import main
-from april.config import ConfigError, load
+from april.config import BrokerSection, ConfigError, load
+from april.processes import clock
 from april.workers.engines.capacity import CapacityRule
 from april.workers.engines.embedded.entry import TorchEntry
 from april.workers.engines.sglang.checks import check_ranks, check_server, check_speculation
+from april.workers.engines.sglang.client import ServerGone, ServerSilent
+from april.workers.engines.sglang.engine import ABORT_S, CANCEL_S, SGLangEngine
 from april.workers.engines.sglang.entry import SGLangEntry
 from april.workers.engines.sglang.factory import make_sglang_engine, server_settings
 from april.workers.engines.sglang.lane import ServerLane
@@ -60,10 +64,10 @@ def test_servers_are_refused_where_the_embedded_engine_would_run_in_their_place(
         load(config_file, ["--engine.url", "http://a:1"])
 
 
-def test_a_cut_distribution_is_accepted_where_the_engine_says_what_is_left_of_it(config_file, capsys):
+def test_a_cut_distribution_is_accepted_where_the_engine_says_what_is_left_of_it(config_file, server_python, capsys):
     cut = [*SGLANG, "--sampling.top_k", "9", "--sampling.top_p", "0.9"]
     assert load(config_file, cut).sampling.is_cut and not load(config_file, SGLANG).sampling.is_cut
-    assert main(["run", str(config_file), "--dry-run", *cut]) == 0
+    assert main(["run", str(config_file), "--dry-run", *cut, "--engine.python", server_python]) == 0
     assert "up to 9 KiB a step" in capsys.readouterr().out, "8 samples of 24 tokens, 8 + 4 + 9 * 4 bytes each"
 
 
@@ -94,9 +98,9 @@ def test_speculation_is_allowed_where_samples_stay_the_policy_s():
         check_server(ngram | {"speculative_accept_threshold_acc": 0.9})
 
 
-def test_a_dry_run_says_who_is_in_which_group(config_file, capsys):
+def test_a_dry_run_says_who_is_in_which_group(config_file, server_python, capsys):
     words = ["--engine.weights", "broadcast", "--engine.server.tp_size", "2", "--worker.count", "2"]
-    assert main(["run", str(config_file), "--dry-run", *SGLANG, *words]) == 0
+    assert main(["run", str(config_file), "--dry-run", *SGLANG, *words, "--engine.python", server_python]) == 0
     said = capsys.readouterr().out
     assert "worker-1: 3 ranks: 0 the learner, 1-2 its server's tensor-parallel ranks 0-1" in said
     assert not (config_file.parent / "runs").exists()
@@ -124,14 +128,29 @@ def test_a_dry_run_leaves_the_ranks_of_servers_of_others_to_them(config_file, ca
     assert "2: learner rank 0 to each server over what its device takes" in said
 
 
-def test_several_servers_of_a_worker_have_lanes_logs_ports_and_devices_of_their_own(config_file, capsys):
+def test_several_servers_of_a_worker_have_lanes_logs_ports_and_devices_of_their_own(config_file, server_python, capsys):
     words = ["--engine.servers", "2", "--engine.port", "30000", "--engine.server.tp_size", "2", "--worker.count", "1"]
     config = load(config_file, [*SGLANG, *words])
     assert SGLangEntry.lanes(config, "w") == ["w-server-0", "w-server-1"]
     first, second = server_settings(config, "cuda", "w")
     assert (first.port, second.port) == (30000, 30001)
     assert second.log.name == "w-server-1-sglang.log" and second.options["base_gpu_id"] == 2
-    assert main(["run", str(config_file), "--dry-run", *SGLANG, *words, "--engine.weights", "broadcast"]) == 0
+    assert (
+        main(
+            [
+                "run",
+                str(config_file),
+                "--dry-run",
+                *SGLANG,
+                *words,
+                "--engine.weights",
+                "broadcast",
+                "--engine.python",
+                server_python,
+            ]
+        )
+        == 0
+    )
     assert "worker-0-server-1: 3 ranks: 0 the learner, 1-2" in capsys.readouterr().out
     config = load(config_file, [*SGLANG, "--engine.url", "http://a:1, http://b:2"])
     assert config.engine.url == ["http://a:1", "http://b:2"] and len(SGLangEntry.lanes(config, "w")) == 2
@@ -168,3 +187,31 @@ def test_capacity_is_never_more_than_the_server_says_it_runs():
 def observed(rule, running, waiting, usage, most=64):
     rule.observe(num_running_reqs=running, num_waiting_reqs=waiting, token_usage=usage, max_running_requests=most)
     return rule.requests
+
+
+def test_a_frozen_server_holds_an_abort_up_for_no_longer_than_the_broker_waits(monkeypatch):
+    """It answers the first request to abort late, and the next never."""
+    now, asked = [0.0], []
+    monkeypatch.setattr(clock, "now", lambda: now[0])
+
+    class Client:
+        async def call(self, path, body, deadline_s):
+            asked.append(deadline_s)
+            if len(asked) > 1:
+                now[0] += deadline_s
+                raise ServerSilent("no answer")
+            now[0] += CANCEL_S - 0.1
+
+    async def abort():
+        engine = SGLangEngine.__new__(SGLangEngine)
+        engine._client, engine._alarm, engine._unproven = Client(), asyncio.Event(), None
+        run = SimpleNamespace(task=asyncio.create_task(asyncio.sleep(60)), rid="r", interrupted=False)
+        engine._streaming = {0: run}
+        try:
+            await engine._abort([run])
+        finally:
+            run.task.cancel()
+
+    with pytest.raises(ServerGone):
+        asyncio.run(abort())
+    assert len(asked) == 2 and now[0] <= ABORT_S < BrokerSection().abort_deadline_s

@@ -2,6 +2,7 @@
 every end has a sentence, and a second server goes on."""
 
 import asyncio
+import os
 import shutil
 import signal
 import socket
@@ -14,14 +15,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from april.config import WeightsSection
+from april.config import BrokerSection, WeightsSection
 from april.processes import clock
 from april.weights.publisher import WeightPublisher
 from april.weights.receiver import WeightReceiver
 from april.workers.engines.base import EngineError, Request
 from april.workers.engines.conformance.driving import V0, V1, VOCABULARY, Stream, drive, join, prompt
 from april.workers.engines.sglang.client import KeyRefused, ServerGone, ServerSilent
-from april.workers.engines.sglang.engine import PROBE_S, SGLangEngine
+from april.workers.engines.sglang.engine import ABORT_S, PROBE_S, SGLangEngine
 from april.workers.engines.sglang.factory import api_key
 from april.workers.engines.sglang.fleet import SGLangFleet
 from april.workers.engines.sglang.intake import ServerIntake
@@ -259,6 +260,21 @@ def test_a_server_killed_between_ready_and_the_first_bucket_costs_its_lane_alone
     assert_whole_and_true(models, LONG, parts, after)
     receiver.close()
     publisher.close()
+
+
+def test_a_frozen_server_holds_an_abort_up_for_no_longer_than_the_broker_waits(fleet, tiny_model, caplog):
+    """It is taken for lost, and the others' tokens are handed back in time."""
+    first, second = fleet.parts
+    for request in LONG:
+        fleet.submit(request)
+    before = drive(fleet, tokens=240)
+    os.killpg(first._server._process.pid, signal.SIGSTOP)
+    chunks = fleet.cancel_all(request.id for request in LONG)
+    assert "does not answer /abort_request within" in caplog.text and not first.ready and second.ready
+    assert BrokerSection().abort_deadline_s > ABORT_S and fleet.live == 0
+    given = streams_of([chunk for request in LONG for chunk in before[request.id].chunks] + chunks)
+    assert all(given[request.id].tokens for request in LONG)
+    bring_back(first, tiny_model())
 
 
 def test_a_server_that_keeps_dying_is_given_up_with_a_sentence(fleet, loop, news):

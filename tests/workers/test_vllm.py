@@ -1,6 +1,7 @@
 """What vLLM has beside the conformance suite: its server's deaths, refusals of its program, a whole run on it."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import time
@@ -96,20 +97,18 @@ def test_a_killed_program_takes_its_engine_with_it(held):
     assert not left
 
 
+def asked(**params):
+    own = {
+        "max_new_tokens": 1, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0,
+        "sampling_seed": 0, "stop_token_ids": [], "stream_interval": 1,
+    }  # fmt: skip
+    return {"rid": "1", "input_ids": [1], "extra_key": "", "sampling_params": own | params}
+
+
 REFUSED = {
-    "weights while it generates": ("/update_weights_from_disk", {"model_path": "/"}, "/pause_generation"),
-    "an answer that cannot be": (
-        "/generate",
-        {
-            "rid": "1", "input_ids": [1], "extra_key": "",
-            "sampling_params": {
-                "max_new_tokens": 1, "temperature": 3.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0,
-                "repetition_penalty": 1.0, "sampling_seed": 0, "stop_token_ids": [], "stream_interval": 1,
-            },
-        },
-        r"temperature must be in \[0, 2\]",
-    ),
-}  # fmt: skip
+    "a folder without weights": ("/update_weights_from_disk", {"model_path": "/"}, "/ holds no .safetensors file"),
+    "an answer that cannot be": ("/generate", asked(temperature=3.0), r"temperature must be in \[0, 2\]"),
+}
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -128,6 +127,18 @@ def test_the_program_refuses_with_a_sentence_and_goes_on(vllm_server, case):
     with pytest.raises(ServerRefuses, match=why):
         asyncio.run(ask())
     assert vllm_server.alive
+
+
+def test_weights_do_not_change_under_a_request(vllm_server, tiny_model):
+    async def load_while_it_generates():
+        client = SGLangClient(vllm_server.url, name="vLLM")
+        async with contextlib.aclosing(client.generate(asked(max_new_tokens=600))) as events:
+            await anext(events)
+            with pytest.raises(ServerRefuses, match="only while nothing is generated: call /pause_generation"):
+                await client.call("/update_weights_from_disk", {"model_path": str(tiny_model().folder)})
+        await client.close()
+
+    asyncio.run(load_while_it_generates())
 
 
 def test_an_unknown_option_is_refused_with_the_server_s_own_words(settings):

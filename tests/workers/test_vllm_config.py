@@ -3,12 +3,12 @@
 import pytest
 
 from april.config import ConfigError, load
-from april.workers.engines.sglang.factory import server_python
+from april.workers.engines.sglang.installed import server_python
 from april.workers.engines.vllm.server import PROGRAM, VLLMSettings
 
 VLLM = ["--worker.engine", "vllm"]
 REFUSED = {
-    "a server of others": (["--engine.url", "http://127.0.0.1:1"], "starts it itself"),
+    "servers of others": (["--engine.url", "http://a:1,http://b:1"], "'engine.url' puts 2 servers behind a worker"),
     "another pause": (["--engine.pause", "retract", "--engine.stream_tokens", "1"], "use 'abort'"),
     "another way for weights": (["--engine.weights", "broadcast"], "use 'disk'"),
     "replicas": (["--engine.server.data_parallel_size", "2"], "one worker for each replica"),
@@ -20,7 +20,7 @@ REFUSED = {
     "min_p": (["--sampling.min_p", "0.1"], "min_p = 0.0"),
     "cut evaluation": (["--evaluation.top_k", "5"], "'evaluation.top_k' = 5 cuts the distribution"),
     "evaluation by mass": (["--evaluation.top_p", "0.9"], "'evaluation.top_p' = 0.9 .* use 1.0"),
-    "several servers": (["--engine.servers", "2"], "raise worker.count"),
+    "several servers": (["--engine.servers", "2"], "start a worker for each"),
 }
 
 
@@ -33,9 +33,9 @@ def test_what_cannot_work_is_refused_with_a_sentence(config_file, case):
 
 def test_options_become_the_server_s_command_line_and_win_over_april_s(config_file, tmp_path):
     config = load(config_file, [*VLLM, "--engine.server.dtype", "bfloat16", "--engine.server.seed", "3"])
-    assert server_python(config, VLLMSettings).parts[0] == ".venv-vllm"
+    assert server_python(config, VLLMSettings.name).parts[-3] == ".venv-vllm"
     settings = VLLMSettings(tmp_path, tmp_path, tmp_path / "log", slots=7, options=config.engine.server)
     line = " ".join([*settings.program(), *settings.arguments(1234)])
     for part in (str(PROGRAM), "--dtype bfloat16", "--seed 3", "--port 1234", "--max-num-seqs 7"):
         assert part in line
-    assert "float32" not in line and "--skip-tokenizer-init" in line
+    assert "float32" not in line

@@ -55,8 +55,11 @@ class Connection:
     def send(self, message, arrays=()):
         self.sent.append(message)
 
-    def beat(self, leases=(), emitted_tokens=0):
+    def hold(self, leases, emitted_tokens=0):
         pass
+
+    def goodbye(self):
+        self.sent.append(wire.Goodbye())
 
     def check_alive(self):
         pass

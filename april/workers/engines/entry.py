@@ -31,8 +31,12 @@ class EngineEntry:
     """it draws from what `top_k` and `top_p` leave; otherwise it refuses a request for that"""
     true_distribution: ClassVar[bool] = True
     """tokens are drawn from the model's distribution; otherwise they are good for tests alone"""
+    adopts: ClassVar[bool] = False
+    """others may load its weights into it, and it goes on under the name that April gives them"""
     scores: ClassVar[bool] = False
     """it says the log-probabilities of a given text, by which it is seen that it holds the weights it was sent"""
+    gives_way: ClassVar[bool] = True
+    """the learner and the broker have this machine's processor before it; not if it keeps a clock"""
     reads: ClassVar[Collection[str]] = ()
     """keys of [engine] that mean something to it; the others are refused"""
 
@@ -51,6 +55,12 @@ class EngineEntry:
                     f"key 'engine.{key}' = {value!r} means nothing to worker.engine = {config.worker.engine!r}; "
                     "leave it out"
                 )
+
+    @classmethod
+    def installed(cls, config: Config) -> str:
+        """What it is made of here, with the version; empty where there is nothing to say. Raises ConfigError where
+        that is not installed."""
+        return ""
 
     @classmethod
     def devices(cls, config: Config) -> int:

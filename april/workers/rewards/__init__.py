@@ -17,7 +17,7 @@ VERIFIERS = Registry(
         "gsm8k": "april.workers.rewards.gsm8k:gsm8k",
         "code": "april.workers.rewards.code:code",
         "remote": "april.workers.rewards.remote:remote",
-        "environment": "april.environments.reward:environment",
+        "environment": "april.workers.rewards.environment:environment",
     },
-    prefix="group:",
+    prefixes=("group:", "trl:", "trl_text:", "verl:", "verifiers:"),
 )

@@ -22,6 +22,9 @@ RESPONSE_MARK = "###Response"
 DOLLAR = re.compile(r"(?<!\\)\$")
 """one that begins or ends mathematics; `\\$` is a currency"""
 
+GROUPED = re.compile(r"(?<=\d)(?:\\[,;:! ]|[~\u00a0\u2009\u202f])+(?=\d{3}(?!\d))")
+"""a space between the thousands of a number, which the library reads as a product"""
+
 Detailed = tuple[float, dict[str, float]]
 
 
@@ -57,9 +60,16 @@ def dapo(response: str, label: str, finish_reason: str) -> Detailed:
 # --- meaning ------------------------------------------------------------------------------------------------
 
 
+def boxed_label(label: str) -> str:
+    """As it is, where it is in a box already."""
+    return label if last_boxed(label) is not None else f"\\boxed{{{label}}}"
+
+
 for verifier in (math, deepscaler):
     vars(verifier)["needs"] = "math_verify"  # of the `rewards` extra, imported when it is first used
-vars(dapo)["wrong"] = -1.0
+vars(math)["example"] = boxed_label
+vars(deepscaler)["example"] = lambda label: f"{END_OF_THINKING}{boxed_label(label)}"
+vars(dapo).update(wrong=-1.0, example="Answer: {}".format)
 
 
 def same_meaning(label: str, text: str) -> bool:
@@ -69,7 +79,7 @@ def same_meaning(label: str, text: str) -> bool:
 
     gold = parsed_label(label)
     try:
-        answers = parse(text[-ANSWER_CHARACTERS:], parsing_timeout=None, raise_on_error=True)
+        answers = parse(GROUPED.sub("", text[-ANSWER_CHARACTERS:]), parsing_timeout=None, raise_on_error=True)
         return bool(answers) and verify(list(gold), answers, timeout_seconds=None, raise_on_error=True)
     except MemoryError:
         raise
@@ -83,7 +93,7 @@ def parsed_label(label: str) -> tuple:
 
     delimited = last_boxed(label) is not None or len(DOLLAR.findall(label)) > 1
     text = label if delimited else boxed(label)
-    gold = parse(text, parsing_timeout=None, raise_on_error=True)
+    gold = parse(GROUPED.sub("", text), parsing_timeout=None, raise_on_error=True)
     if not gold:
         raise ValueError(f"label {label[:80]!r} cannot be read as mathematics")
     return tuple(gold)
@@ -103,6 +113,8 @@ UNITS = (
 )  # fmt: skip
 UNIT_WORDS = re.compile(rf"\b(?:{'|'.join(UNITS)})\b")
 CURRENCY = re.compile(r"\\\$|\\textdollar\b")
+BRACKETS = re.compile(r"\\[()\[\]]")
+"""in which TeX sets mathematics, as in dollars"""
 SPACES = re.compile(r"\\(?:[,;:!>]|\s|$)|~|\{,\}(?=\d)|\\(?:q?quad|thinspace)\b")
 """those of TeX, and the comma that it sets without one"""
 COMMANDS = re.compile(r"\\(?:left|right|displaystyle|mathrm)(?![a-z])")
@@ -117,7 +129,10 @@ NUMBER = re.compile(r"([-+]?)0*(\d*)(?:(\.\d*?)0*)?")
 def normalise(answer: str) -> str:
     """A final answer without what does not change it: dollars, units, spacing, thousands' commas, text commands, zeros
     around a number (in the spirit of arXiv 2206.14858, appendix D.1). A word that is only a unit stays what it is."""
-    answer = CURRENCY.sub("", answer.replace("\N{MINUS SIGN}", "-")).strip().rstrip(".").strip()
+    answer = BRACKETS.sub("", answer)
+    answer = (
+        CURRENCY.sub("", answer.replace("\N{MINUS SIGN}", "-").replace("\N{EN DASH}", "-")).strip().rstrip(".").strip()
+    )
     if "$" in answer:
         inside = re.search(r"\$([^$]+)\$", answer)
         answer = inside[1] if inside else answer.replace("$", "")

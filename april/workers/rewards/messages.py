@@ -27,6 +27,8 @@ class RewardRules(msgspec.Struct, frozen=True):
     code_memory_mb: int = 1024
     over_limit: str = "wrong"
     """what a response is that its verifier cannot decide within its limits: failed (no reward) | wrong"""
+    traced: bool = False
+    """errors hold the whole traceback"""
 
 
 class Undecided(RuntimeError):

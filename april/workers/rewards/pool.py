@@ -13,6 +13,7 @@ is worth (`reward.over_limit`). The second time it is not searched for the forma
 """
 
 import logging
+from pathlib import Path
 
 import msgspec
 
@@ -27,8 +28,10 @@ MOST_OVER_TIME = 2
 
 
 class RewardPool(ProcessPool[Item | GroupItem, Score | GroupScore]):
-    def __init__(self, processes: int, rules: RewardRules):
+    def __init__(self, processes: int, rules: RewardRules, prints: Path | None = None):
+        """`prints`: takes what verifiers print."""
         self.rules = rules
+        self.prints = prints
         self.undecided = 0
         """responses that counted as wrong because no verifier could decide them within its limits"""
         super().__init__(processes)
@@ -53,7 +56,8 @@ class RewardPool(ProcessPool[Item | GroupItem, Score | GroupScore]):
         self.dispatch()
 
     def start_process(self) -> PoolProcess:
-        return PoolProcess("april.workers.rewards.process", self.rules, self.rules.timeout_s, Score | GroupScore)
+        module, answer = "april.workers.rewards.process", Score | GroupScore
+        return PoolProcess(module, self.rules, self.rules.timeout_s, answer, self.prints)
 
     def charge(self, item: Item | GroupItem, failure: str) -> Score:
         return Score(item.key, None, f"verifier {item.verifier!r}: {failure}")

@@ -8,11 +8,13 @@ import os
 import select
 import signal
 import sys
+import traceback
 from collections import deque
 from collections.abc import Sequence
 
 import msgspec
 
+from april.processes.blame import raised
 from april.processes.frames import LENGTH_BYTES, READY, frame, private_pipes, send
 from april.processes.memory import limit_memory
 from april.processes.pool import RETIRED
@@ -24,6 +26,8 @@ from april.workers.rewards.verifiers import find_verifier, in_batches
 
 ERROR_CHARACTERS = 500
 BATCH_ITEMS = 32
+SAID: set[tuple[str, type[Exception]]] = set()
+"""verifiers and errors of which this process has printed one in full"""
 
 
 def main(limit_s: float, rules: RewardRules) -> None:
@@ -118,8 +122,19 @@ def verify(items: list[Item], rules: RewardRules, over_time: int = 0) -> list[Sc
     except Undecided as error:
         return [undecided(item, rules, str(error)) for item in items]
     except Exception as error:
+        if rules.traced:
+            return [Score(item.key, None, raised(error)) for item in items]
+        say_in_full(name, error)
         text = f"verifier {name!r}: {type(error).__name__}: {error}"
         return [Score(item.key, None, text[:ERROR_CHARACTERS]) for item in items]
+
+
+def say_in_full(name: str, error: Exception) -> None:
+    """Print the traceback of the first error of each kind; the others are counted by whoever asks."""
+    if (kind := (name, type(error))) not in SAID:
+        SAID.add(kind)
+        print(f"verifier {name!r} has failed; further errors of this kind are only counted:", file=sys.stderr)
+        traceback.print_exception(error)
 
 
 def undecided(item: Item, rules: RewardRules, why: str, over_time: int = 0) -> Score:

@@ -6,10 +6,12 @@ a /proc of its own, where a container does not forbid that, so that it does not 
 Elsewhere its interpreter refuses sockets, which stops accidents rather than intent, and what it has started is looked
 for and killed.
 Where the kernel has Landlock, it opens no file but the interpreter's, the system's libraries and its own folder's.
+Where it filters system calls (seccomp), the program opens no socket, no namespace and no memory without a mapping.
 """
 
 import contextlib
 import ctypes
+import logging
 import os
 import selectors
 import shutil
@@ -25,12 +27,22 @@ from typing import IO
 
 import msgspec
 
+from april.errors import ConfigError
+from april.workers.rewards.control_group import ControlGroup, place
+from april.workers.rewards.usage import WATCH_S, Watch
+
+log = logging.getLogger(__name__)
+
 RUNNER = Path(__file__).with_name("sandbox_runner.py")
+LIBC = ctypes.CDLL(None)
 NAMESPACES = ["unshare", "--net", "--pid", "--ipc", "--fork", "--kill-child"]
 OWN_PROC = ["--mount-proc"]
 AS_ROOT_OF_ITS_OWN = ["--user", "--map-root-user"]
 KEEP_INIT = ["sh", "-c", '"$@"; exit $?', "sh"]
 """the first process of the namespace stays root and is the one that dies with `unshare`"""
+TIED = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
+"""ends with this process. A command, since a child in which Python runs before it becomes the program may wait for ever
+for a lock of a thread that it was forked beside"""
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 SHELL_SIGNAL = 128
 FILE_MARK = b"OSError: [Errno 27]"
@@ -42,12 +54,16 @@ NAMESPACE_END_S = 10.0
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """Of one run of a program; its processes share `processes` and `wall_s`, the others are of each process."""
+    """Of one run of a program. All its processes share `wall_s`, `processes`, `memory_mb` and `files_mb`; the others
+    are of each process."""
 
     wall_s: float = 4.0
     cpu_s: int = 5
     memory_mb: int = 1024
     file_mb: int = 16
+    """of each file"""
+    files_mb: int = 64
+    """of all together"""
     open_files: int = 64
     processes: int = 32
     output_bytes: int = 1 << 20
@@ -79,30 +95,35 @@ def run(program: str, stdin: bytes, limits: Limits, descriptors: tuple[int, ...]
 
 def run_in(folder: str, stdin: bytes, limits: Limits, descriptors: tuple[int, ...] = ()) -> Outcome:
     prefix = isolation()
-    rules = [msgspec.json.encode(limits).decode(), "" if prefix else "no sockets"]
+    group = ControlGroup(limits.memory_mb)
+    rules = [msgspec.json.encode(limits).decode(), "" if prefix else "no sockets", group.path]
     runner = [sys.executable, "-I", "-B", str(RUNNER), *rules]
     process = subprocess.Popen(
-        [*prefix, *runner],
+        [*TIED, *prefix, *runner],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         cwd=folder,
         env={"PATH": os.environ.get("PATH", "/usr/bin:/bin"), "HOME": folder, "TMPDIR": folder, "PYTHONHASHSEED": "0"},
         start_new_session=True,
-        preexec_fn=die_with_parent,
+        preexec_fn=None if TIED else die_with_parent,
         pass_fds=descriptors,
     )
     for descriptor in descriptors:
         os.close(descriptor)
     try:
-        output, errors, exceeded = talk(process, stdin, limits)
+        watch = Watch(process.pid, folder, group, limits.memory_mb, limits.files_mb)
+        output, errors, exceeded = talk(process, stdin, limits, watch)
     finally:
         end_all(process, everything=not prefix)
+        exceeded_memory = group.killed
+        group.remove()
     status = process.returncode if process.returncode >= 0 else SHELL_SIGNAL - process.returncode
-    return Outcome(status, output, errors, exceeded or limit_behind(status, errors))
+    exceeded = "memory" if exceeded_memory else exceeded or limit_behind(status, errors)
+    return Outcome(status, output, errors, exceeded)
 
 
-def talk(process: subprocess.Popen, stdin: bytes, limits: Limits) -> tuple[bytes, bytes, str]:
+def talk(process: subprocess.Popen, stdin: bytes, limits: Limits, watch: Watch) -> tuple[bytes, bytes, str]:
     """Feed the program and collect what it writes, until it closes its pipes, or a limit is reached."""
     deadline_s = time.monotonic() + limits.wall_s
     output, errors, exceeded = bytearray(), bytearray(), ""
@@ -118,7 +139,7 @@ def talk(process: subprocess.Popen, stdin: bytes, limits: Limits) -> tuple[bytes
             selector.register(pipe, events, pipe)
         while reading and not exceeded:
             left_s = deadline_s - time.monotonic()
-            for stream in [key.data for key, _ in selector.select(max(0.0, left_s))]:
+            for stream in [key.data for key, _ in selector.select(max(0.0, min(left_s, WATCH_S)))]:
                 if stream is to_program:
                     unsent = feed(stream, unsent)
                     done = not unsent
@@ -131,13 +152,18 @@ def talk(process: subprocess.Popen, stdin: bytes, limits: Limits) -> tuple[bytes
                     selector.unregister(stream)
                     stream.close()
                     reading.pop(stream, None)
-            exceeded = "output" if written > limits.output_bytes else "wall clock" if left_s <= 0 else ""
-    if not exceeded:
+            exceeded = "output" if written > limits.output_bytes else watch.exceeded() or late(deadline_s)
+    while not exceeded:
         try:
-            process.wait(max(0.0, deadline_s - time.monotonic()))
+            process.wait(WATCH_S)
+            break
         except subprocess.TimeoutExpired:
-            exceeded = "wall clock"
+            exceeded = watch.exceeded() or late(deadline_s)
     return bytes(output), bytes(errors), exceeded
+
+
+def late(deadline_s: float) -> str:
+    return "wall clock" if time.monotonic() >= deadline_s else ""
 
 
 def pipes(process: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes], IO[bytes]]:
@@ -157,14 +183,15 @@ def feed(stdin: IO[bytes], unsent: memoryview) -> memoryview:
 
 
 def limit_behind(status: int, errors: bytes) -> str:
-    """The limit that ended a program by itself, as far as its end tells; the kernel kills for want of memory."""
+    """The limit that ended a program by itself, as far as its end tells: by whom it was killed, or its last words."""
+    last_words = errors.rstrip().rpartition(b"\n")[2] if status else b""
     if status == SHELL_SIGNAL + signal.SIGXCPU:
         return "processor time"
-    if status == SHELL_SIGNAL + signal.SIGXFSZ or (status and FILE_MARK in errors):
+    if status == SHELL_SIGNAL + signal.SIGXFSZ or FILE_MARK in last_words:
         return "output"
-    if status == SHELL_SIGNAL + signal.SIGKILL or (status and any(mark in errors for mark in MEMORY_MARKS)):
+    if status == SHELL_SIGNAL + signal.SIGKILL or any(mark in last_words for mark in MEMORY_MARKS):
         return "memory"
-    if status and any(mark in errors for mark in PROCESS_MARKS):
+    if any(mark in last_words for mark in PROCESS_MARKS):
         return "processes"
     return ""
 
@@ -202,7 +229,7 @@ def children(pid: int) -> list[int]:
 
 
 def die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 @cache
@@ -213,5 +240,29 @@ def isolation() -> list[str]:
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             if subprocess.run([*prefix, "true"], capture_output=True, timeout=10).returncode == 0:
                 return prefix
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1)
     return []
+
+
+def bars() -> dict[str, bool]:
+    """What keeps a program from the host, and whether this one permits it."""
+    done = subprocess.run(
+        [sys.executable, "-I", "-B", str(RUNNER), "bars"], capture_output=True, text=True, timeout=60, check=True
+    )
+    prefix = isolation()
+    namespaces = {"namespaces": bool(prefix), "a /proc of its own": "--mount-proc" in prefix}
+    return namespaces | {name: bool(there) for name, there in msgspec.json.decode(done.stdout).items()}
+
+
+def check_isolation(wanted: str) -> None:
+    """Say what keeps programs from this host. Raises ConfigError where `strict` wants what is not there."""
+    found = bars()
+    missing = [name for name, there in found.items() if not there]
+    log.info("programs are tried behind %s", ", ".join(name for name, there in found.items() if there) or "no bars")
+    if place()[0] is None:
+        log.info("no control group can be made here: the memory of a program's processes is looked at, not bounded")
+    if missing and wanted == "strict":
+        raise ConfigError(
+            "key 'reward.code_isolation' = 'strict' cannot be had here: programs would run without "
+            f"{', '.join(missing)}; score on a host that permits it (docs/rewards.md), or set it to 'best'"
+        )

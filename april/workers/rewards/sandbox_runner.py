@@ -1,14 +1,17 @@
-"""Runs `program.py` of the working folder under limits: `sandbox_runner.py LIMITS [no sockets]`; `sandbox` starts it.
+"""Runs `program.py` of the working folder under limits: `sandbox_runner.py LIMITS SOCKETS GROUP`; `sandbox` starts it.
+`sandbox_runner.py bars` says what the kernel has of what is below.
 
 A process limit holds for a user, and for root not at all, so root becomes a user that nobody else is. Where the kernel
 has Landlock, the program reads the interpreter and the system's libraries, writes its own folder, and opens no other
-file.
+file. Where it filters system calls, those of FORBIDDEN are refused.
 """
 
 import contextlib
 import ctypes
+import errno
 import json
 import os
+import platform
 import resource
 import runpy
 import stat
@@ -36,10 +39,32 @@ SYSTEM = ("/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/local/lib", "/usr/share/
           "/usr/bin", "/bin", "/etc/ld.so.cache", "/etc/localtime", "/proc")  # fmt: skip
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 
+FORBIDDEN = {
+    "socket": (41, 198), "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194),
+    "msgget": (68, 186), "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39),
+    "pivot_root": (155, 41), "chroot": (161, 51), "open_tree": (428, 428), "move_mount": (429, 429),
+    "fsopen": (430, 430), "fsmount": (432, 432), "mount_setattr": (442, 442), "ptrace": (101, 117),
+    "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "pidfd_getfd": (438, 438), "bpf": (321, 280),
+    "perf_event_open": (298, 241), "userfaultfd": (323, 282), "io_uring_setup": (425, 425), "keyctl": (250, 219),
+    "add_key": (248, 217), "request_key": (249, 218), "open_by_handle_at": (304, 265), "kexec_load": (246, 104),
+}  # fmt: skip
+"""system calls that no program needs which is being tested: numbers on x86_64 and aarch64"""
+ARCHITECTURES = {"x86_64": (0xC000003E, 0, 56), "aarch64": (0xC00000B7, 1, 220)}
+"""audit number, place in FORBIDDEN, number of clone"""
+CLONE3, NEW_NAMESPACES, X32 = 435, 0x7E020080, 0x40000000
+LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+NUMBER, ARCHITECTURE, FIRST_ARGUMENT = 0, 4, 16
+"""places in what a filter sees"""
+KILL, REFUSE, ALLOW = 0x80000000, 0x00050000, 0x7FFF0000
+PR_GET_SECCOMP, PR_SET_SECCOMP, FILTER = 21, 22, 2
+
 
 def main() -> None:
-    limits, no_sockets = json.loads(sys.argv[1]), len(sys.argv) > 2 and bool(sys.argv[2])
+    if sys.argv[1] == "bars":
+        return print(json.dumps(bars()))
+    limits, no_sockets, group = json.loads(sys.argv[1]), bool(sys.argv[2]), sys.argv[3]
     folder = os.getcwd()
+    enter(group)
     become_nobody(folder)
     for name, value in (
         ("RLIMIT_CPU", limits["cpu_s"]),
@@ -52,11 +77,19 @@ def main() -> None:
         resource.setrlimit(getattr(resource, name), (value, value))
     ctypes.CDLL(None).prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     confine(folder)
+    filter_calls()
     if no_sockets:
         sys.addaudithook(refuse)
     sys.argv = ["program.py"]
     sys.path.insert(0, folder)
     runpy.run_path("program.py", run_name="__main__")
+
+
+def enter(group: str) -> None:
+    """Into the control group at a path, whose bounds hold from then on for all that this process starts."""
+    if group:
+        with contextlib.suppress(OSError), open(f"{group}/cgroup.procs", "w") as file:
+            file.write("0")
 
 
 def become_nobody(folder: str) -> None:
@@ -112,6 +145,46 @@ def allow(libc: ctypes.CDLL, rules: int, path: str, rights: int) -> None:
         kept = rights if os.path.isdir(path) else rights & OF_FILES
         libc.syscall(ADD_RULE, rules, BENEATH_A_PATH, struct.pack("=Qi", kept, place), ctypes.c_uint32(0))
         os.close(place)
+
+
+def filter_calls() -> None:
+    """Refuse FORBIDDEN to this process and all that it starts; not at all without seccomp. clone3, whose flags a filter
+    cannot see, does not exist, so that libraries take clone."""
+    if not (rules := call_filter()) or not bars()["seccomp"]:
+        return
+    buffer = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *rule) for rule in rules))
+    program = struct.pack("@HP", len(rules), ctypes.addressof(buffer))
+    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_SECCOMP, FILTER, program):
+        raise OSError(ctypes.get_errno(), "seccomp refuses")
+
+
+def call_filter() -> list[tuple[int, int, int, int]]:
+    """Instructions (code, to skip if so, if not, value) of a filter of system calls; none for an unknown processor."""
+    if platform.machine() not in ARCHITECTURES:
+        return []
+    audited, place, clone = ARCHITECTURES[platform.machine()]
+    numbers = [one[place] for one in FORBIDDEN.values()]
+    rules = [(LOAD, 0, 0, ARCHITECTURE), (EQUAL, 1, 0, audited), (RETURN, 0, 0, KILL), (LOAD, 0, 0, NUMBER)]
+    rules += [(EQUAL, len(numbers) - at + 6, 0, number) for at, number in enumerate(numbers)]
+    return [
+        *rules,
+        (AT_LEAST, 6, 0, X32),
+        (EQUAL, 3, 0, clone),
+        (EQUAL, 1, 0, CLONE3),
+        (RETURN, 0, 0, ALLOW),
+        (RETURN, 0, 0, REFUSE | errno.ENOSYS),
+        (LOAD, 0, 0, FIRST_ARGUMENT),
+        (ANY_BIT, 0, 1, NEW_NAMESPACES),
+        (RETURN, 0, 0, REFUSE | errno.EPERM),
+        (RETURN, 0, 0, ALLOW),
+    ]
+
+
+def bars() -> dict[str, bool]:
+    libc = ctypes.CDLL(None)
+    landlock = libc.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(ABI_ONLY))
+    filtered = platform.machine() in ARCHITECTURES and libc.prctl(PR_GET_SECCOMP, 0, 0, 0, 0) >= 0
+    return {"Landlock": landlock >= 1, "seccomp": filtered}
 
 
 def all_can_read(path: str) -> bool:

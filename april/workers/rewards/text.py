@@ -77,3 +77,7 @@ def chosen_letter(text: str) -> str | None:
     lines = text.strip().splitlines()
     letter = LONE_CHOICE.match(lines[-1]) if lines else None
     return letter[1] if letter else None
+
+
+for verifier, example in ((final_answer, "#{}"), (exact, "{}"), (f1, "\\boxed{{{}}}"), (choice, "\\boxed{{{}}}")):
+    vars(verifier)["example"] = example.format

@@ -5,9 +5,9 @@ or of those of them that it has as parameters, in any order. It returns a number
 numbers that it is made of. One of your own is named by where it lives, `package.module:function`; it may raise, and an
 exception is never counted as a reward of zero.
 
-A name that begins with `group:` is that of a function of your own of `responses`, `label`, `finish_reasons`, `prompt`
-and `tokens`, which sees all responses to a prompt and returns as many such results; its `tokens` are a list.
-`group:remote` has a reward model see them in one request.
+A name that begins with `group:` is that of a function of your own of `responses`, `label`, `finish_reasons`, `prompt`,
+`tokens` and `states`, which sees all responses to a prompt and returns as many such results; `tokens` are a list, too.
+`group:remote` has a reward model see them in one request. `interfaces.py` has the names of other frameworks' functions.
 """
 
 import importlib.util
@@ -21,6 +21,7 @@ import msgspec
 from april.data.rows import GROUP_REWARD
 from april.errors import ConfigError
 from april.workers.rewards import VERIFIERS
+from april.workers.rewards.interfaces import INTERFACES, adapted
 from april.workers.rewards.messages import BatchVerifier, Item, RewardRules, Score
 
 Worth = float | tuple[float, dict[str, float]]
@@ -28,7 +29,7 @@ Verifier = Callable[..., Worth]
 
 PARAMETERS = ("response", "label", "finish_reason", "prompt", "tokens", "state")
 """that a verifier may have; one with other names for the first three is given these by their places"""
-OF_GROUP = ("responses", "label", "finish_reasons", "prompt", "tokens")
+OF_GROUP = ("responses", "label", "finish_reasons", "prompt", "tokens", "states")
 """that one of a group may have"""
 BY_PLACE = 3
 
@@ -38,8 +39,10 @@ def find_verifier(name: str) -> BatchVerifier:
     """The verifier as one that scores items. Raises ConfigError for a name that leads nowhere, LookupError for one of a
     group that sees one response at a time."""
     verifier = VERIFIERS.find(name)
-    of_group, bare = name.startswith(GROUP_REWARD), name.removeprefix(GROUP_REWARD)
-    if of_group and bare in VERIFIERS.shipped and not getattr(verifier, "in_batches", False):
+    of_group, bare = name.startswith(GROUP_REWARD), VERIFIERS.bare(name)
+    if prefix := interface_of(name):
+        verifier = adapted(verifier, prefix, of_group)
+    elif of_group and bare in VERIFIERS.shipped and not getattr(verifier, "in_batches", False):
         raise LookupError(f"{bare} sees one response at a time; name your own as group:package.module:function")
     if getattr(verifier, "takes_items", False):
         return verifier
@@ -52,6 +55,11 @@ def find_verifier(name: str) -> BatchVerifier:
         return together(call, items)
 
     return score_group if of_group else score
+
+
+def interface_of(name: str) -> str:
+    """What stands before the name of a function that another framework calls; empty for April's own."""
+    return next((prefix for prefix in INTERFACES if name.removeprefix(GROUP_REWARD).startswith(prefix)), "")
 
 
 def matched(verifier: Verifier, known: Sequence[str]) -> Callable[[dict[str, Any]], Any]:
@@ -89,8 +97,12 @@ def places_and_names(verifier: Verifier, known: Sequence[str]) -> tuple[Sequence
 
 
 def given(item: Item) -> dict[str, Any]:
-    state = msgspec.msgpack.decode(item.state) if item.state else None
-    return {name: getattr(item, name) for name in PARAMETERS} | {"state": state}
+    return {name: getattr(item, name) for name in PARAMETERS} | {"state": state_of(item)}
+
+
+def state_of(item: Item) -> Any:
+    """That its environment has left it in; None without one."""
+    return msgspec.msgpack.decode(item.state) if item.state else None
 
 
 def together(call: Callable[[dict[str, Any]], Sequence[Worth]], items: list[Item]) -> list[Score]:
@@ -102,6 +114,7 @@ def together(call: Callable[[dict[str, Any]], Sequence[Worth]], items: list[Item
             "finish_reasons": [item.finish_reason for item in items],
             "prompt": items[0].prompt,
             "tokens": [item.tokens for item in items],
+            "states": [state_of(item) for item in items],
         }
     )
     if len(worths) != len(items):
@@ -112,6 +125,23 @@ def together(call: Callable[[dict[str, Any]], Sequence[Worth]], items: list[Item
 def score_from(item: Item, worth) -> Score:
     reward, details = worth if isinstance(worth, tuple) and len(worth) == 2 else (worth, {})
     return Score(item.key, reward, None, details)
+
+
+def right_response(name: str) -> Callable[[str], str] | None:
+    """How a right response to a label reads, where the verifier has an `example` of that: what it is tried on."""
+    return getattr(VERIFIERS.find(name), "example", None)
+
+
+def reads_state(name: str) -> bool:
+    """Whether it says something else of another state of the environment."""
+    verifier = VERIFIERS.find(name)
+    if interface_of(name):
+        return False
+    try:
+        asks = {"state", "states"} & inspect.signature(verifier).parameters.keys()
+        return getattr(verifier, "reads_state", False) or bool(asks)
+    except (TypeError, ValueError):
+        return False
 
 
 @cache

@@ -1,5 +1,7 @@
 """What April asks about the embedded engine; see `EngineEntry`. It runs without torch."""
 
+from importlib.metadata import version
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from april.config import Config, ConfigError
@@ -29,6 +31,10 @@ class TorchEntry(EngineEntry):
             )
         except EngineError as error:
             raise ConfigError(f"key 'model.path' = {str(config.model.path)!r} cannot be used: {error}") from None
+
+    @classmethod
+    def installed(cls, config: Config) -> str:
+        return f"torch {version('torch')}" if find_spec("torch") else ""
 
     @classmethod
     def check(cls, config: Config) -> None:

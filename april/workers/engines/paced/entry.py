@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
 
 class PacedEntry(EngineEntry):
+    scores = True
+    gives_way = False
     reads = ("pace", "pace_factor", "pause")
 
     @classmethod

@@ -13,12 +13,14 @@ import contextlib
 import json
 import logging
 from collections.abc import Awaitable, Callable, Container, Coroutine, Iterable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from april.processes import clock
+from april.processes.restarts import delay_s
 from april.weights.server_checksums import can_be_foretold, checksums_in_server
 from april.wire.version import Version
 from april.workers.engines.base import Chunk, EngineError, Request
@@ -28,6 +30,7 @@ from april.workers.engines.sglang.broadcast import receive
 from april.workers.engines.sglang.checks import check_model, check_pause, check_server
 from april.workers.engines.sglang.client import ServerGone, ServerRefuses, SGLangClient
 from april.workers.engines.sglang.news import News
+from april.workers.engines.sglang.others import take_name
 from april.workers.engines.sglang.run import Run
 from april.workers.engines.sglang.score import score_body, server_dtype, take_scores
 from april.workers.engines.sglang.server import AttachedServer, ServerFailed, SGLangServer
@@ -52,13 +55,14 @@ PROBE_S = 5.0
 """a server that is under suspicion has so long to answer"""
 CANCEL_S = 3.0
 """aborted requests have so long to come back; then what has arrived of them is all there is"""
+ABORT_S = 4.0
+"""longest wait for a server to take an abort: by then the samples of the others behind a worker are handed back within
+`broker.abort_deadline_s`"""
 ABORT_AGAIN_S = 0.3
 """an abort does not reach a request that the scheduler has not seen yet; it is said again after this long"""
 DISOWNED = "the weights that it ran under are not those of their version"
 VERIFY_EVERY = 20
 """changes of weights that a server takes after its first, until what it holds is compared again with what was sent"""
-LONGEST_DELAY_S = 60.0
-"""between two starts of a server that keeps dying; the first restart is at once"""
 
 
 class SGLangEngine:
@@ -237,6 +241,14 @@ class SGLangEngine:
         load = receive(self.client, manifest, post, self._change(version))
         await self._update(version, load, manifest.server_checksums if self._comparable else {}, prove)
 
+    async def take_from_others(
+        self, version: Version, post: Callable[[], None], brought: Future[None], prove: Prove | None = None
+    ) -> None:
+        """The same with weights that others load into the server between `post` and the end of `brought`. Nothing
+        runs in the meantime."""
+        self._check_ready()
+        await self._update(version, take_name(self.client, post, brought, self._change(version)), {}, prove)
+
     def score(self, tokens: np.ndarray) -> np.ndarray:
         if self.version is None:
             raise EngineError("there are no weights to score with; load some")
@@ -403,13 +415,14 @@ class SGLangEngine:
 
         Raises ServerGone if it does not say that it has taken the abort, which could then hit later requests.
         """
-        deadline = clock.now() + CANCEL_S
+        begun = clock.now()
         waiting = {run.task: run for run in runs if run.task}
-        while waiting and clock.now() < deadline and not self._alarm.is_set():
+        while waiting and (passed_s := clock.now() - begun) < CANCEL_S and not self._alarm.is_set():
             everything = len(waiting) == len(self._streaming) and self._unproven is None
             bodies = [{"abort_all": True}] if everything else [{"rid": run.rid} for run in waiting.values()]
             try:
-                await asyncio.gather(*(self.client.call("/abort_request", body) for body in bodies))
+                left_s = ABORT_S - passed_s
+                await asyncio.gather(*(self.client.call("/abort_request", body, left_s) for body in bodies))
             except ServerRefuses as error:
                 raise ServerGone(str(error)) from None
             done, _ = await asyncio.wait(waiting, timeout=ABORT_AGAIN_S)
@@ -569,7 +582,7 @@ class SGLangEngine:
         if self.restarts >= self.max_restarts:
             self._fatal = ServerFailed(f"the {self.server_name} server finished nothing in {self.restarts} restarts")
             return
-        await asyncio.sleep(min(LONGEST_DELAY_S, 2.0**self.restarts - 1))
+        await asyncio.sleep(delay_s(self.restarts + 1, self.max_restarts))
         try:
             await self._start(again=True)
         except (ServerFailed, ServerGone, ServerRefuses) as error:

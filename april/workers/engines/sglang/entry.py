@@ -22,10 +22,20 @@ class ServerEntry(EngineEntry):
 
     in_process = False
     keeps_prefixes = True
+    adopts = True
     scores = True
     reads = tuple(EngineSection.model_fields.keys() - {"pace", "pace_factor"})
     tensor_parallel: ClassVar[str] = "tp_size"
     """the server's option for its tensor-parallel ranks"""
+    package: ClassVar[tuple[str, ...]] = ("SGLang", "sglang")
+    """the server's name, and those of the packages that have it"""
+
+    @classmethod
+    def installed(cls, config: Config) -> str:
+        from april.workers.engines.sglang.installed import installed_server
+
+        name, *packages = cls.package
+        return "servers that others keep" if config.engine.url else installed_server(config, name, tuple(packages))
 
     @classmethod
     def devices(cls, config: Config) -> int:

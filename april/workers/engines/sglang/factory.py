@@ -15,6 +15,7 @@ from april.workers.engines.sglang.checks import check_ranks, check_speculation
 from april.workers.engines.sglang.client import API_KEY, ServerGone
 from april.workers.engines.sglang.engine import SGLangEngine
 from april.workers.engines.sglang.fleet import SGLangFleet
+from april.workers.engines.sglang.installed import server_python
 from april.workers.engines.sglang.news import News
 from april.workers.engines.sglang.server import AttachedServer, ServerSettings, SGLangServer
 from april.workers.engines.sglang.weights import DiskSnapshot, LocalTensors, WeightPush
@@ -102,7 +103,7 @@ def server_settings(
         placed = {"base_gpu_id": first_device} if device == "cuda" and index else {}
         settings.append(
             settings_class(
-                python=server_python(config, settings_class).absolute(),
+                python=server_python(config, settings_class.name).absolute(),
                 model=config.model.path,
                 log=(folder / f"{lane}-{settings_class.name.lower()}.log").absolute(),
                 device=device,
@@ -115,11 +116,6 @@ def server_settings(
             )
         )
     return settings
-
-
-def server_python(config: Config, settings_class: type[ServerSettings]) -> Path:
-    """The interpreter that has the server's package."""
-    return config.engine.python or Path(f".venv-{settings_class.name.lower()}/bin/python")
 
 
 def make_push(config: Config) -> WeightPush:

@@ -14,6 +14,8 @@ class ServerIntake(Intake):
 
     def begin(self, staged: Staged) -> asyncio.Task:
         prove = self._prover(staged)
+        if staged.brought and staged.post:
+            return self.engine.begin(self.engine.take_from_others(staged.version, staged.post, staged.brought, prove))
         if staged.manifest and staged.post:
             return self.engine.begin(self.engine.take_broadcast(staged.version, staged.manifest, staged.post, prove))
         return self.engine.begin(self.engine.take_weights(staged.version, staged.tensors or {}, prove))

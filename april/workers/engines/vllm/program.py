@@ -1,6 +1,8 @@
 """vLLM behind the part of SGLang's HTTP API that `SGLangEngine` uses, so that one engine drives both servers.
 
-Run by the interpreter that has vLLM, which lacks April: `python program.py --host H --port P` and vLLM's options.
+Run by the interpreter that has vLLM, which lacks April: `python -P program.py --model M --host H --port P` and vLLM's
+options; by a worker, or by whoever loads the weights.
+
 Tokens in, tokens out. No request lives through a change of weights: a pause ends each with the tokens it has, so that
 all tokens of a request are of the version that it names.
 """
@@ -34,6 +36,8 @@ LONGEST_BODY_BYTES = 64 << 20
 WATCH_S = 0.2
 ABORT_AGAIN_S = 0.2
 """an abort does not reach a request that the engine has not taken in yet"""
+AS_SAMPLED = {"skip_tokenizer_init": True, "logprobs_mode": "processed_logprobs", "generation_config": "vllm"}
+"""options: log-probabilities after the temperature, nothing from the model's folder that changes how is sampled"""
 EXTENSION = "__mp_main__.WeightsInPlace"
 """by the name that this program has in processes that it spawns"""
 
@@ -88,6 +92,8 @@ class Program:
             web.post("/abort_request", self.abort_request),
             web.post("/pause_generation", self.pause_generation),
             web.post("/update_weights_from_disk", self.update_weights_from_disk),
+            web.post("/flush_cache", self.flush_cache),
+            web.post("/update_weight_version", self.update_weight_version),
             web.post("/continue_generation", self.continue_generation),
         ]
 
@@ -206,15 +212,29 @@ class Program:
     async def update_weights_from_disk(self, request: web.Request) -> web.Response:
         body = await request.json()
         folder = Path(body["model_path"])
-        if self._admitting.is_set():
-            return refusal("weights change only between /pause_generation and /continue_generation")
+        if self._answers:
+            return refusal("weights change only while nothing is generated: call /pause_generation before")
         if not any(folder.glob("*.safetensors")):
             return refusal(f"{folder} holds no .safetensors file")
+        admitted = self._admitting.is_set()
+        self._admitting.clear()
         try:
             await self._engine.collective_rpc("reload_from", args=(str(folder),))
         except Exception as error:
             return refusal(f"Weights were updated in part: {error}")
-        self._version = body["weight_version"]
+        finally:
+            if admitted:
+                self._admitting.set()
+        self._version = body.get("weight_version", self._version)
+        return web.json_response({"success": True})
+
+    async def flush_cache(self, request: web.Request) -> web.Response:
+        await self._engine.reset_prefix_cache()
+        return web.json_response({"success": True})
+
+    async def update_weight_version(self, request: web.Request) -> web.Response:
+        """The name of weights that others have loaded."""
+        self._version = (await request.json())["new_version"]
         return web.json_response({"success": True})
 
     async def continue_generation(self, request: web.Request) -> web.Response:
@@ -273,6 +293,7 @@ def main(words: list[str]) -> None:
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
     parser.add_argument("--host", required=True)
     parser.add_argument("--port", type=int, required=True)
+    parser.set_defaults(**AS_SAMPLED)
     options = parser.parse_args(words)
     arguments = AsyncEngineArgs.from_cli_args(options)
     arguments.worker_extension_cls = EXTENSION

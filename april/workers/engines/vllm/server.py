@@ -22,14 +22,13 @@ class VLLMSettings(ServerSettings):
         return ["-P", str(PROGRAM)]
 
     def own_options(self, port: int) -> dict[str, Any]:
-        """Log-probabilities after the temperature, nothing from the model's folder that changes how is sampled.
+        """What the program does not set itself.
 
         On a CPU a prompt is computed whole: vLLM's runner turns the generator of a seeded request back when a step has
         computed a part of its prompt, and a generator on a CPU cannot be turned back, which ends the engine.
         """
         given: dict[str, Any] = {
-            "model": str(self.model.absolute()), "host": HOST, "port": port, "skip_tokenizer_init": True,
-            "max_num_seqs": self.slots, "logprobs_mode": "processed_logprobs", "generation_config": "vllm",
+            "model": str(self.model.absolute()), "host": HOST, "port": port, "max_num_seqs": self.slots,
         }  # fmt: skip
         if self.context_tokens:
             given["max_model_len"] = self.context_tokens

@@ -1,0 +1,50 @@
+"""Failures of foreign code are said in full once, and then counted; what it prints has a file."""
+
+import logging
+
+import pytest
+
+from april.processes.failures import Failures
+from april.workers.rewards.messages import RewardRules
+from april.workers.rewards.pool import RewardPool
+from tests.workers.rewards_setup import collect
+
+OWN = """
+def grade(response, label):
+    print("graded", response)
+    return {"a": 1.0}[label]
+"""
+
+
+def test_a_thousand_failures_of_one_kind_are_a_few_lines_and_the_first_is_whole(caplog):
+    failures = Failures(logging.getLogger("april.x"))
+    with caplog.at_level(logging.WARNING):
+        for number in range(1000):
+            failures.note("scoring_failed", f"verifier 'my:grade': KeyError: '{number}'", f"sample {number} came back")
+        failures.note("scoring_failed", "verifier 'my:grade': TypeError: no", "sample 7 came back")
+    said = [record.getMessage() for record in caplog.records]
+    assert said[0] == "sample 0 came back, scoring_failed: verifier 'my:grade': KeyError: '0'"
+    assert said[-1] == "sample 7 came back, scoring_failed: verifier 'my:grade': TypeError: no"
+    assert said[-2].startswith("scoring_failed: 512 of this kind so far") and len(said) == 11
+    assert failures.by_cause == {"scoring_failed": 1001} and "TypeError" in failures.last["scoring_failed"]
+
+
+@pytest.fixture
+def own_verifier(tmp_path, monkeypatch):
+    (tmp_path / "printing_rewards.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    return "printing_rewards:grade"
+
+
+def test_what_a_verifier_prints_is_in_its_file_with_one_traceback_of_each_kind(own_verifier, tmp_path):
+    prints = tmp_path / "rewards.log"
+    pool = RewardPool(1, RewardRules(), prints)
+    for key, label in enumerate("abc"):
+        pool.submit(key, own_verifier, f"response {key}", label, "stop")
+    scores = collect(pool, 3)
+    pool.close()
+    assert [scores[key].reward for key in range(3)] == [1.0, None, None]
+    printed = prints.read_text()
+    assert [f"graded response {key}" in printed for key in range(3)] == [True] * 3
+    assert printed.count("Traceback") == 1 and "KeyError: 'b'" in printed
+    assert "further errors of this kind are only counted" in printed

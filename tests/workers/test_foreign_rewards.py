@@ -1,0 +1,154 @@
+"""Reward functions in the forms of TRL, verl and verifiers, restated, called by name as April's own verifiers are."""
+
+import importlib
+import json
+
+import pytest
+
+from april import cli
+from april.config import ConfigError
+from april.workers.rewards.messages import Item, RewardRules
+from april.workers.rewards.process import verify
+from april.workers.rewards.verifiers import check_verifier, find_verifier, reads_state
+
+FUNCTIONS = '''
+def lengths(prompts, completions, **columns):
+    """TRL's, of messages: also how many completions it sees at once, and what a column has."""
+    assert prompts[0] == [{"role": "user", "content": "1+1="}]
+    return [len(said[0]["content"]) + 10 * len(completions) for said in completions]
+
+def right(completions, solution, **columns):
+    return [float(said[0]["content"] == wanted) for said, wanted in zip(completions, solution)]
+
+def of_texts(prompts, completions, answer):
+    return [float(prompt + text == wanted) for prompt, text, wanted in zip(prompts, completions, answer)]
+
+def of_two(completions, solution, difficulty):
+    return [one * (said[0]["content"] == wanted) for said, wanted, one in zip(completions, solution, difficulty)]
+
+async def later(completions, **columns):
+    return [float(columns["answer"][0])] * len(completions)
+
+def none(completions, **columns):
+    return [None] * len(completions)
+
+def of_trainer(completions, completion_ids, **columns):
+    return [0.0]
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    """verl's."""
+    right = solution_str == ground_truth
+    score = right - (data_source == "hard") / 2
+    return {"score": score, "acc": right, "pred": solution_str, "index": extra_info["index"]}
+
+def grade(solution_str, ground_truth, method="strict"):
+    return solution_str == ground_truth
+
+async def asked(prompt, completion, answer, state, info):
+    """verifiers'."""
+    assert state["completion"] == completion and prompt[-1]["role"] == "user"
+    return float(completion[-1]["content"] == answer) + info.get("bonus", 0)
+
+def parsed(completion, parser):
+    return 0.0
+'''
+
+
+@pytest.fixture(scope="module", autouse=True)
+def functions(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("functions")
+    (folder / "theirs.py").write_text(FUNCTIONS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        importlib.invalidate_caches()
+        yield
+
+
+def score(name, response="2", label="2"):
+    (score,) = verify([Item(0, name, response, label, "stop", "1+1=", 1)], RewardRules())
+    return score
+
+
+TWO = json.dumps({"solution": "2", "difficulty": 0.5})
+VERL = json.dumps({"data_source": "hard", "ground_truth": "2", "extra_info": {"index": 7}})
+WORTH = {
+    ("trl:theirs:lengths", "2"): 11.0,
+    ("trl:theirs:right", "2"): 1.0,
+    ("trl:theirs:right", "3"): 0.0,
+    ("trl_text:theirs:of_texts", "1+1=2"): 1.0,
+    ("trl:theirs:of_two", TWO): 0.5,
+    ("trl:theirs:later", "4"): 4.0,
+    ("verl:theirs:compute_score", VERL): 0.5,
+    ("verl:theirs:grade", "2"): 1.0,
+    ("verifiers:theirs:asked", "2"): 1.0,
+    ("verifiers:theirs:asked", '{"answer": "2", "info": {"bonus": 2}}'): 3.0,
+}
+
+
+@pytest.mark.parametrize("which", WORTH, ids=lambda which: " ".join(which)[:50])
+def test_a_function_of_another_framework_is_called_as_it_wants_to_be(which):
+    name, label = which
+    check_verifier(name)
+    given = score(name, label=label)
+    assert (given.error, given.reward) == (None, WORTH[which])
+
+
+def test_the_numbers_beside_verl_s_score_are_details():
+    assert score("verl:theirs:compute_score", label=VERL).details == {"acc": 1.0, "index": 7.0, "over_limit": 0.0}
+
+
+def test_a_function_of_trl_may_see_the_whole_group():
+    items = [
+        Item(place, "group:trl:theirs:lengths", text, "2", "stop", "1+1=", 1) for place, text in enumerate(("a", "bcd"))
+    ]
+    assert [one.reward for one in find_verifier("group:trl:theirs:lengths")(items, RewardRules())] == [21.0, 23.0]
+
+
+ERRORS = {
+    ("trl:theirs:none", "2"): "returned None, by which TRL leaves a response out",
+    ("trl:theirs:of_two", "2"): "needs the columns solution, difficulty; name them in data.label_key = 'solution,diff",
+    ("verl:theirs:compute_score", "2"): "KeyError: 'index'",
+}
+
+
+@pytest.mark.parametrize("which", ERRORS, ids=lambda which: which[0])
+def test_what_it_cannot_say_is_an_error_and_never_a_zero(which):
+    given = score(which[0], label=which[1])
+    assert given.reward is None and ERRORS[which] in given.error
+
+
+REFUSED = {
+    "trl:theirs:of_trainer": "its parameter 'completion_ids' is what TRL's trainer has",
+    "verifiers:theirs:parsed": "its parameter 'parser' is none of prompt, completion, answer",
+    "group:verl:theirs:grade": "a function of verl sees one response at a time; leave out group:",
+    "trl:theirs:nowhere": "theirs has no 'nowhere'",
+    "trl:theirs": "'reward.name' = 'trl:theirs' is no verifier",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_called_is_refused_before_a_run_starts(name):
+    with pytest.raises(ConfigError) as caught:
+        check_verifier(name)
+    assert REFUSED[name] in str(caught.value)
+
+
+def test_a_state_of_theirs_is_no_environment_s():
+    assert not reads_state("verifiers:theirs:asked")
+
+
+def test_a_dry_run_calls_it_on_rows_with_their_columns(config_file, tmp_path, capsys):
+    row = {"prompt": "04*3+90=", "solution": "102", "difficulty": 2}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    rows = str(tmp_path / "rows.jsonl")
+    keys = ["--data.path", rows, "--data.eval_path", rows, "--data.label_key", "solution,difficulty"]
+    cli.main(["run", str(config_file), "--dry-run", *keys, "--reward.name", "trl:theirs:of_two"])
+    said = capsys.readouterr().out
+    assert "trl:theirs:of_two: a response that is the label, of" in said and "is worth 0" in said
+
+
+@pytest.mark.full
+def test_trl_s_own_reward_grades_mathematics():
+    label = json.dumps({"solution": "$\\frac{1}{2}$"})
+    assert score("trl:trl.rewards:accuracy_reward", "So $\\boxed{\\frac{1}{2}}$", label).reward == 1.0
+    assert score("trl:trl.rewards:accuracy_reward", "So $\\boxed{2}$", label).reward == 0.0
