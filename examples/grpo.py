@@ -66,8 +66,8 @@ class Learner:
         rows = batch.advantages.nonzero()[:, 0]
         rows = rows[batch.attention_mask[rows].sum(1).argsort()]
         loss, clipped = 0.0, 0.0
-        for some in rows.split(ROWS):
-            of_rows, clips = self.loss(batch, some)
+        for start in range(0, len(rows), ROWS):
+            of_rows, clips = self.loss(batch, rows[start : start + ROWS])
             (of_rows / tokens).backward()
             loss, clipped = loss + of_rows.item() / tokens, clipped + clips / tokens
         for group in self.optimizer.param_groups:

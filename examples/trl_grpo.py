@@ -10,11 +10,13 @@ import os
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 import torch
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 from april import config as configuration
 from april.adapters import trl as adapter
+from april.config import LearnerSection
 
 ROWS = 32
 """of a micro-batch, at most"""
@@ -37,11 +39,8 @@ def main() -> None:
         num_generations=config.schedule.n_samples_per_prompt,
         max_completion_length=config.sampling.max_response_tokens,
         max_steps=config.schedule.max_steps,
+        max_grad_norm=config.learner.grad_clip,
         temperature=config.sampling.temperature,
-        learning_rate=config.learner.lr,
-        adam_beta2=config.learner.betas[1],
-        warmup_steps=config.learner.warmup_steps,
-        lr_scheduler_type="constant_with_warmup",
         beta=0.0,
         epsilon_high=0.28,
         loss_type="dapo",
@@ -56,15 +55,25 @@ def main() -> None:
         disable_tqdm=True,
     )
     with adapter.connect(options.config, arguments, overrides=overrides) as rollouts:
+        model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
         trainer = GRPOTrainer(
-            model=AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32),
+            model=model,
             processing_class=AutoTokenizer.from_pretrained(config.model.path),
             args=arguments,
             train_dataset=rollouts.dataset,
             reward_funcs=rollouts.reward,
             rollout_func=rollouts.generate,
+            optimizers=optimizer_and_schedule(model, config.learner),
         )
         rollouts.train(trainer)
+
+
+def optimizer_and_schedule(model: torch.nn.Module, section: LearnerSection) -> tuple[torch.optim.Optimizer, LambdaLR]:
+    """As April's learner has them. The warm-ups of transformers begin at 0: the first batch would teach nothing."""
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=section.lr, betas=section.betas, weight_decay=section.weight_decay
+    )
+    return optimizer, LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / max(1, section.warmup_steps)))
 
 
 if __name__ == "__main__":

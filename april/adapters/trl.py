@@ -16,20 +16,22 @@ log-probabilities, trains and saves. One batch is one optimizer step. A checkpoi
 `train` goes on from the newest.
 """
 
-import itertools
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeAlias
 
+import torch
 import torch.distributed as dist
 from datasets import Dataset
+from torch import Tensor
 from transformers import TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from trl import GRPOConfig, GRPOTrainer
 
 from april import rollouts
+from april.adapters.parts import filled, sync
 from april.config import Config, ConfigError
 from april.config.checks import cut_of
 from april.learner.batch import TrainSample
@@ -38,6 +40,9 @@ from april.rollouts import RolloutBatch, Rollouts
 REWARD = "april_reward"
 """what TRL hands on to `reward` with each sample"""
 CHECKPOINT = "checkpoint-"
+Scores: TypeAlias = tuple[Tensor, Tensor | None, Tensor | None]
+Score: TypeAlias = Callable[..., Scores]
+"""log-probabilities [B, C], entropies, auxiliary loss"""
 
 
 class TrlRollouts:
@@ -87,6 +92,7 @@ class TrlRollouts:
         trainer.use_vllm = True
         trainer.vllm_generation = WeightsToApril(self.run, trainer)
         trainer._last_loaded_step = -1
+        trainer._get_per_token_logps_and_entropies = partial(by_length, trainer._get_per_token_logps_and_entropies)
         trainer.add_callback(Reports(self, trainer))
 
     def train(self, trainer: GRPOTrainer) -> Any:
@@ -183,9 +189,23 @@ def check(config: Config, arguments: GRPOConfig) -> None:
         )
 
 
-def filled(group: list[TrainSample], size: int) -> list[TrainSample]:
-    """`size` samples: TRL knows groups of one size alone, so one that has lost some has others twice."""
-    return list(itertools.islice(itertools.cycle(group), size))
+def by_length(score: Score, model: Any, ids: Tensor, mask: Tensor, logits_to_keep: int, **others: Any) -> Scores:
+    """`GRPOTrainer`'s log-probabilities: of those that its correction asks for beside the step, no longer padded to the
+    longest response of all rows, but to that of `batch_size` rows of like length. The same values.
+
+    `ids`, `mask`: [B, P + C], prompts padded on the left, the C = `logits_to_keep` of responses on the right.
+    """
+    size = others.pop("batch_size", None) or len(ids)
+    if torch.is_grad_enabled() or any(value is not None and value is not False for value in others.values()):
+        return score(model, ids, mask, logits_to_keep, batch_size=size, **others)
+    lengths = mask[:, -logits_to_keep:].sum(1)
+    logprobs = torch.zeros(len(ids), logits_to_keep, device=ids.device)
+    for rows in lengths.argsort().split(size):
+        longest = int(lengths[rows].max())
+        end = ids.shape[1] - logits_to_keep + longest
+        found, _, _ = score(model, ids[rows, :end], mask[rows, :end], longest, batch_size=size)
+        logprobs[rows, :longest] = found.to(logprobs.dtype)
+    return logprobs, None, None
 
 
 def described(samples: list[TrainSample]) -> dict[str, list[Any]]:
@@ -220,11 +240,3 @@ def is_whole(checkpoint: Path) -> bool:
         return TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME)).global_step == step_of(checkpoint)
     except (OSError, ValueError, TypeError):
         return False
-
-
-def sync(folder: Path) -> None:
-    """Put a checkpoint on disk: TRL has only written it."""
-    for path in [*folder.rglob("*"), folder, folder.parent]:
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)

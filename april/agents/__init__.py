@@ -2,4 +2,4 @@
 
 from april.registry import Registry
 
-PROGRAMS = Registry("agent.program", "agent", {})
+PROGRAMS = Registry("agent.program", "agent", {"verifiers": "april.agents.verifiers:Verifiers"})

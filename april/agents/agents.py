@@ -48,14 +48,15 @@ class Agents:
     def open(self, told: wire.Session, said: list[Said]) -> None:
         if session := self.sessions.get(told.lease_id):
             return session.hear(said)
-        session = AgentSession(told, self.renderer, self.link.say, self.section.max_turn_tokens)
+        rendered = self.section.history == "template"
+        session = AgentSession(told, self.renderer, self.link.say, self.section.max_turn_tokens, rendered)
         session.hear(said)
         self.sessions[told.lease_id] = session
         self._run(session)
 
     def hear(self, said: list[Said]) -> None:
         for row, payload in said:
-            if session := self.sessions.get(row.lease_id):
+            if session := self.sessions.get(wire.session_of(row.lease_id)):
                 session.hear([(row, payload)])
 
     def lose(self, lease_id: int, why: str) -> None:
@@ -82,7 +83,8 @@ class Agents:
         if error:
             return self._give_back(key, error)
         reward = session.reward if reward is None else reward
-        closing = wire.Closed(key) if reward is None else wire.Scored(key, [reward], [{}])
+        behind = session.superseded()
+        closing = wire.Closed(key, behind) if reward is None else wire.Scored(key, [reward], [{}], behind)
         self.completed += 1
         self._forget(key, "its agent has ended")
         self.link.close_session(closing)

@@ -6,7 +6,7 @@ A call stays open until its answer is there, however often its sample is aborted
 import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import orjson
@@ -40,8 +40,8 @@ class Gateway:
         """keys that opened a session once, with the HTTP status that they get now"""
         self.counts: Counter[str] = Counter()
         """of answers by HTTP status"""
-        self.calls: dict[AgentSession, str] = {}
-        """the idempotency key of the last call of a session that named one"""
+        self.refusals: Counter[str] = Counter()
+        """of requests by their code"""
         self.app = web.Application(client_max_size=BODY_BYTES, middlewares=[self._errors])
         for dialect in dialects:
             self.app.router.add_post(dialect.path, self._converse)
@@ -63,7 +63,6 @@ class Gateway:
             self.former[key] = status
             if len(self.former) > FORMER_KEYS:
                 del self.former[next(iter(self.former))]
-        self.calls.pop(session, None)
 
     # --- requests ---------------------------------------------------------------------------------------------
 
@@ -86,13 +85,17 @@ class Gateway:
     async def _converse(self, request: web.Request) -> web.StreamResponse:
         dialect = self.of_path[request.path]
         session, body = self.session_of(request), await read_body(request)
-        turn = session.ask(dialect.wish(body, session, self._is_repeated(request, session)))
-        if body.get("stream"):
-            return await self._stream(request, body, dialect, session, turn)
-        async for _ in news(session, turn):
-            pass
-        turn.delivered = True
-        return answer(dialect.whole(session, turn))
+        turn = session.ask(replace(dialect.wish(body, session), **call_of(request)))
+        turn.calls += 1
+        try:
+            if body.get("stream"):
+                return await self._stream(request, body, dialect, session, turn)
+            async for _ in news(session, turn):
+                pass
+            turn.delivered = True
+            return answer(dialect.whole(session, turn))
+        finally:
+            turn.calls -= 1
 
     async def _stream(
         self, request: web.Request, body: dict[str, Any], dialect: Dialect, session: AgentSession, turn: Turn
@@ -132,14 +135,6 @@ class Gateway:
             raise Refusal("invalid_api_key", "this key opens no session", 401)
         return self.sessions[key]
 
-    def _is_repeated(self, request: web.Request, session: AgentSession) -> bool:
-        """Whether the client says that it asks once more."""
-        named = request.headers.get(SAME_CALL, "")
-        same = bool(named) and self.calls.get(session) == named
-        if named:
-            self.calls[session] = named
-        return same or request.headers.get(SDK_RETRIES, "0") not in ("", "0")
-
     @web.middleware
     async def _errors(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -149,6 +144,7 @@ class Gateway:
         try:
             response = await handler(request)
         except Refusal as error:
+            self.refusals[error.code] += 1
             response = answer(refused(error.code, str(error), error.status), error.status)
         except BadMessages as error:
             response = answer(refused("invalid_messages", str(error), 400), 400)
@@ -167,6 +163,12 @@ def task_of(session: AgentSession) -> dict[str, Any]:
         "messages": messages, "label": told.label, "group": told.group, "index": told.index,
         "evaluation": told.evaluation,
     }  # fmt: skip
+
+
+def call_of(request: web.Request) -> dict[str, Any]:
+    """What a client says of a call itself: its name, and whether it asks once more."""
+    retried = request.headers.get(SDK_RETRIES, "0") not in ("", "0")
+    return {"name": request.headers.get(SAME_CALL, ""), "repeated": retried}
 
 
 async def news(session: AgentSession, turn: Turn) -> Any:

@@ -1,4 +1,5 @@
-"""The process in which an agent's program runs, many sessions at a time: `python -m april.agents.host PLACE`.
+"""The process in which an agent's program runs, many sessions at a time: `python -m april.agents.host
+PLACE OPTIONS THREADS`.
 
 It is told over a pipe what to run, and says how each ended. A coroutine runs in the event loop, a plain function in a
 thread of its own.
@@ -8,14 +9,15 @@ import asyncio
 import inspect
 import os
 import sys
-import traceback
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, BinaryIO
 
 import msgspec
 
 from april.agents import PROGRAMS
+from april.processes.blame import raised
 from april.processes.frames import LENGTH_BYTES, READY, frame, private_pipes, send
 from april.processes.lifetime import die_with_parent, end
 
@@ -62,9 +64,26 @@ class Session:
         return self.base_url.removesuffix("/v1")
 
 
+def made(place: str, options: dict[str, Any]) -> Any:
+    """The program at that place; one that is a class is made here, of its options. What it raises then, each of its
+    sessions raises."""
+    program = PROGRAMS.find(place)
+    if not inspect.isclass(program):
+        return program
+    try:
+        return program(**options)
+    except Exception as error:
+        return partial(fail, error)
+
+
+def fail(error: Exception, session: Session) -> None:
+    raise error
+
+
 class Host:
     def __init__(self, program: Any, outgoing: BinaryIO, threads: int):
         self.program = program
+        self.is_async = any(map(inspect.iscoroutinefunction, (program, type(program).__call__)))
         self.outgoing = outgoing
         self.running: dict[int, asyncio.Task[None]] = {}
         self.threads = ThreadPoolExecutor(threads)
@@ -92,7 +111,7 @@ class Host:
     async def _run(self, order: Begin) -> None:
         session = Session(order.base_url, order.api_key, order.task, order.replaying)
         try:
-            if inspect.iscoroutinefunction(self.program):
+            if self.is_async:
                 reward = await self.program(session)
             else:
                 reward = await asyncio.get_running_loop().run_in_executor(self.threads, self.program, session)
@@ -117,15 +136,14 @@ class Host:
 
 
 def last_lines(error: BaseException) -> str:
-    text = "".join(traceback.format_exception(error)).strip()
-    return f"{type(error).__name__}: {error}\n{text[-ERROR_CHARACTERS:]}"
+    return f"{type(error).__name__}: {error}\n{raised(error)[-ERROR_CHARACTERS:]}"
 
 
 def main() -> None:
     die_with_parent()
-    place, threads = sys.argv[1], int(sys.argv[2])
+    place, options, threads = sys.argv[1], msgspec.json.decode(sys.argv[2]), int(sys.argv[3])
     incoming, outgoing = private_pipes()
-    asyncio.run(Host(PROGRAMS.find(place), outgoing, threads).serve(incoming))
+    asyncio.run(Host(made(place, options), outgoing, threads).serve(incoming))
     end(0)
 
 

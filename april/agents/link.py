@@ -17,8 +17,7 @@ import msgspec
 import numpy as np
 
 from april import wire
-from april.connections.broker import HEARTBEAT_S, BrokerConnection, BrokerUnreachable
-from april.processes import clock
+from april.connections.broker import BrokerConnection, BrokerUnreachable
 from april.wire.rows import Row, padded, read_rows
 from april.workers.reports import Reports
 
@@ -46,12 +45,11 @@ class Listener(Protocol):
 
 
 class Link(threading.Thread):
-    def __init__(self, connection: BrokerConnection, room: int, renew_s: float, listener: Listener):
+    def __init__(self, connection: BrokerConnection, room: int, listener: Listener):
         """`room`: sessions that are taken at once. Start it within the event loop that `listener` lives in."""
         super().__init__(name="link", daemon=True)
         self.connection = connection
         self.room = room
-        self.renew_s = renew_s
         self.listener = listener
         self.loop = asyncio.get_running_loop()
         self.reports = Reports(connection)
@@ -61,14 +59,13 @@ class Link(threading.Thread):
         self._orders: deque[Callable[[], None]] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         connection.wake_by(self._wake)
-        self._next_heartbeat = self._next_renewal = 0.0
 
     # --- from the event loop ----------------------------------------------------------------------------------
 
-    def say(self, lease_id: int, start: int, tokens: np.ndarray, request: wire.TurnRequest) -> None:
-        """Open a turn of a session of so many tokens with int32 [T]."""
+    def say(self, lease_id: int, start: int, tokens: np.ndarray, request: wire.TurnRequest, parent: int) -> None:
+        """Open a turn with int32 [T] in a branch of so many tokens, which has left or now leaves its `parent`."""
         state = msgspec.msgpack.encode(request)
-        self._order(lambda: self.reports.add_observation(lease_id, start, tokens, state))
+        self._order(lambda: self.reports.add_observation(lease_id, start, tokens, state, parent=parent))
 
     def close_session(self, closing: wire.Closing) -> None:
         self._order(lambda: self._close(closing))
@@ -89,7 +86,7 @@ class Link(threading.Thread):
             while not self.stopping:
                 self._turn()
             self.reports.send(all_of_it=True)
-            self.connection.send(wire.Goodbye())
+            self.connection.goodbye()
         except BrokerUnreachable as error:
             self.failure = error
             self._end(str(error))
@@ -110,7 +107,7 @@ class Link(threading.Thread):
         while self._orders:
             self._orders.popleft()()
         self.reports.send()
-        self._heartbeat()
+        self.connection.hold(self.leases)
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> None:
         if not self.loop.is_closed():
@@ -125,22 +122,11 @@ class Link(threading.Thread):
 
     def _say_hello(self) -> None:
         welcome = self.connection.hello(list(self.leases))
-        self.renew_s = welcome.renew_s
         for lease_id in welcome.lost:
             self._lose(lease_id, "the broker has given it to another")
         self.connection.send(wire.Room(self.room))
-        for lease_id in self.leases:
+        for lease_id in self.reports.unanswered():
             self.reports.send_again(lease_id)
-
-    def _heartbeat(self) -> None:
-        now = clock.now()
-        if now < self._next_heartbeat:
-            return
-        leases = list(self.leases) if now >= self._next_renewal else []
-        if leases:
-            self._next_renewal = now + self.renew_s
-        self._next_heartbeat = now + HEARTBEAT_S
-        self.connection.beat(leases)
 
     def _handle(self, received: wire.Received) -> None:
         message = received.message
@@ -174,16 +160,23 @@ class Link(threading.Thread):
         for lease_id, length in answers.resend:
             self.reports.send_again(lease_id, length)
         for lease_id in answers.done:
-            self.leases.discard(lease_id)
-            self.reports.forget(lease_id)
+            self._forget(lease_id)
         for lease_id, reason in answers.refused:
             self._lose(lease_id, reason)
 
     def _lose(self, lease_id: int, why: str) -> None:
-        self.reports.forget(lease_id)
-        if lease_id in self.leases:
-            self.leases.discard(lease_id)
+        """The session that the lease is of, or a branch of it."""
+        lease_id = wire.session_of(lease_id)
+        if self._forget(lease_id):
             self._call(self.listener.lose, lease_id, why)
+
+    def _forget(self, lease_id: int) -> bool:
+        """Whether there was such a session."""
+        for branch in range(wire.BRANCHES):
+            self.reports.forget(lease_id + branch)
+        found = lease_id in self.leases
+        self.leases.discard(lease_id)
+        return found
 
 
 def read(table: Any, payload: Any) -> Iterator[Said]:

@@ -4,13 +4,13 @@ import asyncio
 import logging
 import signal
 import sys
-import uuid
 from collections import Counter
 from typing import NoReturn
 
 from april.agents import PROGRAMS
 from april.config import Config, ConfigError
 from april.connections.broker import AccessDenied, BrokerConnection
+from april.connections.identity import new_uid
 from april.processes.lifetime import REFUSED, end
 from april.processes.logs import log_to_stderr
 from april.security.keys import Keys, load_keys
@@ -49,12 +49,12 @@ async def serve(config: Config, address: str, name: str, keys: Keys | None) -> i
     renderer = Renderer(tokenizer, section.chat_template, options, section.response_template)
     agents = Agents(section, gateway, renderer)
     if section.program:
-        agents.runner = ProgramRunner(section.program, section.sessions, agents)
+        agents.runner = ProgramRunner(section.program, section.options, section.sessions, agents)
     elif section.command:
         agents.runner = CommandRunner(section.command, config.run_dir / "logs" / f"{name}-programs.log", agents)
     else:
         agents.runner = AttachedRunner(agents, gateway)
-    http = web.AppRunner(gateway.app, access_log=None)
+    http = web.AppRunner(gateway.app, access_log=None, handler_cancellation=True)
     await http.setup()
     host, _, port = section.listen.rpartition(":")
     site = web.TCPSite(http, host, int(port))
@@ -70,8 +70,8 @@ async def serve(config: Config, address: str, name: str, keys: Keys | None) -> i
     bound = http.addresses[0]
     agents.base_url = f"http://{host}:{bound[1]}/v1"
     log.info("the API is at %s; connecting to %s", agents.base_url, address)
-    connection = BrokerConnection(address, "agents", name, uuid.uuid4().hex, config.broker.patience_s, keys)
-    agents.link = Link(connection, section.sessions, config.broker.renew_s, agents)
+    connection = BrokerConnection(address, "agents", name, new_uid(name), config.broker.patience_s, keys)
+    agents.link = Link(connection, section.sessions, agents)
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(
             number, agents.link.leave, f"signal {signal.Signals(number).name}"
@@ -80,7 +80,10 @@ async def serve(config: Config, address: str, name: str, keys: Keys | None) -> i
     await agents.over.wait()
     log.info("stopping: %s; %d sessions closed", agents.link.stopping, agents.completed)
     ignored = sum((dialect.ignored for dialect in gateway.dialects), Counter())
-    log.info("answers by status: %s; ignored: %s", dict(gateway.counts), dict(ignored) or "nothing")
+    log.info(
+        "answers by status: %s; refused: %s; ignored: %s",
+        dict(gateway.counts), dict(gateway.refusals) or "nothing", dict(ignored) or "nothing",
+    )  # fmt: skip
     await agents.runner.close()
     await http.cleanup()
     agents.link.join()

@@ -11,7 +11,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 import orjson
@@ -55,10 +55,10 @@ class Runner(Protocol):
 
 
 class ProgramRunner:
-    """A function, in a process that is replaced when it dies or is blocked."""
+    """A function, or a class that is made of its options, in a process that is replaced when it dies or is blocked."""
 
-    def __init__(self, place: str, threads: int, audience: Audience):
-        self.place, self.threads, self.audience = place, threads, audience
+    def __init__(self, place: str, options: dict[str, Any], threads: int, audience: Audience):
+        self.place, self.options, self.threads, self.audience = place, options, threads, audience
         self.running: set[int] = set()
         self.ceasing: dict[int, asyncio.TimerHandle] = {}
         self.process: asyncio.subprocess.Process | None = None
@@ -68,8 +68,8 @@ class ProgramRunner:
     async def start(self) -> None:
         """Raises TimeoutError and asyncio.IncompleteReadError for a program that does not come to its start."""
         self.process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "april.agents.host", self.place, str(self.threads),
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, start_new_session=True,
+            sys.executable, "-m", "april.agents.host", self.place, orjson.dumps(self.options).decode(),
+            str(self.threads), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, start_new_session=True,
             env=os.environ | {SUPERVISED: str(os.getpid()), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )  # fmt: skip
         assert self.process.stdout

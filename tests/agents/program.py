@@ -1,8 +1,11 @@
 """Agents for the tests. Each answer that one reads is a line of a file of its sample, so that runs can be compared."""
 
 import asyncio
+import contextlib
 import os
+import random
 import uuid
+from functools import partial
 from pathlib import Path
 
 import orjson
@@ -27,6 +30,53 @@ async def in_three_turns(session):
     return float(sum(map(len, read)) % 2)
 
 
+async def with_branches(session):
+    """A plan, two helpers at once, two ways on from the plan at once, and a history that is compacted."""
+    client = AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, http_client=HTTP, timeout=170)
+    execution, read, task = uuid.uuid4().hex, [], list(session.task["messages"])
+
+    async def ask(*conversations):
+        replies = await asyncio.gather(
+            *(client.chat.completions.create(model="any", messages=one, max_tokens=4) for one in conversations)
+        )
+        for reply in replies:
+            read.append(reply.choices[0].message.content)
+            write(session.task, {"execution": execution, "turn": len(read), "said": read[-1]})
+        await asyncio.sleep(0.1)
+        return read[-len(conversations) :]
+
+    [plan] = await ask(task)
+    helped = await ask([user("1+")], [user("2+")])
+    planned = [*task, {"role": "assistant", "content": plan}]
+    found = await ask([*planned, user("+")], [*planned, user("*")])
+    await ask([*task, user("".join([*helped, *found]))])
+    return float(sum(map(len, read)) % 2)
+
+
+async def erratic(session):
+    """Fails now and then, asks something else when it is run again, and hangs up on its last call."""
+    client = AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, http_client=HTTP, timeout=170)
+    ask = partial(client.chat.completions.create, model="any", max_tokens=4)
+    messages = list(session.task["messages"])
+    said = (await ask(messages=messages)).choices[0].message.content
+    if random.random() < 0.05:
+        raise RuntimeError("as it does now and then")
+    messages += [{"role": "assistant", "content": said}, user(random.choice("123") + "+")]
+    await ask(messages=messages)
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(ask(messages=[user("9*")]), 0.05)
+    return float(len(said) % 2)
+
+
+async def any_of_them(session):
+    """A third of the groups each."""
+    return await (in_three_turns, with_branches, erratic)[session.task["group"] % 3](session)
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
 async def joined(reply):
     return "".join([chunk.choices[0].delta.content or "" async for chunk in reply if chunk.choices])
 
@@ -44,3 +94,13 @@ def as_told(session):
     if "raises" in session.task:
         raise ValueError(session.task["raises"])
     return session.task["returns"]
+
+
+class Made:
+    """Once, of agent.options."""
+
+    def __init__(self, times):
+        self.times = times + 0
+
+    async def __call__(self, session):
+        return self.times * session.task["returns"]

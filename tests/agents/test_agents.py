@@ -13,11 +13,14 @@ from april.agents.host import Begin, Ended
 from april.agents.link import Link
 from april.agents.programs import CommandRunner, ProgramRunner
 from april.agents.rendering import Renderer
-from april.config.sections import AgentSection
+from april.config import ConfigError
+from april.config.workers import AgentSection
 from april.data.tokenizer import Tokenizer
+from april.launch.check import check_agent
 
+SESSION = wire.BRANCHES
 TELL_AND_EXIT = 'echo "$OPENAI_BASE_URL $APRIL_TASK"; exit $(echo $APRIL_TASK | tr -dc 0-9)'
-TOLD = wire.Session(7, 3, 1, False, '"12*3="', "63", 64, 1.0)
+TOLD = wire.Session(SESSION, 3, 1, False, '"12*3="', "63", 64, 1.0)
 
 
 class Runner:
@@ -46,45 +49,45 @@ def agents(policy_folder):
 def test_a_program_that_is_lost_with_its_process_is_run_again_under_a_new_key_until_that_brings_nothing(agents):
     agents.open(TOLD, [])
     for _ in range(MOST_DEATHS):
-        agents.died([7], "killed")
+        agents.died([SESSION], "killed")
     keys = [order.api_key for order in agents.runner.begun]
     assert len(set(keys)) == 1 + MOST_DEATHS and list(agents.gateway.sessions) == keys[-1:]
     assert agents.link.closings == []
-    agents.died([7], "killed")
-    assert agents.link.closings == [wire.GiveBack(7, 0, "agent_failed", "killed")] and not agents.sessions
+    agents.died([SESSION], "killed")
+    assert agents.link.closings == [wire.GiveBack(SESSION, 0, "agent_failed", "killed")] and not agents.sessions
 
 
 @pytest.mark.parametrize(
     "reward, said, closing",
     [
-        (0.5, None, wire.Scored(7, [0.5], [{}])),
-        (None, 0.25, wire.Scored(7, [0.25], [{}])),
-        (0.0, 0.25, wire.Scored(7, [0.0], [{}])),
-        (None, None, wire.Closed(7)),
+        (0.5, None, wire.Scored(SESSION, [0.5], [{}])),
+        (None, 0.25, wire.Scored(SESSION, [0.25], [{}])),
+        (0.0, 0.25, wire.Scored(SESSION, [0.0], [{}])),
+        (None, None, wire.Closed(SESSION)),
     ],
 )
 def test_the_reward_is_the_program_s_or_what_was_said_over_http_or_the_verifier_s(agents, reward, said, closing):
     agents.open(TOLD, [])
-    agents.sessions[7].reward = said
-    agents.ended(7, reward, "")
+    agents.sessions[SESSION].reward = said
+    agents.ended(SESSION, reward, "")
     assert agents.link.closings == [closing] and not agents.gateway.sessions
 
 
 def test_a_failed_program_starts_from_nothing_and_a_late_word_of_it_counts_no_more(agents):
     agents.open(TOLD, [])
-    agents.ended(7, None, "ValueError: no\nTraceback ...")
-    agents.ended(7, 1.0, "")
-    assert agents.link.closings == [wire.GiveBack(7, 0, "agent_failed", "ValueError: no")]
+    agents.ended(SESSION, None, "ValueError: no\nTraceback ...")
+    agents.ended(SESSION, 1.0, "")
+    assert agents.link.closings == [wire.GiveBack(SESSION, 0, "agent_failed", "ValueError: no")]
 
 
 def test_a_session_that_takes_too_long_is_ended_with_its_program(agents):
     async def wait():
         agents.open(TOLD, [])
-        agents.began(7)
+        agents.began(SESSION)
         await asyncio.sleep(0.2)
 
     asyncio.run(wait())
-    assert agents.runner.ceased == [7] and "agent.timeout_s = 0.05" in agents.link.closings[0].error
+    assert agents.runner.ceased == [SESSION] and "agent.timeout_s = 0.05" in agents.link.closings[0].error
 
 
 def test_without_a_process_for_programs_all_sessions_go_elsewhere(agents):
@@ -95,14 +98,14 @@ def test_without_a_process_for_programs_all_sessions_go_elsewhere(agents):
 
 def test_what_the_broker_tells_of_a_session_that_is_ending_starts_nothing(monkeypatch):
     link = Link.__new__(Link)
-    link.leases, link.reports = {7}, SimpleNamespace(is_closing=lambda lease_id: lease_id == 7)
+    link.leases, link.reports = {SESSION}, SimpleNamespace(is_closing=lambda lease_id: lease_id == SESSION)
     heard = []
     monkeypatch.setattr(Link, "_call", lambda self, function, *arguments: heard.append(arguments))
     link.listener = SimpleNamespace(open=None)
     empty = wire.Packed("u1", 0, b"")
-    both = wire.Sessions([TOLD, wire.Session(8, 3, 2, False, '""', "", 64, 1.0)])
+    both = wire.Sessions([TOLD, wire.Session(SESSION + wire.BRANCHES, 3, 2, False, '""', "", 64, 1.0)])
     link._handle(wire.Received(both, [empty] * 4))
-    assert [told.lease_id for told, _ in heard] == [8]
+    assert [told.lease_id for told, _ in heard] == [SESSION + wire.BRANCHES]
 
 
 class Audience:
@@ -137,7 +140,7 @@ def order(key, task=None):
 def test_functions_run_in_a_process_that_is_replaced_when_it_dies():
     async def play():
         audience = Audience()
-        runner = ProgramRunner("tests.agents.program:as_told", 4, audience)
+        runner = ProgramRunner("tests.agents.program:as_told", {}, 4, audience)
         await runner.start()
         runner.begin(order(1, {"returns": 0.5}))
         returned = await audience.next()
@@ -156,6 +159,27 @@ def test_functions_run_in_a_process_that_is_replaced_when_it_dies():
     assert (returned.key, returned.reward, again) == (1, 0.5, Ended(5))
     assert raised.error.startswith("ValueError: no\n") and "neither a number" in nonsense.error
     assert died[0] == [4] and "status" in died[1]
+
+
+@pytest.mark.parametrize("times, ends", [(3, Ended(1, 1.5)), ("much", "TypeError: can only concatenate")])
+def test_a_class_is_made_once_of_its_options_and_what_it_raises_then_each_session_raises(times, ends):
+    async def play():
+        audience = Audience()
+        runner = ProgramRunner("tests.agents.program:Made", {"times": times}, 4, audience)
+        await runner.start()
+        runner.begin(order(1, {"returns": 0.5}))
+        ended = await audience.next()
+        await runner.close()
+        return ended
+
+    ended = asyncio.run(play())
+    assert ended == ends or ended.error.startswith(ends)
+
+
+def test_options_for_a_function_are_refused():
+    agent = AgentSection(program="tests.agents.program:as_told", options={"times": 3})
+    with pytest.raises(ConfigError, match=r"'agent.options' = {'times': 3} is for a program that is a class"):
+        check_agent(SimpleNamespace(agent=agent))
 
 
 def test_a_command_is_a_process_for_each_session(tmp_path):

@@ -1,28 +1,20 @@
 """What agents meet: the SDKs of OpenAI and Anthropic as they are, against a policy that says what the test says."""
 
-import asyncio
 import json
-import threading
+import time
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 
 import anthropic
 import msgspec
-import numpy as np
 import openai
 import pytest
-from aiohttp import web
 
 from april import wire
-from april.agents.attached import AttachedRunner
-from april.agents.dialects import DIALECTS
-from april.agents.gateway import Gateway, task_of
+from april.agents.gateway import task_of
 from april.agents.host import Begin
-from april.agents.rendering import Renderer
-from april.agents.session import AgentSession
-from april.data.tokenizer import Tokenizer
-from april.wire.rows import chunk_row
-from april.wire.version import Version
+from tests.agents.conftest import SESSION
 
 CALLS = {
     "start_anchor": ":",
@@ -38,92 +30,6 @@ CALLS = {
 }
 """as a tokeniser may say of its model: CALL5*3END is a call of a tool"""
 MARKED = "{% for message in messages %}{{ message.content }}{% endfor %}:"
-PLAIN = "{% for message in messages %}{{ message.content }}{% endfor %}"
-
-
-class Policy:
-    """Answers each turn with the next of its lines, of which $ is the end of text; keeps what it was told."""
-
-    def __init__(self, tokenizer, *lines, pieces=1):
-        self.tokenizer, self.lines, self.pieces = tokenizer, list(lines), pieces
-        self.told = []
-
-    def say(self, lease_id, start, tokens, request):
-        self.told.append((start, self.tokenizer.decode(tokens), request))
-        line = self.lines.pop(0)
-        if line is not None:
-            asyncio.get_running_loop().call_later(0.01, self.answer, lease_id, start + len(tokens), line)
-
-    def answer(self, lease_id, start, line):
-        ids = self.tokenizer.encode_prompt(line.removesuffix("$"))
-        if line.endswith("$"):
-            ids = np.append(ids, np.int32(self.tokenizer.end_of_text))
-        for piece in np.array_split(ids, self.pieces):
-            payload = piece.tobytes() + bytes(4 * len(piece))
-            start, last = start + len(piece), start + len(piece)
-            over = "stop" if last == self.end(lease_id, ids) else ""
-            row = chunk_row(lease_id, last - len(piece), len(piece), Version(0, 0), over, payload)
-            self.session.hear([(row, payload)])
-
-    def end(self, lease_id, ids):
-        return self.session.turns[-1].start + len(ids)
-
-
-class Audience:
-    def __init__(self, seen):
-        self.seen = seen
-
-    def began(self, key):
-        self.seen.append(("began", key))
-
-    def ended(self, key, reward, error):
-        self.seen.append(("ended", key, reward, error))
-
-
-@pytest.fixture
-def loop():
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
-    yield loop
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
-
-
-@pytest.fixture
-def meet(loop, policy_folder):
-    """meet(*lines) -> (client, policy, session, gateway)"""
-    tokenizer, runners, clients = Tokenizer(policy_folder), [], []
-
-    def begin(*lines, pieces=1, ignores=False, max_tokens=64, template=PLAIN, response_template=None, attached=False):
-        policy = Policy(tokenizer, *lines, pieces=pieces)
-        told = wire.Session(7, 3, 1, False, '"12*3="', "63", max_tokens, 1.0)
-        renderer = Renderer(tokenizer, template, {}, response_template or {})
-        session = policy.session = AgentSession(told, renderer, policy.say, None)
-        gateway = Gateway([dialect(tokenizer, "run", ignores) for dialect in DIALECTS])
-
-        if attached:
-            begin.seen = []
-            begin.runner = AttachedRunner(Audience(begin.seen), gateway)
-
-        async def serve():
-            runner = web.AppRunner(gateway.app)
-            await runner.setup()
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-            runners.append(runner)
-            return runner.addresses[0][1]
-
-        port = asyncio.run_coroutine_threadsafe(serve(), loop).result()
-        key = gateway.admit(session)
-        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=key, max_retries=0, timeout=30)
-        clients.append(client)
-        return client, policy, session, gateway
-
-    yield begin
-    for client in clients:
-        client.close()
-    for runner in runners:
-        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result()
 
 
 def ask(client, *messages, **more):
@@ -142,6 +48,16 @@ def test_a_conversation_keeps_the_tokens_that_were_said_and_adds_what_is_new(mee
     assert [(start, text) for start, text, _ in policy.told] == [(0, "12*3="), (9, "#51")]
     first = policy.told[0][2]
     assert first.max_tokens == 9 and [session.renderer.tokenizer.decode([one]) for one in first.stops] == ["="]
+
+
+def test_a_history_that_is_rendered_anew_is_read_as_the_template_has_it(meet):
+    """What it repeats token by token goes on; what it has otherwise, here without the end of a message, branches."""
+    client, policy, _, _ = meet("5*3=", "#51$", "7", rendered=True)
+    ask(client, "12*3=", max_tokens=4)
+    ask(client, "12*3=", "5*3=", "1+")
+    ask(client, "12*3=", "5*3=", "1+", "#51", "2+")
+    assert [(start, text) for start, text, _ in policy.told] == [(0, "12*3="), (9, "1+"), (9, "1+#512+")]
+    assert policy.places == [(0, 0), (0, 0), (1, 0)]
 
 
 def test_a_stream_is_the_same_answer_in_pieces(meet):
@@ -186,12 +102,9 @@ def test_a_held_out_prompt_has_its_own_temperature_whatever_is_asked_for(meet):
     assert ask(client, "12*3=", temperature=1.0).choices[0].message.content == "1"
 
 
-def test_a_rewritten_history_and_a_full_context_are_400s(meet):
+def test_a_full_context_is_a_400(meet):
     client, _, _, _ = meet("11", max_tokens=20)
     ask(client, "12*3=")
-    with pytest.raises(openai.BadRequestError) as caught:
-        ask(client, "12*3=", "12", "1")
-    assert caught.value.body["code"] == "history_rewritten"
     with pytest.raises(openai.BadRequestError) as caught:
         ask(client, "12*3=", "11", "1" * 20)
     assert caught.value.body["code"] == "context_length_exceeded"
@@ -203,8 +116,85 @@ def test_a_repeated_call_gets_the_same_answer_without_a_new_turn(meet):
     first = ask(client, "12*3=", extra_headers=named)
     assert ask(client, "12*3=", extra_headers=named).id == first.id and len(policy.told) == 1
     assert ask(client, "12*3=", extra_headers={"x-stainless-retry-count": "1"}).id == first.id
-    with pytest.raises(openai.BadRequestError):
-        ask(client, "12*3=")
+
+
+# --- branches ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_rewritten_history_is_a_branch_and_what_is_as_it_was_keeps_its_tokens(meet):
+    client, policy, _, _ = meet("11$", "2$", "3", "4", "5")
+    ask(client, "12*3=")
+    ask(client, "12*3=", "11", "+")
+    ask(client, "12*3=", "11", "*", "2", "=")
+    ask(client, "12*3=", "12", "+")
+    ask(client, "12*3=", "11", "+", "2", "=")
+    told = [(start, text) for start, text, _ in policy.told]
+    assert told == [(0, "12*3="), (8, "+"), (8, "*2="), (0, "12*3=12+"), (11, "=")]
+    assert policy.places == [(0, 0), (0, 0), (1, 0), (2, 0), (0, 0)], "the last goes on where it was"
+
+
+def test_a_branch_has_branches_of_its_own_and_an_answer_with_a_follower_is_left_behind_it(meet):
+    client, policy, session, _ = meet("1", "2", "3", "4")
+    ask(client, "+")
+    ask(client, "*")
+    ask(client, "*", "2", "=")
+    ask(client, "*", "2", "#")
+    assert policy.places == [(0, 0), (1, 0), (1, 0), (2, 1)] and policy.told[3][:2] == (2, "#")
+    assert session.superseded() == []
+
+
+def test_what_is_asked_twice_at_once_is_asked_twice(meet):
+    client, policy, session, _ = meet(None, None)
+    with ThreadPoolExecutor(2) as pool:
+        replies = [pool.submit(ask, client, "12*3=") for _ in range(2)]
+        wait_until(lambda: len(session.turns) == 2)
+        for number, text in ((0, "1"), (1, "2")):
+            client.loop.call_soon_threadsafe(policy.answer, SESSION + number, 5, text)
+        assert sorted(reply.result().choices[0].message.content for reply in replies) == ["1", "2"]
+    assert policy.places == [(0, 0), (1, 0)]
+
+
+def test_who_has_hung_up_and_asks_again_gets_the_turn_that_it_asked_for(meet):
+    client, policy, session, _ = meet(None)
+    with pytest.raises(openai.APITimeoutError):
+        ask(client.with_options(timeout=0.5), "12*3=")
+    wait_until(lambda: not session.turns[0].calls)
+    client.loop.call_soon_threadsafe(policy.answer, SESSION, 5, "11")
+    assert ask(client, "12*3=").choices[0].message.content == "11" and len(policy.told) == 1
+
+
+def test_a_session_has_so_many_branches_and_no_more(meet, monkeypatch):
+    monkeypatch.setattr(wire, "BRANCHES", 2)
+    client, _, _, gateway = meet("1", "2")
+    ask(client, "+")
+    ask(client, "*")
+    with pytest.raises(openai.BadRequestError, match="2 branches, as many as one may have"):
+        ask(client, "#")
+    assert gateway.refusals == {"too_many_branches": 1}
+
+
+def test_so_many_calls_of_a_session_wait_at_once_and_no_more(meet, monkeypatch):
+    monkeypatch.setattr("april.agents.session.CALLS", 1)
+    client, policy, session, gateway = meet(None, "2")
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(ask, client, "+")
+        wait_until(lambda: session.turns)
+        with pytest.raises(openai.RateLimitError, match="ask fewer at once"):
+            ask(client, "*")
+        client.loop.call_soon_threadsafe(policy.answer, SESSION, 1, "1")
+        assert first.result().choices[0].message.content == "1"
+    assert ask(client, "*").choices[0].message.content == "2" and gateway.refusals == {"too_many_calls": 1}
+
+
+def wait_until(is_so):
+    for _ in range(3000):
+        if is_so():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it has not come about")
+
+
+# --- other executions -------------------------------------------------------------------------------------------------
 
 
 def test_another_execution_is_answered_from_what_is_there_and_the_former_is_shut_out(meet):
@@ -219,12 +209,23 @@ def test_another_execution_is_answered_from_what_is_there_and_the_former_is_shut
         ask(client, "12*3=", "11", "+")
 
 
-def test_an_execution_that_asks_something_else_is_told_so(meet):
-    client, _, session, gateway = meet("11")
+def test_an_execution_that_asks_something_else_branches_and_what_only_the_former_knows_is_superseded(meet):
+    client, policy, session, gateway = meet("11", "2", "3")
     ask(client, "12*3=")
+    ask(client, "12*3=", "11", "+")
     again = client.with_options(api_key=gateway.admit(session))
-    with pytest.raises(openai.ConflictError, match="asked something else"):
-        ask(again, "99*9=")
+    assert session.superseded() == [(0, 0)]
+    assert ask(again, "12*3=").choices[0].message.content == "11"
+    assert ask(again, "12*3=", "11", "*").choices[0].message.content == "3"
+    assert policy.places[2] == (1, 0) and session.superseded() == [(0, 7)]
+
+
+def test_an_execution_that_asks_the_same_twice_is_answered_as_the_former_was(meet):
+    client, policy, session, gateway = meet("1", "2", "3")
+    first = [ask(client, "12*3=").id for _ in range(2)]
+    again = client.with_options(api_key=gateway.admit(session))
+    assert [ask(again, "12*3=").id for _ in range(2)] == first and len(policy.told) == 2
+    assert ask(again, "12*3=").choices[0].message.content == "3"
 
 
 def test_a_key_opens_its_session_alone_and_not_beyond_its_end(meet):
@@ -330,7 +331,7 @@ def test_a_harness_comes_for_a_session_and_says_what_it_was_worth(meet, loop):
     client, _, session, gateway = meet("11", attached=True)
     url = str(client.base_url).removesuffix("/")
     assert call("POST", f"{url}/sessions", {}) == (204, None), "nothing is offered yet"
-    order = Begin(7, url, gateway.admit(session), task_of(session), False)
+    order = Begin(SESSION, url, gateway.admit(session), task_of(session), False)
     loop.call_soon_threadsafe(meet.runner.begin, order)
     status, told = call("POST", f"{url}/sessions", {"wait_s": 20})
     assert status == 201 and told["task"]["messages"] == [{"role": "user", "content": "12*3="}]
@@ -340,7 +341,7 @@ def test_a_harness_comes_for_a_session_and_says_what_it_was_worth(meet, loop):
     assert call("POST", f"{url}/session/reward", {"reward": 0.5}, key) == (200, {"reward": 0.5})
     assert call("DELETE", f"{url}/session")[0] == 401
     assert call("DELETE", f"{url}/session", key=key)[0] == 204
-    assert meet.seen == [("began", 7), ("ended", 7, None, "")] and session.reward == 0.5
+    assert meet.seen == [("began", SESSION), ("ended", SESSION, None, "")] and session.reward == 0.5
 
 
 # --- Responses --------------------------------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ class Dialect:
         """That a request shows."""
         raise NotImplementedError
 
-    def wish(self, body: Body, session: AgentSession, repeated: bool) -> Wish:
+    def wish(self, body: Body, session: AgentSession) -> Wish:
         """Raises Refusal and BadMessages."""
         raise NotImplementedError
 
@@ -132,7 +132,7 @@ class Dialect:
 
 def name_of(session: AgentSession, turn: Turn) -> str:
     """The same whoever answers, and whenever."""
-    return f"{session.told.group}-{session.told.index}-{session.turns.index(turn)}"
+    return f"{session.told.group}-{session.told.index}-{turn.branch}-{turn.place}"
 
 
 def calls_of(session: AgentSession, turn: Turn) -> list[tuple[str, str, Any]]:

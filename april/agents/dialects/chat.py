@@ -31,12 +31,12 @@ class Chat(Dialect):
     def key(headers: Mapping[str, str]) -> str:
         return headers.get("Authorization", "").removeprefix("Bearer ").strip()
 
-    def wish(self, body: Body, session: AgentSession, repeated: bool) -> Wish:
+    def wish(self, body: Body, session: AgentSession) -> Wish:
         self.check(body, session)
         tools = body.get("tools") if body.get("tool_choice") != "none" else None
         messages = list(map(same_form, self.messages(body)))
         most = self.most(body, "max_completion_tokens", "max_tokens")
-        return Wish(messages, tools, most, self.stops("stop", body.get("stop")), repeated)
+        return Wish(messages, tools, most, self.stops("stop", body.get("stop")))
 
     def whole(self, session: AgentSession, turn: Turn) -> Body:
         said = session.answer(turn)

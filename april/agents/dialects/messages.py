@@ -20,7 +20,7 @@ class Messages(Dialect):
     def key(headers: Mapping[str, str]) -> str:
         return headers.get("x-api-key", "").strip()
 
-    def wish(self, body: Body, session: AgentSession, repeated: bool) -> Wish:
+    def wish(self, body: Body, session: AgentSession) -> Wish:
         self.check(body, session)
         system = text_of(body.get("system"))
         messages = [{"role": "system", "content": system}] if system else []
@@ -28,7 +28,7 @@ class Messages(Dialect):
             messages += map(same_form, plain_messages(message))
         tools = None if body.get("tool_choice") == {"type": "none"} else list(map(tool, body.get("tools") or []))
         most = self.most(body, "max_tokens")
-        return Wish(messages, tools, most, self.stops("stop_sequences", body.get("stop_sequences")), repeated)
+        return Wish(messages, tools, most, self.stops("stop_sequences", body.get("stop_sequences")))
 
     def whole(self, session: AgentSession, turn: Turn) -> Body:
         text, calls = session.answer(turn)["content"], calls_of(session, turn)

@@ -27,11 +27,11 @@ class Responses(Dialect):
     def key(headers: Mapping[str, str]) -> str:
         return Chat.key(headers)
 
-    def wish(self, body: Body, session: AgentSession, repeated: bool) -> Wish:
+    def wish(self, body: Body, session: AgentSession) -> Wish:
         self.check(body, session)
         messages = self._before(body, session) + list(map(same_form, plain_messages(body.get("input"))))
         tools = [tool(one) for one in body.get("tools") or []] if body.get("tool_choice") != "none" else None
-        return Wish(messages, tools, self.most(body, "max_output_tokens"), (), repeated)
+        return Wish(messages, tools, self.most(body, "max_output_tokens"))
 
     def _before(self, body: Body, session: AgentSession) -> list[Message]:
         """What the input goes on from: the answer that the request names, or the instructions."""

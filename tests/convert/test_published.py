@@ -1,0 +1,119 @@
+"""Published scripts of other frameworks, their settings restated: what April says for them, and what it cannot say."""
+
+import pytest
+
+from april.config import load
+from april.convert.command import toml
+from april.convert.framework import Framework
+from april.convert.openrlhf import OpenRLHF
+from april.convert.slime import Slime
+from april.convert.trl import TRL
+from april.convert.verl import Verl
+from tests.convert import published
+
+ENVIRONMENT = {"HOME": "/root", "MODEL_PATH": "/models/policy", "WORLD_SIZE": "4"}
+DIRECTORIES = 'MODEL_DIR="/root"\nexport MODEL_DIR=$MODEL_DIR\nDATA_DIR=${DATA_DIR:-/root}\n'
+
+
+def flags(options):
+    return "\n".join(f"   --{name}" + ("" if value is None else f" {value}") for name, value in options.items())
+
+
+def converted(framework: Framework, text, folder, name="script.sh"):
+    """(what was translated, the configuration that April reads of it)."""
+    path = folder / name
+    path.write_text(text)
+    said = framework.translate(path, ENVIRONMENT)
+    out = folder / "out.toml"
+    out.write_text(toml(said, "april convert", framework))
+    return said, load(out, inputs=())
+
+
+def value(config, key):
+    section, _, name = key.partition(".")
+    found = getattr(getattr(config, section), name)
+    return str(found) if hasattr(found, "parts") else found
+
+
+def assert_says(config, keys):
+    assert {key: value(config, key) for key in keys} == keys
+
+
+@pytest.mark.parametrize("which", published.APRIL, ids=lambda which: "-".join(map(str, which)))
+def test_a_script_of_the_published_experiments_is_said(which, tmp_path):
+    arrays = published.april_arrays(*which)
+    given = [name.replace("GEPO", "GRPO") for name in arrays]
+    said, config = converted(
+        Slime(),
+        f"{DIRECTORIES}source models/own.sh\n"
+        + "\n".join(f"{name}=(\n{flags(options)}\n)" for name, options in arrays.items())
+        + "\nray job submit --address=http://127.0.0.1:8265 -- python3 train.py \\\n"
+        + " \\\n".join(["--actor-num-nodes 1", "--actor-num-gpus-per-node 8", "--colocate", "${MODEL_ARGS[@]}"])
+        + " "
+        + " ".join(f"${{{name}[@]}}" for name in given),
+        tmp_path,
+    )
+    expected = published.april_says(*which)
+    assert_says(config, expected | {"algorithm.clip_high": 0.2 if which == published.MISSPELT else 0.28})
+    assert not said.differs
+    misspelt = {"${GRPO_ARGS[@]}", "GEPO_ARGS"} if which == published.MISSPELT else set()
+    assert said.open.keys() == {"learner.ranks, worker.count"} | misspelt
+
+
+def python_script(trainer, options):
+    """As TRL's examples are written: a configuration, and a trainer that gets it."""
+    own = {name: options[name] for name in ("model", "reward_funcs")}
+    rewards = own["reward_funcs"] if isinstance(own["reward_funcs"], str) else f"[{', '.join(own['reward_funcs'])}]"
+    keywords = ", ".join(f"{name}={value!r}" for name, value in options.items() if name not in own)
+    return (
+        "from trl.rewards import accuracy_reward, think_format_reward\n"
+        "def reward_score(completions, **columns): raise SystemExit('this script was run')\n"
+        f"dataset = load_dataset('openai/gsm8k')\nargs = {trainer}Config({keywords})\n"
+        f"{trainer}Trainer(model={own['model']!r}, args=args, reward_funcs={rewards}, train_dataset=dataset).train()\n"
+    )
+
+
+@pytest.mark.parametrize("name", published.TRL)
+def test_an_example_of_trl_is_said(name, tmp_path):
+    trainer, options, keys = published.TRL[name]
+    said, config = converted(TRL(), python_script(trainer, options), tmp_path, "mine.py")
+    assert_says(config, keys | {"model.path": str(tmp_path / options["model"])})
+    assert {"train_dataset", "data.path, data.label_key", "learner.ranks, worker.count"} <= said.open.keys()
+    linear = trainer != "AsyncGRPO"
+    assert ("default of lr_scheduler_type = 'linear'" in said.differs) == linear
+
+
+def test_trl_s_command_line_is_said(tmp_path):
+    said, config = converted(
+        TRL(), f"accelerate launch \\\n gspo.py {flags(published.TRL_GSPO)}".replace("\n", " \\\n"), tmp_path
+    )
+    assert_says(config, published.TRL_GSPO_SAYS)
+    assert "default of lora_dropout = 0.05" in said.differs
+    assert "steps_per_generation = 8" in said.differs
+
+
+@pytest.mark.parametrize("name", published.VERL)
+def test_an_example_of_verl_is_said(name, tmp_path):
+    options, keys = published.VERL[name]
+    lines = "\n".join(f"    {key}={value}" for key, value in options.items())
+    said, config = converted(
+        Verl(),
+        f'DATA=(\n{lines}\n)\nLAUNCH=(python3)\n"${{LAUNCH[@]}}" -m verl.trainer.main_ppo "${{DATA[@]}}" "$@"\n',
+        tmp_path,
+    )
+    assert_says(config, keys)
+    in_reward = options["algorithm.use_kl_in_reward"]
+    assert ("algorithm.use_kl_in_reward = True" in said.differs) == in_reward
+    assert f"{published.ACTOR}ppo_mini_batch_size = {options[f'{published.ACTOR}ppo_mini_batch_size']}" in said.differs
+    assert "data.reward" in said.open and not [key for key in said.open if key.startswith("actor_rollout_ref.")]
+
+
+@pytest.mark.parametrize("name", published.ORLHF)
+def test_an_example_of_openrlhf_is_said(name, tmp_path):
+    options, keys = published.ORLHF[name]
+    script = f"set -x\npython3 -m openrlhf.cli.train_ppo_ray {flags(options)}".replace("\n   ", " \\\n   ")
+    said, config = converted(OpenRLHF(), script, tmp_path)
+    assert_says(config, keys)
+    assert "default of actor.lr_scheduler = 'cosine_with_min_lr'" in said.differs and "data.reward" in said.open
+    steps = options["train.batch_size"] != options["rollout.batch_size"] * options["rollout.n_samples_per_prompt"]
+    assert (f"train.batch_size = {options['train.batch_size']}" in said.differs) == steps
