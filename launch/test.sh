@@ -2,7 +2,7 @@
 # Installs April for development and runs the tests; further arguments go to pytest.
 #
 #   launch/test.sh          every promise once, in minutes
-#   launch/test.sh --all    everything, on SGLang and vLLM too, which are installed beside April
+#   launch/test.sh --all    everything, on SGLang, vLLM and Slurm, which are installed beside April, and in a browser
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -13,8 +13,11 @@ if [ "${1:-}" = --all ]; then
 fi
 "$root/launch/install.sh" dev
 if $all; then
-    "$root/launch/install-sglang.sh"
+    "$root/launch/install-sglang.sh" &    # beside the other: both wait for the network and the disk most of the time
     "$root/launch/install-vllm.sh"
+    wait "$!"
+    "$root/launch/install-browser.sh"
+    "$root/launch/install-slurm.sh"
 fi
 cd "$root"
 export PATH="$root/.venv/bin:$PATH"

@@ -5,12 +5,15 @@ A part sees its own alone, and counts them from 0: rank r of the learner takes r
 
 import importlib.util
 import os
+import sys
 from collections.abc import Mapping, Sequence
 
 from april.config import Config, ConfigError
 from april.workers.engines import ENGINES
 from april.workers.engines.devices import wanted
 
+DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+"""one of them is there wherever Linux has an accelerator for torch, whose import takes seconds"""
 VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 """what NVIDIA's and AMD's runtimes, and servers on them, read"""
 
@@ -52,7 +55,8 @@ def lay_out(config: Config, devices: Sequence[str]) -> dict[str, list[str]]:
 
 def visible_devices() -> list[str]:
     """Those that this process may use, by the names that a child is told them by."""
-    if importlib.util.find_spec("torch") is None:
+    driven = sys.platform != "linux" or any(map(os.path.exists, DRIVERS))
+    if not driven or importlib.util.find_spec("torch") is None:
         return []
     import torch
 

@@ -11,13 +11,12 @@ import orjson
 from april import wire
 from april.broker.desks.monitors import DEAD_LETTERS_FILE
 from april.config import ConfigError, check_address
+from april.connections.address import ADDRESS_FILE
 from april.connections.broker import BrokerConnection, BrokerRefused, BrokerUnreachable
 from april.security.keys import load_keys
 
 PATIENCE_S = 5.0
 """longest wait for a broker's answer"""
-ADDRESS_FILE = "address"
-"""in the run folder"""
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class Target:
         try:
             self._check_run(connection.hello(leases=[]).run, address)
             answer = connection.request(message, PATIENCE_S)
-            connection.send(wire.Goodbye())
+            connection.goodbye()
         finally:
             connection.close()
         if isinstance(answer.message, wire.Refused):

@@ -2,92 +2,46 @@
 
 import contextlib
 import fcntl
-import importlib.util
+import time
 import tomllib
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import orjson
 
-from april.agents import PROGRAMS
+from april.broker import recovery
 from april.broker.header import check_header, make_header
-from april.broker.journal.journal import Journal, JournalError
-from april.broker.prompts import PromptBook
-from april.broker.telemetry.alarm import check_alarms
+from april.broker.journal.files import JournalError
+from april.broker.journal.journal import Journal
+from april.broker.journal.snapshot import SnapshotStore
+from april.broker.ledger.ledger import Ledger
+from april.broker.plan import ledger_rules
+from april.broker.recovery import SyncNote, check_whole, rebuild
+from april.broker.submitted import open_prompts
 from april.broker.telemetry.recorder import read_summary, replace_file
-from april.broker.telemetry.sink import check_sinks
 from april.config import Config, ConfigError
-from april.config.checks import check_algorithm, check_engine, check_schedule
-from april.config.sections import AlgorithmSection
-from april.environments import ENVIRONMENTS
-from april.environments.turns import turn_end_ids
-from april.filters.filters import GroupFilters
+from april.config.paths import anchor
 from april.formats.versions import FILE, RUN_FOLDER
-from april.launch import TARGETS
-from april.learner.losses import ADVANTAGES, LOSSES
-from april.security.allow_list import AllowList
-from april.security.keys import ALLOW_LIST, ROLES, find_key_file, load_keys, refusal
+from april.launch.check import Findings, look
+from april.launch.rehearsal import Rehearsal
+from april.launch.rows import look_at_rows
+from april.launch.shape import read_shape
 from april.simulate.recording import recorded_header
-from april.weights import TRANSPORTS
-from april.workers.rewards.verifiers import check_verifier
+
+CHANGED = "resumed with a changed key: "
 
 
-def check_inputs(config: Config) -> None:
-    """Read model folder and datasets as the parts will. Raises ConfigError."""
-    check_weights(config)
-    check_keys(config.security.keys, unused_roles(config))
-    check_engine(config)
-    check_schedule(config.schedule)
-    check_learner_parts(config.algorithm)
-    GroupFilters(config.schedule)
-    check_sinks(config.operations.sinks)
-    check_alarms(config.operations.alarms)
-    check_verifier(config.reward.name, url=config.reward.url)
-    if config.environment.name:
-        ENVIRONMENTS.find(config.environment.name)
-    if config.agent.program:
-        PROGRAMS.find(config.agent.program)
-    TARGETS.find(config.run.target)
-    TRANSPORTS.find(config.weights.transport)
-    book = PromptBook(config)
-    turn_end_ids(config.environment.turn_ends, book.tokenizer)
-    for name in sorted(book.rows.rewards | book.evaluation_rows.rewards):
-        check_verifier(name, "reward of a row", config.reward.url)
+def examine(config: Config, devices: Sequence[str], patience_s: float) -> Findings:
+    """All that can be found out before anything is started: what it needs, its rows, and functions of one's own once.
 
-
-def check_learner_parts(algorithm: AlgorithmSection) -> None:
-    """That the learner will find its loss, corrections and advantages, where torch is there to look at them."""
-    if importlib.util.find_spec("torch") is not None:
-        check_algorithm(algorithm)
-        LOSSES.find(algorithm.loss)
-        ADVANTAGES.find(algorithm.advantage)
-
-
-def check_weights(config: Config) -> None:
-    folder = config.model.path
-    if not any(folder.glob("*.safetensors")):
-        raise ConfigError(
-            f"key 'model.path' = {str(folder)!r} has no weights (*.safetensors); give a whole Hugging Face folder"
-        )
-
-
-def unused_roles(config: Config) -> set[str]:
-    """Of peers that this run has none of."""
-    return {role for role, count in (("scorer", config.scorers), ("agents", config.agents)) if not count}
-
-
-def check_keys(folder: Path | None, unused: Collection[str]) -> None:
-    """That every part will find its key, and be let in with it, but for the `unused` roles. Raises ConfigError."""
-    if folder is None:
-        return
-    allow_list = AllowList(folder / ALLOW_LIST)
-    broker = load_keys(folder, "broker")
-    for role in set(ROLES) - set(unused):
-        keys = load_keys(folder, role)
-        if keys.broker != broker.public:
-            raise refusal(find_key_file(folder, role), "names another broker", "make it anew with `april keygen`")
-        if allow_list.find(keys.public).role != role:
-            raise refusal(allow_list.path, f"does not list the key of {role}.key as a {role}'s", "add that line")
+    `devices`: accelerators, by name; `patience_s`: for grading more than a row of each verifier.
+    """
+    found, shape = Findings(), read_shape(config.model.path)
+    with Rehearsal(config, found) as rehearsal:
+        book = look(config, devices, shape.parameters if shape else 0, found)
+        if book and (seen := look_at_rows(config, book, found)):
+            rehearsal.hold(seen, book.tokenizer, patience_s)
+    return found
 
 
 def make_run_folder(config: Config) -> Config:
@@ -127,8 +81,9 @@ def held(config: Config) -> Iterator[None]:
         yield
 
 
-def check_resume(config: Config) -> list[str]:
-    """That the named run can go on now; what differs from its configuration so far, one line a key."""
+def check_resume(config: Config, accept_loss: bool = False) -> list[str]:
+    """That the named run can go on now; what differs from its configuration so far, one line a key, and what was given
+    up. `accept_loss`: go on with what is left of a journal that has lost its end."""
     run_dir = config.run_dir
     if not (run_dir / "journal").is_dir():
         raise ConfigError(
@@ -136,14 +91,9 @@ def check_resume(config: Config) -> list[str]:
         )
     RUN_FOLDER.check(run_dir)
     try:
-        Journal(run_dir / "journal").close()
+        given_up = check_journal(config, accept_loss)
     except JournalError as error:
         raise ConfigError(f"run {config.run.name} cannot be resumed: {error}") from None
-    if recorded := recorded_header(run_dir / "journal"):
-        try:
-            check_header(recorded, make_header(config, PromptBook(config)))
-        except JournalError as error:
-            raise ConfigError(str(error)) from None
     summary = read_summary(run_dir / "summary.json")
     exported = config.exported_policy.is_dir()
     if exported and summary.get("state") == "finished" and summary.get("steps", 0) >= config.schedule.max_steps:
@@ -151,7 +101,24 @@ def check_resume(config: Config) -> list[str]:
             f"run {config.run.name} is finished at {summary['steps']} steps; "
             f"raise key 'schedule.max_steps' = {config.schedule.max_steps} to train it further"
         )
-    return differences(read_toml(run_dir / "config.toml"), tomllib.loads(config.to_toml()))
+    before = read_toml(run_dir / "config.toml")
+    anchor(before, Path.cwd())
+    changed = differences(before, tomllib.loads(config.to_toml()))
+    return [f"{CHANGED}{line}" for line in changed] + [f"given up: {line}" for line in given_up]
+
+
+def check_journal(config: Config, accept_loss: bool) -> list[str]:
+    """That no other broker has it, that it is of this configuration, and that it is whole; or what was given up of it.
+    Raises JournalError."""
+    folder = config.run_dir / "journal"
+    with contextlib.closing(Journal(folder)) as journal:
+        if recorded := recorded_header(folder):
+            check_header(recorded, make_header(config, open_prompts(config)))
+        if not accept_loss:
+            ledger = Ledger(ledger_rules(config))
+            rebuild(ledger, journal, SnapshotStore(folder), SyncNote(folder).position)
+            check_whole(config.run_dir, journal, ledger)
+    return recovery.accept_loss(config) if accept_loss else []
 
 
 def read_toml(path: Path) -> dict:
@@ -171,6 +138,27 @@ def differences(before: dict, after: dict, prefix: str = "") -> list[str]:
         elif old != new:
             lines.append(f"{prefix}{key}: {old} -> {new}")
     return lines
+
+
+def note_resume(run_dir: Path, said: list[str]) -> None:
+    """Write down that the run goes on from here, and with which keys changed, for the report. `said`: by
+    `check_resume`."""
+    changed = [line.removeprefix(CHANGED) for line in said if line.startswith(CHANGED)]
+    line = {"time": time.time(), "step": read_summary(run_dir / "summary.json").get("steps", 0), "changed": changed}
+    with (run_dir / "resumes.jsonl").open("ab") as file:
+        file.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
+
+
+def too_many_failed(config: Config) -> str:
+    """Why a run that has finished is no success, in one sentence; empty: it is one."""
+    shares = read_summary(config.run_dir / "summary.json").get("failed_share") or {}
+    for name, share in shares.items():
+        if share > (most := config.reward.max_failed_share):
+            return (
+                f"{share:.1%} of the {name} prompts have failed for good, more than key 'reward.max_failed_share' = "
+                f"{most:g}; `april dead-letters {config.run_dir}` says why"
+            )
+    return ""
 
 
 def mark_ended(run_dir: Path, state: str, why: str = "") -> None:

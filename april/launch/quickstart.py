@@ -9,7 +9,9 @@ BUILT_IN = Path(__file__).with_name("quickstart.toml")
 CONFIG = BUILT_IN if BUILT_IN.exists() else Path(__file__).parents[2] / "configs/quickstart.toml"
 """of the wheel, or of the checkout"""
 POLICY, DATA = Path("cache/policy"), Path("cache/data")
-"""in the current folder, where the configuration looks for them"""
+"""in the current folder"""
+INPUTS = {"model.path": POLICY, "data.path": DATA / "train.jsonl", "data.eval_path": DATA / "heldout.jsonl"}
+"""for the configuration, which means what lies beside its own folder"""
 
 
 def prepare() -> None:

@@ -1,7 +1,6 @@
 """`april run`: the processes of a run on one machine, started together, watched, and stopped together."""
 
 import contextlib
-import math
 import os
 import signal
 import sys
@@ -14,19 +13,27 @@ from typing import NoReturn, Protocol
 import orjson
 
 from april import wire
+from april.broker.telemetry.evaluation import describe_evaluation
 from april.broker.telemetry.recorder import read_summary, replace_file
 from april.config import AgentSection, BrokerSection, Config, ScorerSection, WorkerSection
+from april.connections.address import ADDRESS_FILE
 from april.connections.broker import BrokerConnection, BrokerUnreachable
+from april.formats.metrics import is_step
 from april.formats.versions import RUN_FOLDER
 from april.launch import TARGETS
 from april.launch.devices import environment_of
+from april.launch.start_up import StartUp
 from april.launch.target import Program, Target
 from april.processes import clock
-from april.processes.lifetime import REFUSED, RUN_FAILED, SUPERVISED
+from april.processes.lifetime import REFUSED, RUN_FAILED, STEPPED_ASIDE, SUPERVISED
+from april.processes.restarts import STEADY_S, delay_s
 from april.security.keys import load_keys
+from april.words import counted
 
 POLL_MS = 200
 STATUS_S = 0.5
+DEAF_S = 5.0
+"""a broker that has not said for so long how things are has not heard the others either"""
 HELLO_S = 2.0
 """longest wait for a broker's welcome before the processes are looked at again"""
 STOP_S = 600.0
@@ -37,10 +44,10 @@ ASK_AGAIN_S = 5.0
 """between two requests to stop: a broker that is just being restarted takes none"""
 CLOSE_S = 5.0
 """longest wait for workers and broker to leave in order after a failure"""
+LEARNER_CLOSE_S = 60.0
+"""longest wait for a learner to leave whose run is over, and its policy written"""
 HOPELESS = {REFUSED: "refuses to work", RUN_FAILED: "says that the run has failed"}
 """exit statuses of parts that starting them again would not help"""
-LONGEST_DELAY_S = 60.0
-"""between two starts of a part that keeps dying; the first restart is at once"""
 TAIL_LINES = 25
 THREAD_SETTINGS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
@@ -70,20 +77,45 @@ class Part:
     threads: int
     max_restarts: int
     hung_s: float
+    """longest silence"""
+    load_s: float
+    """the same before it was heard for the first time"""
     devices: Sequence[str] = ()
     """accelerators that it sees; none: what this process sees"""
     program: Program | None = None
+    log_begins: int = 0
+    """bytes of the log that an earlier run of the folder has left"""
     restarts: int = 0
     """since it was last of use"""
+    started_at: float = 0.0
     heard_at: float = 0.0
     """when it was last known to live"""
+    at_work_since: float | None = None
+    """when it was first seen at work since its start"""
+    was_heard: bool = False
+    """since it was started"""
+    had_another: bool = False
+    """before this program, so that the broker may still speak of that one"""
     start_at: float | None = None
     """when it will be started again"""
 
     def start(self) -> None:
-        self.heard_at, self.start_at = clock.now(), None
+        self.started_at = self.heard_at = clock.now()
+        self.was_heard, self.at_work_since, self.start_at = False, None, None
+        self.had_another = self.program is not None
+        if self.program is None and self.log.exists():
+            self.log_begins = self.log.stat().st_size
         own = dict.fromkeys(THREAD_SETTINGS, str(self.threads)) | {SUPERVISED: str(os.getpid())}
         self.program = self.target.start(self.name, self.command, own | environment_of(self.devices), self.log)
+
+    def heard(self, at: float) -> None:
+        """It lives; what is said of it soon after another start may be of the one before it."""
+        self.heard_at = max(self.heard_at, at)
+        self.was_heard = self.was_heard or at - self.started_at > (DEAF_S if self.had_another else 0.0)
+
+    @property
+    def longest_silence_s(self) -> float:
+        return self.hung_s if self.was_heard else self.load_s
 
     @property
     def status(self) -> int | None:
@@ -101,8 +133,15 @@ class Part:
             self.program.kill()
             self.program.wait(KILL_S)
 
+    def saw_work(self, now: float) -> None:
+        """It is at work; for long enough, it has its whole budget of restarts again."""
+        self.at_work_since = now if self.at_work_since is None else self.at_work_since
+        if now - self.at_work_since >= STEADY_S:
+            self.restarts = 0
+
     def last_lines(self) -> str:
-        lines = self.log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
+        written = self.log.read_bytes()[self.log_begins :].decode(errors="replace")
+        lines = written.splitlines()[-TAIL_LINES:]
         return "\n".join(f"  {self.name} | {line}" for line in lines)
 
 
@@ -134,35 +173,42 @@ class Supervisor:
         self._started: list[Part] = []
         self.connection: BrokerConnection | None = None
         self.stop_by: float | None = None
-        self._stop_s = config.learner.hung_s + STOP_S
+        self._stop_s = config.learner.load_s + STOP_S
         self._ask_at = 0.0
         self._stop_signals = 0
         self._over = False
         self._read_only = ""
         self._metrics_read = 0
-        self._next_status = 0.0
+        self._next_status = self._status_at = 0.0
+        """when the broker is asked next how things are, and has said so last"""
         self._best_step = 0
+        self._evaluations = len(read_summary(self.run_dir / "summary.json").get("evaluation") or [])
+        """that were noted, in this start or in those before it"""
+        self.start_up = StartUp(lambda text: view.note(text))
 
     def run(self) -> str:
         self.logs.mkdir(parents=True, exist_ok=True)
         config_path = self.run_dir / "config.toml"
         RUN_FOLDER.claim(self.run_dir, new=not config_path.exists())
         replace_file(config_path, self.config.to_toml().encode())
-        (self.run_dir / "address").unlink(missing_ok=True)
+        (self.run_dir / ADDRESS_FILE).unlink(missing_ok=True)
         previous = {number: signal.signal(number, self._on_signal) for number in stop_signals()}
         try:
             self.broker = self._part("broker", ["broker", str(config_path)], self.config.broker)
             self._start(self.broker)
+            broker = str(self.run_dir)
+            if self.trains:
+                self.learner = self._learner_part(config_path, broker)
+            self.workers = [self._worker_part(index, config_path, broker) for index in range(self.config.worker.count)]
+            for role, count in (("scorer", self.config.scorers), ("agents", self.config.agents)):
+                self.workers += [self._holder_part(role, index, config_path, broker) for index in range(count)]
+            for part in self._others:
+                self._start(part)
+            self.start_up.began([part.name for part in self._started], self.logs)
             address = self._wait_for_broker()
             if address is None:
                 return "stopped"
-            if self.trains:
-                self.learner = self._learner_part(config_path, address)
-            self.workers = [self._worker_part(index, config_path, address) for index in range(self.config.worker.count)]
-            for role, count in (("scorer", self.config.scorers), ("agents", self.config.agents)):
-                self.workers += [self._holder_part(role, index, config_path, address) for index in range(count)]
-            for part in self._others:
-                self._start(part)
+            self.start_up.say(f"the broker listens at {address}")
             self.connection = self._connection(address)
             return self._watch()
         finally:
@@ -193,7 +239,8 @@ class Supervisor:
     ) -> Part:
         command = [sys.executable, "-m", "april.cli", *arguments]
         log, devices = self.logs / f"{name}.log", self.placed.get(name, ())
-        return Part(self.target, name, command, log, threads, limits.max_restarts, limits.hung_s, devices)
+        hung_s = limits.hung_s
+        return Part(self.target, name, command, log, threads, limits.max_restarts, hung_s, hung_s, devices)
 
     def _worker_part(self, index: int, config_path: Path, address: str) -> Part:
         name = f"worker-{index}"
@@ -211,12 +258,13 @@ class Supervisor:
         command = [sys.executable, *launch, "-m", "april.learner", str(config_path), "--connect", address]
         log, devices = self.logs / "learner.log", self.placed.get("learner", ())
         return Part(
-            self.target, "learner", command, log, section.threads, section.max_restarts, section.hung_s, devices
-        )
+            self.target, "learner", command, log, section.threads, section.max_restarts, section.hung_s, section.load_s,
+            devices,
+        )  # fmt: skip
 
     def _wait_for_broker(self) -> str | None:
         """The broker's address; None if the user stops the run before there is one."""
-        address_file = self.run_dir / "address"
+        address_file = self.run_dir / ADDRESS_FILE
         longest_s = self.config.broker.hung_s
         deadline = clock.now() + longest_s
         while not address_file.exists():
@@ -258,20 +306,28 @@ class Supervisor:
                 if part is self.broker:
                     self._forget_silence()
             return
-        if part.status is None and clock.now() - part.heard_at > part.hung_s:
-            self.view.note(f"{part.name} has not been heard of for {part.hung_s:g} s and is killed")
+        known_until = clock.now() if part is self.broker else self._status_at
+        if part.status is None and known_until - part.heard_at > part.longest_silence_s:
+            self.view.note(f"{part.name} has not been heard of for {part.longest_silence_s:g} s and is killed")
             part.kill()
         if part.status in (None, 0):
             return
         ended = f"{part.name} ended with status {part.status}"
         if part.status in HOPELESS:
             self._fail(part, f"{ended}: it {HOPELESS[part.status]}")
+        if part.status == STEPPED_ASIDE:
+            part.start_at = clock.now()
+            return self.view.note(f"{part.name} was told to leave; it is started again, and goes on")
         if part.restarts >= part.max_restarts:
-            self._fail(part, f"{ended}, {part.restarts} restarts have brought nothing" if part.restarts else ended)
+            self._fail(
+                part, f"{ended}, {counted(part.restarts, 'restart')} brought nothing" if part.restarts else ended
+            )
         part.kill()
         part.restarts += 1
-        part.start_at = clock.now() + min(LONGEST_DELAY_S, 2.0 ** (part.restarts - 1) - 1)
-        self.view.note(f"{ended}; restart {part.restarts} of {part.max_restarts}")
+        wait_s = delay_s(part.restarts, part.max_restarts)
+        part.start_at = clock.now() + wait_s
+        when = f" in {wait_s:.0f} s" if wait_s else ""
+        self.view.note(f"{ended}; restart {part.restarts} of {part.max_restarts}{when}")
 
     def _forget_silence(self) -> None:
         """Who could not be heard while the broker was away has its whole time again."""
@@ -292,8 +348,10 @@ class Supervisor:
         raise RunFailed(f"{reason}; its last lines:\n{part.last_lines()}")
 
     def _broker_ended(self) -> str:
+        if self.learner:
+            self.learner.wait(LEARNER_CLOSE_S)
         deadline = clock.now() + CLOSE_S
-        for part in self._others:
+        for part in self.workers:
             part.wait(max(0.1, deadline - clock.now()))
         self._show_new_steps()
         if self._stop_signals or read_summary(self.run_dir / "summary.json").get("state") == "stopped":
@@ -345,17 +403,23 @@ class Supervisor:
         if clock.now() >= self._next_status:
             self._next_status = clock.now() + STATUS_S
             connection.send(wire.StatusRequest())
-        connection.beat_if_due()
         for received in connection.receive(POLL_MS):
             if connection.is_disowned(received):
-                connection.session = 0
-                return
+                return connection.forget()
             if isinstance(received.message, wire.Status):
                 status = orjson.loads(received.arrays[0].tobytes())
                 self._over = status["phase"] == "finished"
                 self._note_alive(status)
                 self._note_disk(status["read_only"])
+                self.start_up.look(status)
+                self._note_evaluations(status["evaluation"])
                 self.view.update(status)
+
+    def _note_evaluations(self, evaluations: list[dict]) -> None:
+        """Those that were not there when this run began, or went on."""
+        for result in evaluations[self._evaluations :]:
+            self.view.note(describe_evaluation(result))
+        self._evaluations = max(self._evaluations, len(evaluations))
 
     def _note_disk(self, read_only: str) -> None:
         if read_only != self._read_only:
@@ -365,21 +429,27 @@ class Supervisor:
     def _note_alive(self, status: dict) -> None:
         """Who lives, and, when a step has been trained that never was before, who has been of use."""
         now = clock.now()
+        if now - self._status_at > DEAF_S:
+            self._forget_silence()
+        self._status_at = now
         present = {holder["name"]: holder for holder in (*status["workers"], *status["scorers"], *status["agents"])}
         silent_s = status["learner_silent_s"]
-        self.broker.heard_at = now
-        if self.learner:
-            self.learner.heard_at = max(self.learner.heard_at, now - (math.inf if silent_s is None else silent_s))
+        self.broker.heard(now)
+        if self.learner and silent_s is not None:
+            self.learner.heard(now - silent_s)
         for worker in self.workers:
-            worker.heard_at = now if worker.name in present else worker.heard_at
+            if worker.name in present:
+                worker.heard(now)
+        at_work = [part for part in self.workers if part.start_at is None and works(present.get(part.name))]
+        for worker in at_work:
+            worker.saw_work(now)
         if status["step"] > self._best_step:
             self._best_step = status["step"]
             for part in (self.broker, self.learner):
                 if part:
                     part.restarts = 0
-            for worker in self.workers:
-                if worker.name in present and present[worker.name].get("tokens_per_s", 1):
-                    worker.restarts = 0
+            for worker in at_work:
+                worker.restarts = 0
 
     def _show_new_steps(self) -> None:
         metrics = self.run_dir / "metrics.jsonl"
@@ -392,7 +462,13 @@ class Supervisor:
                 if not line.endswith(b"\n"):
                     return
                 self._metrics_read += len(line)
-                self.view.step(orjson.loads(line))
+                if is_step(record := orjson.loads(line)):
+                    self.view.step(record)
+
+
+def works(holder: dict | None) -> bool:
+    """Whether the broker has it, and, of one that generates, tokens of it."""
+    return holder is not None and bool(holder.get("tokens_per_s", 1))
 
 
 def stop_signals() -> list[signal.Signals]:

@@ -1,6 +1,7 @@
 """How a pool and its processes talk over pipes: MessagePack behind a 4-byte little-endian length."""
 
 import os
+import sys
 from typing import BinaryIO
 
 import msgspec
@@ -16,11 +17,12 @@ def frame(message: msgspec.Struct) -> bytes:
 
 
 def private_pipes() -> tuple[int, BinaryIO]:
-    """(what comes from the pool, what goes to it), out of reach of foreign code that prints or reads."""
+    """(what comes from the pool, what goes to it), out of reach of foreign code that prints or reads: what it prints
+    goes where its errors go."""
     incoming, outgoing = os.dup(0), os.fdopen(os.dup(1), "wb")
-    nothing = os.open(os.devnull, os.O_RDWR)
-    os.dup2(nothing, 0)
-    os.dup2(nothing, 1)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     return incoming, outgoing
 
 

@@ -15,6 +15,8 @@ REFUSED = 2
 """exit status of a process that starting it again would not help: configuration, folder, or place is not to be used"""
 RUN_FAILED = 3
 """exit status of a broker whose run cannot go on"""
+STEPPED_ASIDE = 4
+"""exit status of a broker that was told to leave while another has to go on from its journal"""
 
 SUPERVISED = "APRIL_SUPERVISED_BY"
 """set in the environment of processes whose parent watches them, to the parent's process id"""
@@ -30,10 +32,14 @@ def die_with_parent() -> None:
         sys.exit("april run has ended before this process could start")
 
 
+LIBC = ctypes.CDLL(None)
+"""loaded here, since a child that is forked beside threads may wait for ever where it loads something"""
+
+
 def end_with_parent() -> None:
     """Have the kernel kill this process when the one that started it dies (Linux)."""
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 NICENESS = 10

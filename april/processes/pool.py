@@ -5,6 +5,7 @@ killed, one that has died is replaced; only the item it was at is charged with i
 answered, and is replaced without blame.
 """
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -117,18 +119,21 @@ class PoolProcess:
     `module` is run with its time limit and the `rules`; what it answers is of the type `answer`.
     """
 
-    def __init__(self, module: str, rules: msgspec.Struct, timeout_s: float, answer: Any):
+    def __init__(self, module: str, rules: msgspec.Struct, timeout_s: float, answer: Any, prints: Path | None = None):
+        """`prints`: takes what foreign code prints, behind what is there; by default this process's stderr does."""
         self.timeout_s = timeout_s
         self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(answer)
         limit, encoded = str(timeout_s + ORPHAN_MARGIN_S), msgspec.json.encode(rules).decode()
-        self.inner = subprocess.Popen(
-            [sys.executable, "-m", module, limit, encoded],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            start_new_session=True,
-        )
+        with prints.open("ab") if prints else contextlib.nullcontext() as errors:
+            self.inner = subprocess.Popen(
+                [sys.executable, "-m", module, limit, encoded],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                bufsize=0,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                start_new_session=True,
+            )
         assert self.inner.stdin and self.inner.stdout
         self._stdin, self._stdout = self.inner.stdin, self.inner.stdout
         os.set_blocking(self._stdin.fileno(), False)

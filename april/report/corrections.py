@@ -1,13 +1,16 @@
 """The picture of stale tokens as the learner sees them: which versions a batch came from, and what corrections left."""
 
+import math
+
 import numpy as np
 
 from april.report.drawing import AGES, BLUE, GREEN, ORANGE, RED, VIOLET, new_figure, themed, to_svg
-from april.report.pictures import draw_series, legend, step_numbers, whole_steps
-from april.report.run_folder import Run, dig
+from april.report.run_folder import Run
+from april.report.series import MAX_DRAWN, draw_series, finish, step_numbers, values
 
 SHARES = (
     ("ess", "effective: ratios", BLUE),
+    ("sequence_ess", "effective: responses", AGES[4]),
     ("weight_ess", "effective: weights", GREEN),
     ("off_policy_share", "off-policy", VIOLET),
     ("clip_fraction", "clipped", ORANGE),
@@ -21,23 +24,24 @@ LARGEST_DOT = 60.0
 
 @themed
 def corrections_picture(run: Run) -> str | None:
-    """Above, shares of the trained tokens; below, a dot for each version that has sampled a part of a batch."""
+    """Above, shares of the trained tokens; below, a dot for each version that has sampled a part of a batch, by its
+    age in steps."""
     dots = version_dots(run)
     if not len(dots):
         return None
     figure, (above, below) = new_figure(4.2, panels=2)
     steps = step_numbers(run)
     for name, label, color in SHARES:
-        series = np.array([dig(step, "learner", name) for step in run.steps], dtype=float)
+        series = values(run, "learner", name)
         if np.isfinite(series).any():
             draw_series(above, steps, series, color, label)
     above.set(ylabel="share of tokens", ylim=(-0.03, 1.05))
-    legend(above)
-    step, version, share = dots.T
-    below.scatter(step, version, s=LARGEST_DOT * share, color=BLUE, lw=0)
-    below.set(xlabel="step", ylabel="policy version")
-    for axes in (above, below):
-        whole_steps(axes)
+    finish(above, run, below=False)
+    step, version, share = dots[dots[:, 0] % math.ceil(len(steps) / MAX_DRAWN) == 0].T
+    below.scatter(step, step - 1 - version, s=LARGEST_DOT * share, color=BLUE, lw=0)
+    below.set_ylabel("age of version")
+    below.locator_params(axis="y", integer=True, min_n_ticks=1)
+    finish(below, run, named=False)
     return to_svg(figure, "effective sample share, clipped, truncated and masked tokens, and policy versions per step")
 
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 INK, MUTED, GRID = "#1c2129", "#59636f", "#e2e6eb"
 BLUE, ORANGE, GREEN, RED, VIOLET = "#2f6fdf", "#c8590d", "#1a7f4c", "#c62f3c", "#7a4fca"
+WAITING = {"wait-others": "#c9d0d8", "wait-learner": "#d9c8f2", "wait-weights": "#f5d6bd", "wait-else": "#f2c4c8"}
+"""what a worker that does nothing waits for"""
 AGES = ["#c5daf6", "#93b9ef", "#5f95e5", "#3672ca", "#2050a1", "#133473", "#0a2150"]
 """Ages 0 to 5 in steps, then everything older."""
 
@@ -30,11 +32,13 @@ LIGHT = {
     "green": GREEN,
     "red": RED,
     "violet": VIOLET,
+    **WAITING,
     **{f"age-{age}": color for age, color in enumerate(AGES)},
 }
 DARK = {
     "ink": "#e6eaef", "muted": "#9aa5b1", "grid": "#2b323b", "blue": "#6ea3f7", "orange": "#f0924a",
-    "green": "#4cc38a", "red": "#ff6b76", "violet": "#b394f4", "age-0": "#213f6e", "age-1": "#2c5798",
+    "green": "#4cc38a", "red": "#ff6b76", "violet": "#b394f4", "wait-others": "#3b444f", "wait-learner": "#473869",
+    "wait-weights": "#5f3d22", "wait-else": "#60292f", "age-0": "#213f6e", "age-1": "#2c5798",
     "age-2": "#3f76c6", "age-3": "#6498e3", "age-4": "#92baf0", "age-5": "#c0d8f8", "age-6": "#e6effd",
 }  # fmt: skip
 """The page's CSS variables by theme. The light values must differ from one another: `to_svg` tells them apart."""
@@ -49,7 +53,8 @@ STYLE = {
     "ytick.major.size": 0, "legend.frameon": False, "legend.labelcolor": INK, "legend.fontsize": 8.5,
     "legend.title_fontsize": 8.5, "path.simplify": True,
 }  # fmt: skip
-WIDTH_IN = 9.0
+WIDTH_IN = 5.6
+"""of a picture: as wide as half a page on a desk, or as a whole one on a telephone, with letters that can be read"""
 
 
 def themed(picture: Callable[[Run], str | None]) -> Callable[[Run], str | None]:

@@ -3,6 +3,10 @@
 from dataclasses import dataclass
 
 from april.report.run_folder import Run, dig
+from april.words import counted
+
+WORST_ENGINES = 3
+"""that are named, of all that have sampled what was trained"""
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,9 @@ def facts(run: Run) -> list[tuple[str, str]]:
         ("paced, not measured", paced(run)),
         ("rollout speed", rate(rollout_tokens_per_s(run))),
         ("gradient", gradient(run)),
+        ("learner and engine apart", engine_gaps(run)),
         ("alarms", alarms(run)),
+        ("failed for good", failed(run)),
         ("token staleness", staleness(run)),
         ("response length, created", lengths(run, "created")),
         ("response length, trained", lengths(run, "trained")),
@@ -89,6 +95,7 @@ def facts(run: Run) -> list[tuple[str, str]]:
         ("time", times(run)),
         ("largest buffer", buffer_peak(run)),
         ("restarts", restarts(run)),
+        ("resumed", resumes(run)),
     ]
     return [(name, value) for name, value in found if value]
 
@@ -116,11 +123,12 @@ def first_to_last(first: float | None, last: float | None) -> str:
 
 
 def accuracy(run: Run) -> str:
-    points = run.evaluation
-    if not points:
+    if not run.evaluation:
         return ""
+    points = run.evaluation_sets[-1]
     first, last = points[0], points[-1]
     prompts = f", {last['prompts']} prompts" if last.get("prompts") else ""
+    prompts += f", {last['failed']} left out" if last.get("failed") else ""
     if len(points) == 1:
         return f"{number(first['accuracy'])} (step {first.get('step')}{prompts})"
     steps_named = f"steps {first.get('step')} → {last.get('step')}"
@@ -148,8 +156,31 @@ def gradient(run: Run) -> str:
         return ""
     empty = sum(share == 0 for share in shares)
     return f"borne by {sum(shares) / len(shares):.0%} of trained tokens" + (
-        f", by none in {empty} steps" if empty else ""
+        f", by none in {counted(empty, 'step')}" if empty else ""
     )
+
+
+def engine_gaps(run: Run) -> str:
+    """On tokens that were trained under the weights that had sampled them: of each worker over the run."""
+    fresh: dict[str, list[dict]] = {}
+    for step in run.steps:
+        for worker, gap in (step.get("engine_gaps") or {}).items():
+            if gap["age"] == 0 and gap["mean"] is not None:
+                fresh.setdefault(worker, []).append(gap)
+    worst = sorted(fresh, key=lambda worker: -max(gap["mean"] for gap in fresh[worker]))
+    said = [
+        f"{worker} {max(gap['mean'] for gap in fresh[worker]):.1e} in a step's mean, "
+        f"{max(gap['largest'] for gap in fresh[worker]):.1e} at most"
+        for worker in worst[:WORST_ENGINES]
+    ]
+    return "; ".join([*said, *([f"{len(worst) - len(said)} more workers closer"] if len(worst) > len(said) else [])])
+
+
+def failed(run: Run) -> str:
+    """Prompts that could not be scored, or not be generated."""
+    shares = run.summary.get("failed_share") or {}
+    found = [f"{share:.1%} of {name}" for name, share in shares.items() if share]
+    return f"{' and '.join(found)} prompts; see `april dead-letters {run.path}`" if found else ""
 
 
 def alarms(run: Run) -> str:
@@ -158,7 +189,9 @@ def alarms(run: Run) -> str:
     for step in run.steps:
         for alarm in step.get("alarms") or []:
             raised.setdefault(alarm["name"], []).append((step["step"], alarm["sentence"]))
-    return "; ".join(f"{len(said)} steps, last step {said[-1][0]}: {said[-1][1]}" for said in raised.values())
+    return "; ".join(
+        f"{counted(len(said), 'step')}, last step {said[-1][0]}: {said[-1][1]}" for said in raised.values()
+    )
 
 
 def staleness(run: Run) -> str:
@@ -208,6 +241,15 @@ def restarts(run: Run) -> str:
     """Of broker and learner, which the run's books count."""
     starts = run.summary.get("starts") or {}
     return ", ".join(f"{name} {count - 1}" for name, count in starts.items() if count > 1)
+
+
+def resumes(run: Run) -> str:
+    """Where the run went on, with what was changed there."""
+    said = []
+    for resume in run.resumes:
+        changed = f" with {', '.join(resume['changed'])}" if resume.get("changed") else ""
+        said.append(f"after step {resume['step']}{changed}")
+    return "; ".join(said)
 
 
 def number(value: float | None, digits: int = 3) -> str:

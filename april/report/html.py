@@ -1,10 +1,10 @@
 """report.html: the pictures, figures and ledger of a run on one page that loads nothing from anywhere."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from html import escape
 from pathlib import Path
 
-from april.report import corrections, pictures
+from april.report import corrections, learning, pictures, timeline
 from april.report.drawing import DARK, LIGHT
 from april.report.facts import (
     Ledger,
@@ -14,6 +14,7 @@ from april.report.facts import (
     facts,
     ledger_of,
     number,
+    resumes,
     reward,
     rollout_tokens_per_s,
     short_count,
@@ -30,10 +31,22 @@ SECTIONS: list[tuple[str, str, Callable[[Run], str | None]]] = [
         pictures.reward_picture,
     ),
     (
+        "What the reward is made of",
+        "Means of the details that the reward has named. One that rises while another falls shows what the policy has "
+        "found out.",
+        learning.details_picture,
+    ),
+    (
         "Gradient",
         "Shares of the trained tokens and groups that bore a gradient. A group whose rewards are all equal bears none: "
         "near 0 the prompts are too easy or too hard, or the reward does not tell responses apart.",
         pictures.gradient_picture,
+    ),
+    (
+        "Learner",
+        "Entropy that falls towards 0 ends exploration. A gradient norm that jumps, with a loss that does, announces "
+        "steps that are too large.",
+        learning.learner_picture,
     ),
     (
         "Rollout speed",
@@ -51,7 +64,7 @@ SECTIONS: list[tuple[str, str, Callable[[Run], str | None]]] = [
         "Stale tokens in training",
         "Above, what the corrections of stale tokens leave of a batch: an effective sample share (of the tokens' "
         "ratios, and of the weights that were applied) that falls announces trouble before "
-        "the reward does. Below, a dot for each policy version, as large as its share of the step.",
+        "the reward does. Below, a dot for each policy version by its age, as large as its share of the step.",
         corrections.corrections_picture,
     ),
     (
@@ -61,12 +74,29 @@ SECTIONS: list[tuple[str, str, Callable[[Run], str | None]]] = [
         pictures.lengths_picture,
     ),
     (
+        "Lengths by step",
+        "Growth is often what is learnt. Growth towards sampling.max_response_tokens with a falling reward is not.",
+        learning.lengths_by_step_picture,
+    ),
+    (
+        "Learner's time",
+        "A learner that mostly waits for batches wants more workers; one that never does keeps them waiting.",
+        learning.phases_picture,
+    ),
+    (
         "Worker lanes",
-        "One row a worker; gaps are waiting. Numbers over dotted lines are the steps recorded there. A longer run is "
-        "shown whole above and its end below; a very long one is filled there as high as the share of time spent.",
-        pictures.lanes_picture,
+        "One row a worker: what it did, and what it waited for where it did nothing. A long run is filled as high as "
+        "the share of time spent.",
+        timeline.lanes_picture,
+    ),
+    (
+        "Worker lanes, the last steps",
+        "Numbers over dotted lines are the steps recorded there.",
+        timeline.last_lanes_picture,
     ),
 ]
+ONLY_WHERE_THERE = (learning.details_picture, timeline.last_lanes_picture)
+"""pictures of what many runs do not have"""
 
 PLACES = {
     "trained": "in batches that the learner has consumed",
@@ -81,7 +111,9 @@ CSS = """
 * { box-sizing: border-box }
 body { margin: 0; background: var(--page); color: var(--ink); font: 16px/1.5 system-ui, -apple-system, "Segoe UI",
   Roboto, "Helvetica Neue", Arial, sans-serif }
-main { max-width: 1000px; margin: 0 auto; padding: 2.2rem 1.2rem 4rem }
+main { max-width: 1160px; margin: 0 auto; padding: 2.2rem 1.2rem 4rem }
+.pictures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 420px), 1fr)); gap: 0 2rem }
+.pictures section { min-width: 0 }
 h1 { font-size: 1.7rem; margin: 0 }
 h2 { font-size: 1.15rem; margin: 2.6rem 0 .2rem }
 .state { color: var(--muted); margin: .2rem 0 1.4rem }
@@ -90,18 +122,19 @@ h2 { font-size: 1.15rem; margin: 2.6rem 0 .2rem }
 .card b { display: block; font-size: 1.15rem; font-weight: 600; white-space: nowrap;
   font-variant-numeric: tabular-nums }
 .card span { color: var(--muted); font-size: .82rem }
-figure { margin: 0; overflow-x: auto }
-figure svg { display: block; width: 100%; min-width: 640px; height: auto; stroke-linejoin: round }
+figure { margin: 0 }
+figure svg { display: block; width: 100%; height: auto; stroke-linejoin: round }
 figcaption, .note { color: var(--muted); font-size: .9rem; margin: .1rem 0 0; max-width: 95ch }
 table { border-collapse: collapse; margin-top: .7rem; font-size: .93rem; width: 100% }
 th, td { text-align: left; padding: .32rem .8rem .32rem 0; border-bottom: 1px solid var(--grid); vertical-align: top }
 th { color: var(--muted); font-weight: 500 }
 td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap }
-td.muted { color: var(--muted) }
+td.muted { color: var(--muted) } td.muted + td { overflow-wrap: anywhere }
 tr.sum td:not(.muted) { font-weight: 600 }
 .good { color: var(--green) } .bad { color: var(--red) }
 details { margin-top: 2.6rem } details.sample { margin-top: .6rem } .sample pre { white-space: pre-wrap;
   overflow-wrap: anywhere } .prompt { color: var(--muted) } summary { cursor: pointer; font-weight: 600 }
+@media (max-width: 640px) { .ledger th:last-child, .ledger td:last-child { display: none } }
 pre { background: var(--card); border-radius: 8px; padding: 1rem; overflow-x: auto;
   font-size: .84rem; line-height: 1.45 }
 """
@@ -130,11 +163,13 @@ def page(run: Run) -> str:
 <h1>{escape(run.name)}</h1>
 <p class="state">{escape(headline(run))}</p>
 {cards(run)}
+<div class="pictures">
 {sections}
+</div>
 <h2>Samples</h2>
 {samples_section(run)}
 <h2>Token ledger</h2>
-{ledger_table(ledger_of(run))}
+{ledger_table(ledger_of(run), dig(run.summary, "gradient", "tokens"))}
 <h2>Summary</h2>
 {facts_table(run)}
 <details><summary>Resolved configuration</summary><pre>{escape(run.config_text)}</pre></details>
@@ -182,15 +217,28 @@ def cards(run: Run) -> str:
 
 def section(run: Run, title: str, reading: str, picture: Callable[[Run], str | None]) -> str:
     svg = picture(run)
-    workers = len({lane["worker"] for lane in run.lanes})
-    if picture is pictures.lanes_picture and workers > pictures.MAX_DRAWN_WORKERS:
-        reading += f" The first {pictures.MAX_DRAWN_WORKERS} of {workers} workers are drawn."
-    if svg is None:
-        return f'<h2>{title}</h2>\n<p class="note">Nothing recorded yet.</p>'
-    return f"<h2>{title}</h2>\n<figure>{svg}<figcaption>{escape(reading)}</figcaption></figure>"
+    if svg is None and picture in ONLY_WHERE_THERE:
+        return ""
+    said = " ".join([reading, *more_of(run, picture)]) if svg else "Nothing recorded yet."
+    drawn = f"<figure>{svg}<figcaption>{escape(said)}</figcaption></figure>" if svg else f'<p class="note">{said}</p>'
+    return f"<section><h2>{escape(title)}</h2>\n{drawn}</section>"
 
 
-def ledger_table(ledger: Ledger | None) -> str:
+def more_of(run: Run, picture: Callable[[Run], str | None]) -> Iterator[str]:
+    """What is to be said of this run's picture."""
+    if picture is pictures.reward_picture:
+        if len(run.evaluation_sets) > 1:
+            yield "Accuracies on different held-out prompts are not joined."
+        if run.resumes:
+            yield f"Dotted lines: resumed {resumes(run)}."
+    if picture is timeline.lanes_picture:
+        workers = len({lane["worker"] for lane in run.lanes})
+        if workers > timeline.MAX_DRAWN_WORKERS:
+            yield f"The first {timeline.MAX_DRAWN_WORKERS} of {workers} workers are drawn."
+        yield f"Of all workers' time: {timeline.waiting(run)}."
+
+
+def ledger_table(ledger: Ledger | None, with_gradient: int | None) -> str:
     if ledger is None:
         return '<p class="note">No token has been generated yet.</p>'
     word = '<b class="good">closed</b>' if ledger.closed else '<b class="bad">not closed</b>'
@@ -198,12 +246,16 @@ def ledger_table(ledger: Ledger | None) -> str:
     for name, tokens in ledger.places:
         share = f"{tokens / ledger.generated:.1%}" if ledger.generated else ""
         rows.append(table_row(name, tokens, share, PLACES.get(name, "in groups that were given up, with the reason")))
+        if name == "trained" and with_gradient is not None:
+            share = f"{with_gradient / ledger.generated:.1%}" if ledger.generated else ""
+            rows.append(table_row("– of them with a gradient", with_gradient, share, "which have moved the weights"))
     share = f"{ledger.accounted / ledger.generated:.1%}" if ledger.generated else ""
     rows.append(table_row("sum of the places", ledger.accounted, share, "equals generated if the ledger closes", "sum"))
     rows += [table_row(name, tokens, "", "counted beside the ledger") for name, tokens in ledger.outside]
     return (
-        f'<p class="note">The ledger is {word}: {escape(ledger.equation)}.</p>\n<table><tr><th>tokens</th>'
-        f'<th class="n">count</th><th class="n">share</th><th>where they are</th></tr>{"".join(rows)}</table>'
+        f'<p class="note">The ledger is {word}: {escape(ledger.equation)}.</p>\n<table class="ledger">'
+        f'<tr><th>tokens</th><th class="n">count</th><th class="n">share</th><th>where they are</th></tr>'
+        f"{''.join(rows)}</table>"
     )
 
 

@@ -56,6 +56,32 @@ def merge_spans(spans: list[Span], gap_s: float) -> list[Span]:
     return merged
 
 
+def intersect(spans: list[Span], others: list[Span]) -> list[Span]:
+    """What lies in both (each disjoint and in order)."""
+    shared, at = [], 0
+    for start, end in spans:
+        while at < len(others) and others[at][1] <= start:
+            at += 1
+        other = at
+        while other < len(others) and others[other][0] < end:
+            shared.append((max(start, others[other][0]), min(end, others[other][1])))
+            other += 1
+    return shared
+
+
+def subtract(spans: list[Span], others: list[Span]) -> list[Span]:
+    """What lies in the first alone (each disjoint and in order)."""
+    left = []
+    for start, end in spans:
+        for begin, until in intersect([(start, end)], others):
+            if begin > start:
+                left.append((start, begin))
+            start = until
+        if end > start:
+            left.append((start, end))
+    return left
+
+
 def thin(times: list[float], gap_s: float) -> list[float]:
     """Instants in order, without those that follow a kept one by less than `gap_s`."""
     kept: list[float] = []

@@ -11,6 +11,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from april.processes.failures import ERROR_NAME
 from april.report.facts import duration, number, short_count
 from april.report.run_folder import dig
 
@@ -22,8 +23,8 @@ Bar = partial(ProgressBar, complete_style="cyan", finished_style="green")
 class LiveView:
     """A context manager; `update` shows a status, `step` a trained step, `note` one line of text.
 
-    On a terminal `update` redraws the panel and notes scroll by above it; elsewhere steps and notes are
-    lines and `update` only remembers what the next step's line says of partials and time left.
+    On a terminal `update` redraws the panel and notes scroll by above it; elsewhere steps, notes and new alarms are
+    lines, and `update` remembers what the next step's line says of partials and time left.
     """
 
     def __init__(self, console: Console | None = None):
@@ -43,7 +44,11 @@ class LiveView:
         self.live.stop()
 
     def update(self, status: dict) -> None:
+        known = {alarm["name"] for alarm in self.status.get("alarms") or []}
+        new = [alarm for alarm in status.get("alarms") or [] if alarm["name"] not in known]
         self.status = status
+        if not self.on_terminal:
+            self.print_alarms({"alarms": new})
 
     def step(self, metrics: dict) -> None:
         self.last_step = metrics
@@ -51,14 +56,17 @@ class LiveView:
             self.rewards.append(metrics["reward"])
         if not self.on_terminal:
             self.print_line(step_line(metrics, self.status))
-            for alarm in alarms(metrics):
-                self.print_line(f"  ALARM: {alarm}")
+            self.print_alarms(metrics)
 
     def note(self, text: str) -> None:
         if self.on_terminal:
             self.console.print(Text(text))
         else:
             self.print_line(text)
+
+    def print_alarms(self, said: dict) -> None:
+        for alarm in alarms(said):
+            self.print_line(f"  ALARM: {alarm}")
 
     def print_line(self, text: str) -> None:
         """At once and uncut, however wide the place it goes to."""
@@ -84,7 +92,9 @@ def step_line(metrics: dict, status: dict) -> str:
         f"staleness {number(age['mean'], 1)}/{age.get('max')}" if age.get("mean") is not None else "",
         f"partials {partials}" if partials is not None else "",
         gradient(metrics),
+        effective(metrics),
         drift_warning(metrics),
+        *failures(status),
         f"ETA {duration(status['eta_s'])}" if status.get("eta_s") is not None else "",
     ]
     return "  ".join(part for part in parts if part)
@@ -96,13 +106,31 @@ def drift_warning(metrics: dict) -> str:
     return f"LENGTHS BIASED {drift['distance']:.3f} > {drift['band']:.3f}" if drift.get("alarm") else ""
 
 
+def failures(status: dict) -> list[str]:
+    """`scoring: 212 failed, TypeError`, for each cause since the broker started."""
+    found = []
+    for cause, failed in (status.get("failures") or {}).items():
+        name = ERROR_NAME.search(failed["last"])
+        found.append(
+            f"{cause.removesuffix('_failed')}: {failed['count']} failed, {name[0] if name else failed['last']}"
+        )
+    return found
+
+
 def gradient(metrics: dict) -> str:
     """The share of the step's tokens that bore one, where the learner has said it."""
     share = dig(metrics, "gradient", "tokens")
     return "" if share is None else f"gradient {share:.0%}"
 
 
+def effective(metrics: dict) -> str:
+    """The effective sample size of the responses, as a share of them, where some are not of the policy at hand."""
+    share = dig(metrics, "learner", "sequence_ess")
+    return f"effective {share:.0%}" if share is not None and share < 1 else ""
+
+
 def alarms(metrics: dict) -> list[str]:
+    """Of a step's line, or of what is so just now."""
     return [f"{alarm['sentence']} ({alarm['page']})" for alarm in metrics.get("alarms") or []]
 
 
@@ -128,7 +156,9 @@ def overview(status: dict, last_step: dict, rewards: list[float]) -> Table:
         table.add_row("lengths", Text(warning, style="bold red"), "", "")
     if share := gradient(last_step):
         table.add_row("gradient", f"{share.removeprefix('gradient ')} of tokens", "", "")
-    for alarm in alarms(last_step):
+    for failed in failures(status):
+        table.add_row("FAILED", Text(failed, style="bold red", no_wrap=False), "", "")
+    for alarm in [*alarms(last_step), *alarms(status)]:
         table.add_row("ALARM", Text(alarm, style="bold red", no_wrap=False), "", "")
     return table
 
@@ -136,7 +166,7 @@ def overview(status: dict, last_step: dict, rewards: list[float]) -> Table:
 def holders_table(status: dict) -> Table:
     """One line a worker: the version it holds, its busy slots, its speed; one a scorer, and one an agents process."""
     table = Table.grid(padding=(0, 2))
-    for justify in ("left", "left", "left", "right", "right"):
+    for justify in ("left", "left", "left", "right", "right", "right"):
         table.add_column(justify=justify, no_wrap=True)
     for worker in status.get("workers") or []:
         slots, leased = worker.get("slots") or 0, worker.get("leased") or 0
@@ -146,6 +176,7 @@ def holders_table(status: dict) -> Table:
             Bar(total=max(slots, 1), completed=min(leased, slots), width=16),
             f"{min(leased, slots)}/{slots} slots",
             speed(worker.get("tokens_per_s")) or "–",
+            gap_of(worker.get("gap")),
         )
     for role, does, what in (("scorers", "scores", "leases"), ("agents", "runs agents", "sessions")):
         for holder in status.get(role) or []:
@@ -153,6 +184,13 @@ def holders_table(status: dict) -> Table:
             bar = Bar(total=max(capacity, 1), completed=min(leased, capacity), width=16)
             table.add_row(Text(str(holder.get("name"))), Text(does, style="dim"), bar, f"{leased}/{capacity} {what}")
     return table
+
+
+def gap_of(gap: dict | None) -> str:
+    """How far the learner's log-probabilities of a worker's tokens are from the worker's own."""
+    if not gap or gap.get("mean") is None:
+        return ""
+    return f"gap {gap['mean']:.1e}" + (f" at age {gap['age']:.0f}" if gap["age"] else "")
 
 
 def of(step: int | None, max_steps: int | None) -> str:

@@ -8,7 +8,8 @@ from rich.table import Table
 from rich.text import Text
 
 from april.report.facts import count, duration, number
-from april.report.live import holders_table, of
+from april.report.live import failures, holders_table, of
+from april.report.waiting import waiting_for
 
 DRAIN = {
     "draining": "draining: nothing is handed out, leases are still coming back",
@@ -26,6 +27,7 @@ def render_live(status: dict[str, Any]) -> RenderableType:
         rows.add_row("READ ONLY", Text(status["read_only"], style="bold red"))
     if status["drain"]:
         rows.add_row("drain", Text(DRAIN[status["drain"]], style="bold yellow"))
+    rows.add_row("waits for", waiting_for(status))
     queues, letters = status["queues"], status["dead_letters"]
     rows.add_row("step", f"{of(status['step'], status['max_steps'])}  round {status['round']}")
     rows.add_row("reward", number(status["reward"]))
@@ -41,6 +43,8 @@ def render_live(status: dict[str, Any]) -> RenderableType:
         "dead letters",
         f"{letters['total']}, {letters['to_requeue']} groups can be re-queued, {letters['waiting']} wait to be drawn",
     )
+    for failed in failures(status):
+        rows.add_row("failed", Text(failed, style="bold red"))
     for name in ("refusals", "failed_handshakes", "replays"):
         if any(status[name].values()):
             rows.add_row(name.replace("_", " "), Text(by_state(status[name])))

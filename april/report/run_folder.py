@@ -1,6 +1,7 @@
 """A run folder read back: configuration, trained steps and summary, also while the run is still going."""
 
 import tomllib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import orjson
 
 from april.config import ConfigError
+from april.formats.metrics import is_step
 from april.formats.versions import RUN_FOLDER
 
 
@@ -19,7 +21,7 @@ class Run:
     config_text: str
     config: dict
     records: list[dict]
-    """Lines of metrics.jsonl as they were written; a replayed step appears again."""
+    """Lines of metrics.jsonl of trained steps as they were written; a replayed step appears again."""
     summary: dict
 
     @property
@@ -41,6 +43,29 @@ class Run:
         """What workers did and when, of all records, without entries that lack a worker or a time."""
         entries = [lane for record in self.records for lane in record.get("lanes") or []]
         return [lane for lane in entries if lane.get("worker") and lane.get("start") is not None]
+
+    @property
+    def resumes(self) -> list[dict]:
+        """When the run was resumed: `time`, the `step` that it had reached, and `changed` keys, one line each."""
+        return [line for line in read_lines(self.path / "resumes.jsonl") if isinstance(line.get("step"), int)]
+
+    @property
+    def evaluation_sets(self) -> list[list[dict]]:
+        """Evaluations in order, cut where other prompts were asked, or others of them: they cannot be compared."""
+        sets: list[list[dict]] = []
+        for point in self.evaluation:
+            if not sets or what_is_asked(sets[-1][-1]) != what_is_asked(point) or self._asks_anew(sets[-1][-1], point):
+                sets.append([])
+            sets[-1].append(point)
+        return sets
+
+    def _asks_anew(self, before: dict, after: dict) -> bool:
+        """Whether keys that say what an evaluation is were changed between the two."""
+        first, last = before.get("step") or 0, after.get("step") or 0
+        return any(
+            first <= resume["step"] < max(last, first + 1) and any(map(is_of_evaluation, resume.get("changed") or []))
+            for resume in self.resumes
+        )
 
     @property
     def pace(self) -> list[dict]:
@@ -71,21 +96,46 @@ def read_run(run_dir: str | Path) -> Run:
     return Run(path, config_text, config, read_records(path / "metrics.jsonl"), read_summary(path / "summary.json"))
 
 
+def what_is_asked(point: dict) -> tuple:
+    """Prompts and samples a prompt of an evaluation, failed ones included."""
+    prompts = (point.get("prompts") or 0) + (point.get("failed") or 0)
+    return prompts, dig(point, "mean_at_k", "k")
+
+
+def is_of_evaluation(change: str) -> bool:
+    return change.startswith(("data.eval", "evaluation.", "data.reward", "reward."))
+
+
+def read_lines(path: Path) -> list[dict]:
+    """The lines of a file of JSON objects that are whole."""
+    found = [parse_json(line) for line in path.read_bytes().splitlines()] if path.exists() else []
+    return [line for line in found if isinstance(line, dict)]
+
+
 def read_records(path: Path) -> list[dict]:
-    """Complete lines of metrics.jsonl. A last line that was cut while being written is left out."""
+    """Complete lines of metrics.jsonl of trained steps. A last line that was cut while being written is left out."""
+    return [record for record, _, _ in records_from(path) if is_step(record)]
+
+
+def records_from(path: Path, offset: int = 0, lines: int = 0) -> Iterator[tuple[dict, int, int]]:
+    """Those of steps and of evaluations, from a byte on, before which lie so many lines; each with where it begins and
+    ends."""
     if not path.exists():
-        return []
-    lines = path.read_bytes().split(b"\n")
-    records = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        record = parse_json(line)
-        if isinstance(record, dict) and isinstance(record.get("step"), int):
-            records.append(record)
-        elif any(later.strip() for later in lines[number:]):
-            raise ConfigError(f"{path} line {number} is not a step's JSON object; remove that line")
-    return records
+        return
+    with path.open("rb") as file:
+        file.seek(offset)
+        bad = 0
+        for number, line in enumerate(file, start=lines + 1):
+            begin, offset = offset, offset + len(line)
+            if not line.strip():
+                continue
+            if bad:
+                raise ConfigError(f"{path} line {bad} is not a JSON object with a step; remove that line")
+            record = parse_json(line)
+            if isinstance(record, dict) and isinstance(record.get("step"), int):
+                yield record, begin, offset
+            else:
+                bad = number
 
 
 def read_summary(path: Path) -> dict:

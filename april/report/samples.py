@@ -70,7 +70,7 @@ def headline(sample: Sample) -> str:
     steps = sorted({segment["step"] for segment in sample["segments"]}) if "segments" in sample else []
     parts = [
         f"step {sample['step']}",
-        f"group {sample['group']}.{sample['index']}",
+        f"group {sample['group']}.{sample['index']}" + (f"/{sample['branch']}" if sample.get("branch") else ""),
         f"reward {number(sample['reward'])}",
         f"advantage {number(sample['advantage'])}" + ("" if sample["trained"] else " (no gradient)"),
         f"{len(sample['response_ids'])} tokens" if "response_ids" in sample else "",

@@ -5,7 +5,7 @@ from rich.table import Table
 from rich.text import Text
 
 from april.report.facts import Ledger, count, facts, ledger_of
-from april.report.run_folder import Run
+from april.report.run_folder import Run, dig
 
 STATE_STYLE = {"finished": "bold green", "failed": "bold red"}
 
@@ -23,7 +23,7 @@ def render_status(run: Run) -> RenderableType:
     if ledger is None:
         return Group(title, rows, Text("no token has been generated yet", style="dim"))
     rows.add_row("ledger", verdict(ledger))
-    return Group(title, rows, places(ledger))
+    return Group(title, rows, places(ledger, dig(run.summary, "gradient", "tokens")))
 
 
 def verdict(ledger: Ledger) -> Text:
@@ -31,7 +31,7 @@ def verdict(ledger: Ledger) -> Text:
     return Text.assemble((word, style), f"  {ledger.equation}")
 
 
-def places(ledger: Ledger) -> Table:
+def places(ledger: Ledger, with_gradient: int | None = None) -> Table:
     """Every place a generated token can be, in tokens and as a share of the generated ones."""
     table = Table(box=None, padding=(0, 2), show_edge=False, header_style="dim")
     table.add_column("tokens")
@@ -40,6 +40,8 @@ def places(ledger: Ledger) -> Table:
     table.add_row("generated", count(ledger.generated), "", style="bold")
     for name, tokens in ledger.places:
         table.add_row(f"  {name}", count(tokens), f"{tokens / ledger.generated:.1%}" if ledger.generated else "")
+        if name == "trained" and with_gradient is not None:
+            table.add_row("    with a gradient", count(with_gradient), "", style="dim")
     for name, tokens in ledger.outside:
         table.add_row(name, count(tokens), "", style="dim")
     return table

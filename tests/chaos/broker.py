@@ -19,7 +19,7 @@ from collections import Counter
 
 from april import wire
 from april.broker import server, service
-from april.broker.journal import snapshot
+from april.broker.journal import files, journal
 from april.broker.views import status
 from april.cli import main
 from april.config import load
@@ -58,11 +58,11 @@ class WatchedService(service.Service):
         super()._dispatch(route, received, *rest)
 
 
-class KeepingStore(snapshot.SnapshotStore):
-    def write(self, position, image, unneeded) -> None:
-        for path in unneeded:
-            state.keep(path)
-        super().write(position, image, unneeded)
+class KeepingJournal(journal.Journal):
+    def let_go(self, starts) -> None:
+        for start in starts:
+            state.keep(files.file_path(self.folder, start))
+        super().let_go(starts)
 
 
 reports: dict[tuple[int, int], list] = {}
@@ -132,5 +132,5 @@ if __name__ == "__main__":
     real_sync, os.fdatasync = os.fdatasync, watched_sync
     real_write, os.pwritev = os.pwritev, watched_write
     real_probe, server.probe_disk = server.probe_disk, watched_probe
-    server.Server, server.Service, service.SnapshotStore = WatchedServer, WatchedService, KeepingStore
+    server.Server, server.Service, server.Journal = WatchedServer, WatchedService, KeepingJournal
     sys.exit(main(["broker", *sys.argv[1:]]))

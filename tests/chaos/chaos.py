@@ -18,6 +18,7 @@ VICTIMS = {
     "learner": ["-u -m tests.chaos.peer learner", "april.learner.launch"],
 }
 """what is in the command line of a process that may be killed"""
+WITH_AGENTS = VICTIMS | {"agents": ["tests.chaos.peer agents"], "program": ["april.agents.host"]}
 PHASES = ("generating", "abort", "delivery", "training", "weights", "evaluating")
 """of the run, in which a kill is aimed"""
 DELICATE = ("abort", "delivery")
@@ -47,6 +48,14 @@ broker.readopt_s = 4.0
 broker.journal_file_records = 2000
 weights = {{ publish_deadline_s = 3.0 }}
 """
+AGENTS = """
+agent.program = "tests.agents.program:any_of_them"
+agent.sessions = 96
+agent.max_restarts = 1000
+agent.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+"""
+READ = "READ_BY_AGENTS"
+"""in the environment: where programs write down what they read"""
 
 
 class Chaos:
@@ -59,13 +68,20 @@ class Chaos:
 
     def __init__(
         self, folder: Path, policy: Path, data: Path, tokens_between: int = 0, sync: bool = True,
-        schedule: str = "april",
+        schedule: str = "april", agents: bool = False,
     ):  # fmt: skip
+        """`agents`: samples are sessions of programs with tools, and these and their hosts are killed, too."""
         self.run_dir = folder / "runs" / "chaos"
         self.config = folder / "run.toml"
         self.config.write_text(CONFIG.format(folder=folder, policy=policy, data=data, schedule=schedule))
         self.tokens_between = tokens_between
         self.environment = {} if sync else {SYNC_OFF: "1"}
+        self.victims = WITH_AGENTS if agents else VICTIMS
+        self.read = folder / "read"
+        if agents:
+            self.config.write_text(self.config.read_text() + AGENTS)
+            self.read.mkdir()
+            self.environment[READ] = str(self.read)
         self.kills: Counter[tuple[str, str]] = Counter()
         self.aimed: Counter[str] = Counter()
         self.hits: Counter[str] = Counter()
@@ -119,7 +135,7 @@ class Chaos:
 
     def process(self, victim: str) -> int:
         """A process of that kind, once there is one."""
-        pattern, found = random.choice(VICTIMS[victim]), []
+        pattern, found = random.choice(self.victims[victim]), []
         wait_until(lambda: found.extend(self.job.descendants(pattern)) or found, self.job, PATIENCE_S)
         return random.choice(found)[0]
 
@@ -163,7 +179,7 @@ class Chaos:
         """Kills by process and phase, and how many of those that were aimed at a phase fell into it."""
         phases = sorted({phase for _, phase in self.kills} | set(self.aimed))
         rows = [["", *phases, "all"]]
-        for victim in VICTIMS:
+        for victim in self.victims:
             counts = [self.kills[victim, phase] for phase in phases]
             rows.append([victim, *map(str, counts), str(sum(counts))])
         hits, aimed = self.hits.total(), self.aimed.total()

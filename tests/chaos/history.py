@@ -5,11 +5,32 @@ import struct
 import zlib
 from collections import Counter, defaultdict
 from pathlib import Path
+from typing import NamedTuple
 
 import msgpack
 import orjson
 
 from tests.chaos.state import RunState
+
+ROW = struct.Struct("<QdIIIIIIBBBBI")
+
+
+class Row(NamedTuple):
+    """Of a table of new tokens; `finish` is not 0 where a response or a turn ends, `over` where its lease does."""
+
+    lease_id: int
+    time: float
+    start: int
+    count: int
+    branch: int
+    step: int
+    size: int
+    checksum: int
+    kind: int
+    finish: int
+    failed: int
+    over: int
+    parent: int
 
 
 class History:
@@ -67,14 +88,18 @@ class History:
     def on_RowsAccepted(self, table, payload_bytes, arrays):
         [payloads], at = arrays, 0
         self.expect(len(payloads) == payload_bytes, "a table lacks payloads")
-        for lease_id, _, start, count, _, _, size, checksum, kind, *_ in struct.iter_unpack("<QdIIIIIIBBBB4x", table):
-            sample, payload = self.samples.get(lease_id), payloads[at : at + size]
-            at += size + -size % 4
-            follows = self.lengths[sample] == start
-            self.expect(follows, f"a chunk at {start} of {sample} does not follow what came before")
-            self.expect(kind == 0 and len(payload) == 8 * count, f"a chunk of {sample} lacks tokens")
-            self.expect(zlib.crc32(payload) == checksum, f"a chunk of {sample} is damaged")
-            self.lengths[sample] = start + count
+        for row in map(Row._make, ROW.iter_unpack(table)):
+            payload = payloads[at : at + row.size]
+            at += row.size + -row.size % 4
+            self.expect(zlib.crc32(payload) == row.checksum, f"a row of lease {row.lease_id} is damaged")
+            self.take(row, payload)
+
+    def take(self, row: Row, payload: bytes) -> None:
+        sample = self.samples.get(row.lease_id)
+        follows = self.lengths[sample] == row.start
+        self.expect(follows, f"a chunk at {row.start} of {sample} does not follow what came before")
+        self.expect(row.kind == 0 and len(payload) == 8 * row.count, f"a chunk of {sample} lacks tokens")
+        self.lengths[sample] = row.start + row.count
 
     def on_SampleScored(self, lease_id, *_):
         group, index = self.samples[lease_id]
@@ -120,7 +145,7 @@ class History:
         checksums = {}
         for kind, subject, *value in self.state.promises():
             if kind == "chunk":
-                held = self.lengths[self.samples.get(subject)]
+                held = self.held(subject)
                 self.expect(held >= value[0], f"acknowledged tokens are missing: {held} of {value[0]}, lease {subject}")
             elif kind == "done":
                 self.expect(subject in self.ended, f"the acknowledged end of lease {subject} is missing")
@@ -131,6 +156,10 @@ class History:
                 self.expect(same, f"batch {subject} is another one when it is handed over again")
             else:
                 self.expect((kind, subject) in self.reports, f"the acknowledged report {kind} {subject} is missing")
+
+    def held(self, lease_id: int) -> int:
+        """Tokens of both sides that the journal has of a lease's sample."""
+        return self.lengths[self.samples.get(lease_id)]
 
     def judge_training(self) -> None:
         """No prompt is skipped or drawn twice, no group trained twice, and a replayed step is the same step."""
@@ -144,18 +173,16 @@ class History:
             self.expect(whole, f"batch {step} holds groups that are not complete")
         losses = defaultdict(set)
         log = (self.run_dir / "logs" / "learner.log").read_text(errors="replace")
-        for step, loss in re.findall(r"batch (\d+) trained in \S+ s, loss (\S+)", log):
+        for step, loss in re.findall(r"step (\d+) trained in \S+ s, loss (\S+)", log):
             losses[step].add(loss)
         for step, seen in losses.items():
             self.expect(len(seen) == 1, f"batch {step} was trained with different losses: {sorted(seen)}")
 
     def judge_ledger(self) -> None:
         """The books that the run has closed are the journal's."""
-        tokens = Counter()
-        for (group, _), length in self.lengths.items():
-            tokens[group] += length
+        tokens, discarded = self.books()
         delivered = {group: step for step, groups in self.batches.items() for group in groups}
-        expected = Counter(generated=0, trained=0, delivered=0, ready=0, open=0, evaluation=0)
+        expected = Counter(generated=discarded.total(), trained=0, delivered=0, ready=0, open=0, evaluation=0)
         for group, count in tokens.items():
             if group not in self.sizes:
                 expected["evaluation"] += count
@@ -170,5 +197,15 @@ class History:
         self.expect(said == dict(expected), f"the ledger says {said}, the journal {dict(expected)}")
         self.expect(summary["ledger_closed"], "the ledger does not close")
         self.expect(not summary["replays"]["different"], "a replayed step has another loss than its first logging")
-        self.expect(not any(summary["tokens"]["discarded"].values()), "tokens are discarded")
+        said = Counter(summary["tokens"]["discarded"])
+        self.expect(
+            said == discarded, f"the ledger says that {dict(said)} are discarded, the journal {dict(discarded)}"
+        )
         self.expect(summary["steps"] == self.consumed == len(self.batches), "batches are left over")
+
+    def books(self) -> tuple[Counter, Counter]:
+        """Sampled tokens that are kept, by group, and those that are discarded, by reason."""
+        kept = Counter()
+        for (group, _), length in self.lengths.items():
+            kept[group] += length
+        return kept, Counter()

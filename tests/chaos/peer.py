@@ -1,6 +1,7 @@
-"""A worker, or a rank of the learner, as the chaos tests start it: its clock jumps, its messages come late or twice.
+"""A worker, an agents process, or a rank of the learner, as the chaos tests start it: its clock jumps, its messages
+come late or twice.
 
-python -m tests.chaos.peer worker CONFIG --connect ADDRESS --name NAME
+python -m tests.chaos.peer worker|agents CONFIG --connect ADDRESS --name NAME
 python -m tests.chaos.peer learner CONFIG --connect ADDRESS
 """
 
@@ -37,10 +38,10 @@ def unruly_messages() -> None:
 def main(role: str, arguments: list[str]) -> int:
     jumping_clock()
     unruly_messages()
-    if role == "worker":
+    if role in ("worker", "agents"):
         from april.cli import main
 
-        return main(["worker", *arguments])
+        return main([role, *arguments])
     from april.learner.__main__ import main
 
     return main(arguments)

@@ -12,10 +12,11 @@ from pathlib import Path
 
 from april.config import load
 from april.launch import supervisor
+from april.processes import restarts
 from tests.chaos.proxy import Proxy
 from tests.chaos.state import RunState
 
-supervisor.LONGEST_DELAY_S = 0.0
+restarts.LONGEST_DELAY_S = 0.0
 
 
 class Console:
@@ -63,8 +64,10 @@ class ChaosSupervisor(supervisor.Supervisor):
     def _worker_part(self, index: int, config_path: Path, address: str):
         return super()._worker_part(index, config_path, address if index else self._through_proxy(address))
 
-    def _through_proxy(self, address: str) -> str:
+    def _through_proxy(self, folder: str) -> str:
         if self.proxy is None:
+            address = self._wait_for_broker()
+            assert address, f"stopped before the broker of {folder} was there"
             host, port = address.removeprefix("tcp://").split(":")
             self.proxy = Proxy(host, int(port))
             signal.signal(signal.SIGUSR1, lambda number, frame: self.proxy.freeze())

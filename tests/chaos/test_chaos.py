@@ -6,6 +6,7 @@ import pytest
 
 from tests.chaos.chaos import DELICATE, PATIENCE_S, Chaos
 from tests.chaos.history import History
+from tests.chaos.sessions import SessionHistory
 from tests.conftest import PROMPTS
 from tests.run.processes import wait_until
 
@@ -51,6 +52,20 @@ def test_twenty_kills_cost_nothing_that_was_acknowledged(chaos):
     print(run.table(), f"power losses that took bytes: {run.cuts()}", sep="\n")
     assert any(run.hits[phase] for phase in DELICATE)
     assert History(run.run_dir, PROMPTS).judge() == []
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_ten_kills_under_agents_cost_nothing_that_was_said(chaos):
+    run = chaos(tokens_between=100, agents=True)
+    run.go_on()
+    for victim in random.sample([*run.victims, *run.victims], 10):
+        run.kill(victim, run.aim(victim))
+    run.finish()
+    history = SessionHistory(run.run_dir, PROMPTS)
+    assert history.judge() == [] and history.judge_agents(run.read) == []
+    print(run.table(), history.sessions_table(), sep="\n")
+    assert history.discarded["agent_failed"], "programs have failed by themselves, too"
 
 
 @pytest.mark.full

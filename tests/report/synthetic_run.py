@@ -6,6 +6,7 @@ from pathlib import Path
 
 import orjson
 
+from april.formats.metrics import line_of_evaluation
 from april.formats.versions import RUN_FOLDER
 
 CONFIG = """\
@@ -25,6 +26,8 @@ over_sampling_batch_size = 48
 max_steps = 30
 """
 START_S = 1_763_640_000.0
+PAUSE_S = 7500.0
+"""between the two starts of a run of more than 20 steps"""
 
 
 def write_run(folder: Path, steps: int = 30, workers: int = 3, seed: int = 0) -> Path:
@@ -33,9 +36,19 @@ def write_run(folder: Path, steps: int = 30, workers: int = 3, seed: int = 0) ->
     (folder / "config.toml").write_text(CONFIG)
     RUN_FOLDER.claim(folder, new=True)
     records = make_records(steps, workers, random.Random(seed))
-    (folder / "metrics.jsonl").write_bytes(b"".join(orjson.dumps(record) + b"\n" for record in records))
-    (folder / "summary.json").write_bytes(orjson.dumps(make_summary(records)))
+    summary = make_summary(records)
+    evaluated = [line_of_evaluation(point | {"time": START_S + point["step"]}) for point in summary["evaluation"]]
+    lines = sorted([*evaluated, *records], key=lambda line: line["step"])
+    (folder / "metrics.jsonl").write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
+    if step := resumed_after(steps):
+        line = {"time": records[step - 1]["time"] + PAUSE_S - 2, "step": step, "changed": ["learner.lr: 1e-4 -> 5e-4"]}
+        (folder / "resumes.jsonl").write_bytes(orjson.dumps(line) + b"\n")
+    (folder / "summary.json").write_bytes(orjson.dumps(summary))
     return folder
+
+
+def resumed_after(steps: int) -> int:
+    return steps // 2 if steps > 20 else 0
 
 
 def make_records(steps: int, workers: int, rng: random.Random) -> list[dict]:
@@ -79,22 +92,31 @@ def make_records(steps: int, workers: int, rng: random.Random) -> list[dict]:
                     "aborted_samples": 118,
                 },
                 "lanes": lanes,
+                "reward_details": {"correct": 0.9 - 0.5 * math.exp(-step / 9), "brief": 0.3 + 0.1 * rng.random()},
+                "gradient": {"tokens": 0.0 if step % 9 == 0 else rng.uniform(0.5, 1), "groups": rng.uniform(0.4, 0.9)},
                 "learner": {
-                    "loss": 0.01,
-                    "grad_norm": 0.4,
+                    "loss": rng.gauss(0.01, 0.01),
+                    "grad_norm": abs(rng.gauss(0.4, 0.1)),
+                    "lr": 5e-4 * min(1.0, step / 3),
                     "clip_fraction": 0.02,
-                    "entropy": 1.1,
+                    "entropy": 0.4 + 0.7 * math.exp(-step / 20),
+                    "wait_s": rollout_s,
+                    "forward_s": rng.uniform(0.1, 0.2),
+                    "backward_s": rng.uniform(0.2, 0.3),
+                    "optimizer_s": 0.05,
+                    "checkpoint_s": 0.1 * (step % 10 == 0),
                     "truncated_fraction": 0.05,
                     "ess": 0.97,
+                    "sequence_ess": 0.9,
                     "weight_ess": 0.98,
                     "off_policy_share": stale / tokens,
-                    f"version_share_{step}": 1 - stale / tokens,
-                    f"version_share_{step - 1}": stale / tokens,
+                    f"version_share_{step - 1}": 1 - stale / tokens,
+                    f"version_share_{step - 2}": stale / tokens,
                     "train_s": 0.6,
                 },
             }
         )
-        now_s = end_s
+        now_s = end_s + (PAUSE_S if step == resumed_after(steps) else 0.0)
     return records
 
 
@@ -154,7 +176,8 @@ def make_summary(records: list[dict]) -> dict:
         }
     rewards = [record["reward"] for record in records]
     by_age = {age: sum(record["staleness"]["tokens_by_age"][age] for record in records) for age in "012"}
-    evaluated = sorted({0, len(records) // 3, len(records)})
+    steps_of_first_set = resumed_after(len(records)) or len(records) + 1
+    evaluated = sorted({0, len(records) // 3, 2 * len(records) // 3, len(records)})
     rollout_tokens, rollout_s = (sum(record[key] for record in records) for key in ("rollout_tokens", "rollout_s"))
     return summary | {
         "wall_s": records[-1]["time"] - START_S,
@@ -175,7 +198,12 @@ def make_summary(records: list[dict]) -> dict:
             "ratio": 0.991,
         },
         "evaluation": [
-            {"step": step, "version": [0, step], "accuracy": 0.88 - 0.4 * math.exp(-step / 8), "prompts": 256}
+            {
+                "step": step,
+                "version": [0, step],
+                "accuracy": 0.88 - 0.4 * math.exp(-step / 8),
+                "prompts": 256 if step < steps_of_first_set else 64,
+            }
             for step in evaluated
         ],
         "starts": {"broker": 1, "learner": 2},

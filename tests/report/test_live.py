@@ -51,6 +51,22 @@ def test_a_step_before_any_status_leaves_out_what_is_unknown():
     assert step_line({"step": 1, "reward": None, "staleness": None, "round": None}, {"eta_s": None}) == "step 1"
 
 
+def test_a_step_says_how_many_of_its_responses_count_where_some_are_stale():
+    of = [step_line(METRICS | {"learner": {"sequence_ess": share}}, {}) for share in (0.77, 1.0)]
+    assert of[0] == step_line(METRICS, {}) + "  effective 77%" and of[1] == step_line(METRICS, {})
+
+
+def test_failures_are_a_count_in_the_step_line_and_in_the_panel():
+    last = "verifier 'my:grade': TypeError: unsupported operand"
+    status = STATUS | {"failures": {"scoring_failed": {"count": 212, "last": last}}}
+    assert "  scoring: 212 failed, TypeError  " in step_line(METRICS, status)
+    out = io.StringIO()
+    view = LiveView(Console(file=out, width=100))
+    view.update(status)
+    view.console.print(view.panel())
+    assert "scoring: 212 failed, TypeError" in out.getvalue()
+
+
 def test_a_terminal_gets_the_panel():
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=100, _environ={"TERM": "xterm"})

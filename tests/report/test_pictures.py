@@ -6,15 +6,19 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from april.report.corrections import corrections_picture, version_dots
 from april.report.drawing import new_figure, to_svg
-from april.report.lanes import busy_share, make_lanes, merge_spans, thin
-from april.report.pictures import length_density
+from april.report.facts import accuracy, facts
+from april.report.lanes import busy_share, intersect, make_lanes, merge_spans, subtract, thin
+from april.report.learning import learner_picture
+from april.report.pictures import length_density, reward_picture
 from april.report.run_folder import Run
+from april.report.timeline import PAUSE_S, add_waits, timeline_of, waiting
 
 TIMES = st.floats(0, 100, allow_nan=False)
 SPANS = st.lists(st.tuples(TIMES, TIMES).map(sorted).map(tuple), max_size=30)
@@ -92,3 +96,71 @@ def test_a_dot_for_every_version_that_has_sampled_a_part_of_a_batch():
     picture = corrections_picture(run)
     assert "effective: ratios" in picture and "effective: weights" not in picture
     assert corrections_picture(Run(Path("demo"), "", {}, records[1:], {})) is None
+
+
+@given(SPANS, SPANS)
+def test_what_two_rows_of_spans_share_and_what_is_left_make_up_the_first(spans, others):
+    spans, others = merge_spans(spans, 0), merge_spans(others, 0)
+    shared, left = intersect(spans, others), subtract(spans, others)
+    assert length(shared) + length(left) == pytest.approx(length(spans))
+    assert not length(intersect(left, others)) and length(intersect(shared, others)) == pytest.approx(length(shared))
+
+
+def length(spans) -> float:
+    return sum(end - start for start, end in spans)
+
+
+def span(worker: str, kind: str, start: float, end: float) -> dict:
+    return {"worker": worker, "kind": kind, "start": start, "end": end}
+
+
+def test_an_idle_worker_waits_for_others_then_for_the_learner_then_for_weights():
+    entries = [
+        span("a", "generate", 0, 4), span("b", "generate", 0, 6), span("a", "weights", 9, 10),
+        span("a", "joined", 0, 0),
+        span("b", "weights", 9, 9.5), span("b", "joined", 0, 0), span("a", "generate", 11, 12),
+        span("b", "lost", 9.5, 9.5),
+    ]  # fmt: skip
+    a, b = lanes = make_lanes(entries, 0, 12, math.inf)
+    add_waits(lanes, [(6.5, 8)], 0, 12)
+    assert a.spans["wait-others"] == [(4, 6)] and b.spans["wait-others"] == [], "one that is lost waits for nothing"
+    assert a.spans["wait-learner"] == b.spans["wait-learner"] == [(6.5, 8)]
+    assert a.spans["wait-weights"] == [(8, 9)]
+    assert a.spans["wait-else"] == [(6, 6.5), (10, 11)]
+
+
+def write_resume(folder: Path, **line) -> Path:
+    folder.joinpath("resumes.jsonl").write_bytes(orjson.dumps(line) + b"\n")
+    return folder
+
+
+def test_hours_between_two_starts_are_not_on_the_axis_and_the_change_is_said(tmp_path):
+    write_resume(tmp_path, time=7000.0, step=1, changed=["evaluation.prompts: 8 -> 4"])
+    records = [
+        {"step": 1, "time": 5.0, "lanes": [span("a", "generate", 0, 4)]},
+        {"step": 2, "time": 7208.0, "lanes": [span("a", "generate", 7201, 7207)]},
+    ]
+    run = Run(tmp_path, "", {}, records, {})
+    timeline = timeline_of(run)
+    assert timeline.pauses == [(5.0, 7196.0)]
+    assert timeline.steps == [(1, 5.0), (2, pytest.approx(12.0 + PAUSE_S))]
+    assert "wait" not in waiting(run).replace("waits", "") and "generating" in waiting(run)
+    assert dict(facts(run))["resumed"] == "after step 1 with evaluation.prompts: 8 -> 4"
+
+
+def test_accuracies_on_other_prompts_are_neither_joined_nor_compared(tmp_path):
+    points = [{"step": step, "accuracy": step / 10, "prompts": 8 if step < 3 else 4} for step in range(5)]
+    run = Run(tmp_path, "", {}, [{"step": step, "reward": 0.5} for step in (1, 2)], {"evaluation": points})
+    assert [[point["step"] for point in points] for points in run.evaluation_sets] == [[0, 1, 2], [3, 4]]
+    assert accuracy(run) == "0.300 → 0.400 (steps 3 → 4, 4 prompts)"
+    assert "held-out accuracy, set 2" in reward_picture(run)
+    resumed = Run(write_resume(tmp_path, time=0.0, step=1, changed=["data.eval_path: a -> b"]), "", {}, [], run.summary)
+    assert [len(points) for points in resumed.evaluation_sets] == [2, 1, 2]
+
+
+def test_a_curve_has_one_name_however_many_steps_it_has(tmp_path):
+    for steps in (30, 90, 900):
+        learner = [{"loss": 0.1, "ess": 1.0, f"version_share_{step}": 1.0} for step in range(steps)]
+        run = Run(tmp_path, "", {}, [{"step": k + 1, "learner": one} for k, one in enumerate(learner)], {})
+        assert corrections_picture(run).count("effective: ratios") == 1
+        assert "loss" in learner_picture(run)

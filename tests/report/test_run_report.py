@@ -67,7 +67,7 @@ def test_table_states_the_closed_ledger_in_numbers(tmp_path):
     text = rendered(run_dir)
     assert ledger.closed and f"{ledger.generated:,} generated = {ledger.trained:,} trained" in text
     assert "discarded (aborted)" in text
-    assert "30 of 30" in text and "steps 0 → 30, 256 prompts" in text and "learner 1" in text
+    assert "30 of 30" in text and "steps 20 → 30, 64 prompts" in text and "learner 1" in text
 
 
 @pytest.mark.parametrize("changes", [{"ledger_closed": False}, {"tokens": {"generated": 10, "trained": 9}}])
@@ -95,7 +95,7 @@ def test_null_pieces_are_left_out_everywhere(tmp_path):
     write_report(run_dir)
 
 
-@pytest.mark.parametrize(("steps", "pictures"), [(0, 0), (1, 6), (30, 6), (200, 6)])
+@pytest.mark.parametrize(("steps", "pictures"), [(0, 0), (1, 11), (30, 12), (200, 12)])
 def test_report_is_one_file_that_loads_nothing(tmp_path, steps, pictures):
     page = write_report(write_run(tmp_path / "demo", steps=steps)).read_text()
     assert page.count("<svg") == pictures

@@ -1,0 +1,97 @@
+// What every view needs: elements, requests, addresses and how numbers are written.
+
+/** An element. Properties that the element has are set, others become attributes; text is only ever text. */
+export function h(name, properties = {}, ...children) {
+  const element = document.createElement(name);
+  for (const [key, value] of Object.entries(properties ?? {})) {
+    if (value === undefined || value === null || value === false) continue;
+    if (key.startsWith("on")) element.addEventListener(key.slice(2), value);
+    else if (key === "class") element.className = value;
+    else if (key === "vars") for (const [name, text] of Object.entries(value)) element.style.setProperty(name, text);
+    else if (key in element && !key.startsWith("aria")) element[key] = value;
+    else element.setAttribute(key, value === true ? "" : value);
+  }
+  element.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
+  return element;
+}
+
+export function fill(element, ...children) {
+  element.replaceChildren(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
+  return element;
+}
+
+export async function ask(path, signal) {
+  const answer = await fetch(path, { signal, headers: { accept: "application/json" } });
+  const content = await answer.json().catch(() => {
+    throw signal?.aborted ? signal.reason : new Error(`the dashboard answered ${answer.status}, and not to the end`);
+  });
+  if (!answer.ok) throw new Error(content.error ?? `the dashboard answered ${answer.status}`);
+  return content;
+}
+
+export const apiOf = (run) => `api/runs/${encodeURIComponent(run)}`;
+
+/** {run, view, rest, query} of `#/RUN/VIEW/REST?QUERY`. */
+export function readAddress() {
+  const [path, query = ""] = location.hash.replace(/^#\/?/, "").split("?", 2);
+  const [run = "", view = "", ...rest] = path.split("/").map(decodeURIComponent);
+  return { run, view, rest, query: new URLSearchParams(query) };
+}
+
+export function addressOf(run, view = "run", rest = [], query = {}) {
+  const path = [run, view, ...rest].map((part) => encodeURIComponent(part)).join("/");
+  const asked = new URLSearchParams(Object.entries(query).filter(([, value]) => value !== "" && value != null)).toString();
+  return `#/${path}${asked ? `?${asked}` : ""}`;
+}
+
+/** Of an agent's session each branch is a row. */
+export const sampleAddress = (run, row) => addressOf(run, "samples", [row.step, row.group, row.index, ...(row.branch ? [row.branch] : [])]);
+export const sampleOf = (run, [step, group, index, branch = 0]) => `${apiOf(run)}/samples/${step}/${group}/${index}?branch=${branch}`;
+export const sampleName = (row) => `${row.group}.${row.index}${row.branch ? `/${row.branch}` : ""}`;
+export const groupAddress = (run, row) => addressOf(run, "samples", [row.step, row.group]);
+
+/** Four significant digits, thousands apart; a dash for what is unknown. */
+export function number(value, digits = 4) {
+  if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  if (Number.isInteger(value)) return value.toLocaleString("en");
+  const size = Math.abs(value);
+  if (size >= 10000) return Math.round(value).toLocaleString("en");
+  if (size !== 0 && size < 0.0005) return value.toExponential(1);
+  return Number(value.toPrecision(digits)).toLocaleString("en", { maximumFractionDigits: 6 });
+}
+
+export function short(value) {
+  if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  for (const [size, unit] of [[1e9, "G"], [1e6, "M"], [1e4, "k"]])
+    if (Math.abs(value) >= size) return `${(value / (size === 1e4 ? 1e3 : size)).toFixed(1)}${unit}`;
+  return number(value, 3);
+}
+
+export function duration(seconds) {
+  if (seconds === null || seconds === undefined) return "–";
+  if (seconds < 10) return `${seconds.toFixed(1)} s`;
+  if (seconds < 60) return `${Math.round(seconds)} s`;
+  const minutes = Math.floor(seconds / 60);
+  if (minutes < 60) return `${minutes} min ${String(Math.round(seconds % 60)).padStart(2, "0")} s`;
+  return `${Math.floor(minutes / 60)} h ${String(minutes % 60).padStart(2, "0")} min`;
+}
+
+/** So that what is written is not lost on screen readers, nor too chatty. */
+export const problem = (text) => h("p", { class: "problem", role: "alert" }, text);
+export const note = (text) => h("p", { class: "note" }, text);
+
+/** Choices of which one is pressed. */
+export function choices(label, options, chosen, choose) {
+  const group = h("div", { class: "choices", role: "group", "aria-label": label });
+  for (const [value, text, title] of options)
+    group.append(h("button", {
+      type: "button", title, "aria-pressed": String(value === chosen),
+      onclick: () => {
+        for (const button of group.children) button.setAttribute("aria-pressed", String(button.textContent === text));
+        choose(value);
+      },
+    }, text));
+  return group;
+}
+
+export const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();

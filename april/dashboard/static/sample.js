@@ -1,0 +1,223 @@
+// One sample: what was said by whom, every token coloured by what is asked of it, and all that is known of it.
+
+import { addressOf, apiOf, ask, choices, duration, fill, groupAddress, h, note, number, sampleName, sampleOf } from "./lib.js";
+
+const COLOURS = {
+  version: ["Version", "The policy's version that has sampled the token"],
+  gap: ["Gap", "Learner's minus engine's log-probability, in nats"],
+  entropy: ["Entropy", "Of the learner's distribution at the token, in nats"],
+  advantage: ["Advantage", "Of the sample, where its tokens are trained"],
+  none: ["Plain", "No colours"],
+};
+const PART = 1000;
+/** tokens of a response are put into the page first, more as it is scrolled to */
+const HUES = 8;
+const GAP_NATS = 1;
+const ENTROPY_NATS = 3;
+const SHOWN = new Set(["prompt", "response", "prompt_ids", "response_ids", "segments", "behaviour_logprobs", "learner_logprobs", "entropies", "pieces", "turns", "stays", "reward_details", "opened_at", "delivered_at", "generated_at", "scored_at", "step", "group", "index", "branch", "reward", "advantage", "trained", "finish_reason", "discarded", "tokens"]);
+
+export async function sampleView(place, { run, address, signal }) {
+  const [step, group, index] = address.rest;
+  const sample = await ask(sampleOf(run.name, address.rest), signal);
+  const row = { step, group, index };
+  let by = COLOURS[address.query.get("by")] ? address.query.get("by") : "version";
+  const versions = versionsOf(sample);
+  const key = h("p", { class: "key" });
+  const said = h("p", { class: "said", role: "status" }, "Point at a token, or choose the text and use the arrow keys.");
+  const speech = h("div", { class: `speech-all by-${by}` });
+  const colours = (value) => {
+    by = value;
+    speech.className = `speech-all by-${by}`;
+    history.replaceState(null, "", addressOf(run.name, "samples", address.rest, { by: by === "version" ? "" : by }));
+    drawKey();
+  };
+  const drawKey = () => fill(key, keyOf(by, versions, sample));
+
+  fill(place,
+    h("p", { class: "path" }, h("a", { href: addressOf(run.name, "samples") }, "Samples"), " › ",
+      h("a", { href: addressOf(run.name, "samples", [], { "step.min": step, "step.max": step }) }, `step ${step}`), " › ",
+      h("a", { href: groupAddress(run.name, row) }, `group ${group}`)),
+    h("h1", {}, `Sample ${sampleName(sample)}`),
+    h("dl", { class: "facts small" }, facts(sample, versions)),
+    h("div", { class: "tools sticky" }, choices("Colour tokens by", Object.entries(COLOURS).map(([name, [label, title]]) => [name, label, title]), by, colours), key,
+      h("a", { class: "button", href: groupAddress(run.name, row) }, "The whole group"),
+      h("a", { class: "button", href: addressOf(run.name, "samples", [], { prompt: await promptOf() }) }, "This prompt in other steps")),
+    said,
+    h("section", { class: "speech prompt" }, h("h2", {}, "Prompt", h("span", { class: "note" }, ` ${number(sample.prompt_ids?.length ?? 0)} tokens`)), h("pre", { dir: "auto", tabindex: 0 }, sample.prompt)),
+    speech, life(run, address, sample), further(sample));
+  drawKey();
+  const tokens = new Tokens(sample, versions, said);
+  fill(speech, sample.pieces ? sample.turns.map((turn) => tokens.turn(turn)) : [
+    note("The tokeniser of the policy is not at hand, so that the text is shown as a whole."),
+    h("section", { class: "speech policy" }, h("h2", {}, "Response"), h("pre", { dir: "auto", tabindex: 0 }, sample.response)),
+    segmentTable(sample)]);
+  signal.addEventListener("abort", () => tokens.end());
+
+  async function promptOf() {
+    const found = await ask(`${apiOf(run.name)}/samples?step.min=${step}&step.max=${step}&group.min=${group}&group.max=${group}`, signal);
+    return found.rows[0]?.prompt ?? "";
+  }
+}
+
+/** Turns of speech as tokens, of which one is current. */
+class Tokens {
+  constructor(sample, versions, said) {
+    this.sample = sample;
+    this.said = said;
+    this.of = new Array(sample.response_ids?.length ?? 0).fill(-1);
+    for (const { start, end, branch, step } of sample.segments ?? [])
+      this.of.fill(versions.findIndex((version) => version.step === step && version.branch === branch), start, end);
+    this.versions = versions;
+    this.watcher = new IntersectionObserver((entries) => entries.forEach((entry) => entry.isIntersecting && entry.target.more()), { rootMargin: "800px" });
+  }
+
+  end() {
+    this.watcher.disconnect();
+  }
+
+  turn({ who, start, end }) {
+    const text = h("pre", {
+      class: "tokens", dir: "auto", tabindex: 0, role: "group", "aria-label": `${who === "policy" ? "What the policy said" : "What its environment or agent said"}; arrow keys go from token to token`,
+      onkeydown: (event) => this.step(event, text),
+      onpointermove: (event) => event.target.dataset.at && this.choose(event.target),
+    });
+    this.append(text, start, end);
+    return h("section", { class: `speech ${who}` }, h("h2", {}, who === "policy" ? "Policy" : "Environment or agent", h("span", { class: "note" }, ` ${number(end - start)} tokens`)), text);
+  }
+
+  /** A part is a block of its own, laid out only where it is seen; it ends with a line where there is one to end. */
+  append(text, start, end) {
+    const { pieces } = this.sample;
+    let until = Math.min(end, start + PART);
+    for (let at = until; until < end && at > until - PART / 4; at--) if (pieces[at - 1].endsWith("\n")) { until = at; break; }
+    const part = h("div", { class: "part" });
+    for (let at = start; at < until; at++) part.append(this.token(at));
+    text.append(part);
+    if (until === end) return;
+    const rest = h("button", { type: "button", class: "rest" }, `${number(end - until)} more tokens`);
+    rest.more = () => { this.watcher.unobserve(rest); rest.remove(); this.append(text, until, end); };
+    rest.onclick = rest.more;
+    text.append(rest);
+    this.watcher.observe(rest);
+  }
+
+  token(at) {
+    const { pieces, behaviour_logprobs: engine, learner_logprobs: learner, entropies, advantage, trained } = this.sample;
+    const span = document.createElement("span");
+    span.textContent = pieces[at];
+    span.dataset.at = at;
+    const version = this.of[at];
+    if (version < 0) return span;
+    span.dataset.v = version % HUES;
+    const style = span.style;
+    if (learner && learner[at] !== null && engine?.[at] !== null) style.setProperty("--gap", clamp((learner[at] - engine[at]) / GAP_NATS));
+    if (entropies && entropies[at] !== null) style.setProperty("--entropy", clamp(entropies[at] / ENTROPY_NATS));
+    if (trained) style.setProperty("--advantage", clamp(advantage / 2));
+    return span;
+  }
+
+  choose(span) {
+    if (this.current === span) return;
+    this.current?.classList.remove("current");
+    this.current = span;
+    span.classList.add("current");
+    const at = Number(span.dataset.at);
+    const { pieces, response_ids: ids, behaviour_logprobs: engine, learner_logprobs: learner, entropies } = this.sample;
+    const version = this.versions[this.of[at]];
+    const parts = [`token ${number(at + 1)}`, `“${visible(pieces[at])}”`, `id ${ids[at]}`, version ? `version ${name(version)}` : "not the policy's"];
+    if (engine?.[at] != null) parts.push(`engine ${number(engine[at], 3)}`);
+    if (learner?.[at] != null) parts.push(`learner ${number(learner[at], 3)}`, `gap ${number(learner[at] - engine[at], 2)}`);
+    if (entropies?.[at] != null) parts.push(`entropy ${number(entropies[at], 3)}`);
+    this.said.textContent = parts.join(" · ");
+  }
+
+  step(event, text) {
+    const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+    if (!by) return;
+    event.preventDefault();
+    const inside = this.current && text.contains(this.current);
+    const at = inside ? Number(this.current.dataset.at) + by : Number(text.querySelector("span")?.dataset.at);
+    const find = () => text.querySelector(`[data-at="${at}"]`);
+    if (!find()) text.querySelector(".rest")?.more();
+    const next = find();
+    if (next) { this.choose(next); next.scrollIntoView({ block: "nearest" }); }
+  }
+}
+
+const clamp = (value) => Math.max(-1, Math.min(1, value)).toFixed(3);
+const visible = (text) => JSON.stringify(text).slice(1, -1).replaceAll('\\"', '"') || "part of a character";
+const name = ({ branch, step }) => (branch ? `${branch}.${step}` : `${step}`);
+
+function versionsOf(sample) {
+  const found = new Map();
+  for (const { branch, step, start, end } of sample.segments ?? []) {
+    const version = found.get(`${branch}.${step}`) ?? { branch, step, tokens: 0 };
+    version.tokens += end - start;
+    found.set(`${branch}.${step}`, version);
+  }
+  return [...found.values()];
+}
+
+function keyOf(by, versions, sample) {
+  if (by === "version") return versions.map((version, n) => h("span", { class: "swatch", "data-v": n % HUES }, `version ${name(version)}: ${number(version.tokens)} tokens, ${sample.step - 1 - version.step} old`));
+  if (by === "gap") return sample.learner_logprobs ? [h("span", { class: "scale gap" }), `engine thought it likelier by ${GAP_NATS} nat … learner`] : "The learner has not seen it: it has had no gradient.";
+  if (by === "entropy") return sample.entropies ? [h("span", { class: "scale entropy" }), `0 … ${ENTROPY_NATS} nats`] : "There are no entropies of it.";
+  if (by === "advantage") return [h("span", { class: "scale advantage" }), `${number(sample.advantage, 3)}${sample.trained ? ", of the whole sample" : ", and it has had no gradient"}`];
+  return "";
+}
+
+function facts(sample, versions) {
+  const gaps = (sample.learner_logprobs ?? []).map((value, at) => (value === null || sample.behaviour_logprobs?.[at] == null ? null : Math.abs(value - sample.behaviour_logprobs[at]))).filter((gap) => gap !== null);
+  const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
+  const known = (sample.entropies ?? []).filter((value) => value !== null);
+  return [
+    ["Reward", number(sample.reward, 4)],
+    ["Advantage", `${number(sample.advantage, 3)}${sample.trained ? "" : " (no gradient)"}`],
+    ["Tokens", number(sample.tokens)],
+    ["Versions", versions.map(name).join(", ")],
+    ["Finish", sample.finish_reason || "–"],
+    sample.discarded && ["Discarded", sample.discarded],
+    gaps.length > 0 && ["Mean gap", number(mean(gaps), 2)],
+    known.length > 0 && ["Mean entropy", number(mean(known), 2)],
+    sample.opened_at && sample.delivered_at && ["Life", duration(sample.delivered_at - sample.opened_at)],
+    ...(sample.reward_details ?? []).map(({ name, value }) => [name.replaceAll("_", " "), number(value, 3)]),
+  ].filter(Boolean).map(([name, value]) => h("div", { class: "fact" }, h("dt", { class: "name" }, name), h("dd", { class: "value" }, value)));
+}
+
+function segmentTable(sample) {
+  return h("table", { class: "rows figures" }, h("thead", {}, h("tr", {}, ["Tokens", "Version"].map((text) => h("th", { scope: "col" }, text)))),
+    h("tbody", {}, (sample.segments ?? []).map((segment) => h("tr", {}, h("td", {}, `${number(segment.start)} to ${number(segment.end)}`), h("td", {}, name(segment))))));
+}
+
+/** Where it has been and when, from the opening of its group to its delivery. */
+function life(run, address, sample) {
+  const { stays = [], opened_at: opened, delivered_at: delivered } = sample;
+  if (!stays?.length) return null;
+  const begin = opened ?? Math.min(...stays.map(({ began }) => began));
+  const end = delivered ?? Math.max(...stays.map(({ ended }) => ended));
+  const share = (seconds) => `${(100 * seconds) / Math.max(1e-6, end - begin)}%`;
+  return h("section", { class: "panel" }, h("h2", {}, "Its life", h("span", { class: "note" }, ` ${duration(end - begin)} from the opening of its group to its delivery`)),
+    h("div", { class: "lives" }, [...new Set(stays.map(({ where }) => where))].map((where) => h("div", {}, h("span", {}, where),
+      h("div", { class: "track", "aria-hidden": "true" }, stays.filter((stay) => stay.where === where).map((stay) => h("i", { class: stay.what, title: told(stay, begin), vars: { "--left": share(stay.began - begin), "--width": share(stay.ended - stay.began) } })))))),
+    h("ol", {}, stays.map((stay) => h("li", {}, told(stay, begin)))),
+    h("a", { href: addressOf(run.name, "timeline", [], { from: begin.toFixed(3), to: end.toFixed(3), sample: address.rest.join(".") }) }, "Its life among the lanes of the run"));
+}
+
+const DOES = { generate: "generated", score: "scored", act: "with its agent" };
+const told = ({ what, where, began, ended, start, end, how }, begin) =>
+  `${DOES[what] ?? what} at ${where} from ${duration(Math.max(0, began - begin))} on, for ${duration(ended - began)}${end > start ? `, tokens ${number(start)} to ${number(end)}` : ""}: ${how.replaceAll("_", " ")}`;
+
+/** Whatever else the file says of it. */
+function further(sample) {
+  const known = Object.entries(sample).filter(([name, value]) => !SHOWN.has(name) && value !== null && value !== "" && !(Array.isArray(value) && value.length === 0));
+  if (known.length === 0) return null;
+  return h("section", { class: "further" }, h("h2", {}, "What else is known of it"), h("dl", {}, known.map(([name, value]) => [h("dt", {}, name.replaceAll("_", " ")), h("dd", {}, written(name, value))])));
+}
+
+function written(name, value) {
+  if (Array.isArray(value)) return h("ul", {}, value.map((one) => h("li", {}, written(name, one))));
+  if (value !== null && typeof value === "object") return Object.entries(value).map(([key, one]) => `${key} ${typeof one === "object" ? JSON.stringify(one) : typeof one === "number" ? written(key, one) : one}`).join(" · ");
+  if (typeof value !== "number") return String(value);
+  if (value > 1e9 && value < 1e11) return new Date(value * 1000).toISOString().replace("T", " ").slice(0, 23);
+  return name.endsWith("_s") ? duration(value) : number(value);
+}

@@ -1,0 +1,183 @@
+// Timeline: what workers and learner did, and where one sample was, in a stretch of time that is chosen on the strip above
+// or by dragging.
+
+import { addressOf, apiOf, ask, colour, duration, fill, h, note, sampleName, sampleOf } from "./lib.js";
+
+const ROW = 22, GAP = 5, NAMES = 116, TOP = 24;
+const KINDS = [["generate", "--line-1", "generating"], ["weights", "--line-3", "loading weights"], ["train", "--line-2", "training"]];
+const OF_A_SAMPLE = [["score", "--line-4", "scoring"], ["act", "--line-5", "with its agent"]];
+const MARKS = [["abort", "--muted", "abort"], ["joined", "--line-1", "joined"], ["lost", "--bad", "lost"]];
+const LEAST_S = 0.05;
+
+export async function timelineView(place, { run, address, signal, follow }) {
+  const { query } = address;
+  let [from, to] = [Number(query.get("from")) || null, Number(query.get("to")) || null];
+  const sample = query.get("sample") ? await ask(sampleOf(run.name, query.get("sample").split(".")), signal) : null;
+  const kinds = sample ? [...KINDS, ...OF_A_SAMPLE] : KINDS;
+  let shown = null;
+  let request = new AbortController();
+  signal.addEventListener("abort", () => request.abort());
+
+  const strip = h("canvas", { class: "strip", height: 56, tabindex: 0, role: "slider", "aria-label": "The stretch of the run that is shown; arrow keys move it, plus and minus zoom" });
+  const lanes = h("canvas", { class: "lanes", role: "img" });
+  const said = h("p", { class: "said", role: "status" }, "");
+  const words = h("div", { class: "hidden" });
+  const zoom = (factor) => shown && choose((shown.begin + shown.end) / 2 - ((shown.end - shown.begin) * factor) / 2, (shown.begin + shown.end) / 2 + ((shown.end - shown.begin) * factor) / 2);
+  const move = (share) => shown && choose(shown.begin + share * (shown.end - shown.begin), shown.end + share * (shown.end - shown.begin));
+  fill(place, h("h1", { class: "hidden" }, `Timeline of ${run.name}`),
+    h("div", { class: "tools" }, [["Earlier", () => move(-0.5)], ["Later", () => move(0.5)], ["Closer", () => zoom(0.5)], ["Wider", () => zoom(2)], ["All", () => shown && choose(table.time[0] - 60, table.time.at(-1))], ["Newest", () => choose(null, null)]].map(([text, act]) => h("button", { type: "button", onclick: act }, text)),
+      h("span", { class: "legend" }, [...kinds, ...MARKS].map(([, line, text]) => h("span", { vars: { "--of": `var(${line})` } }, h("i", {}), text)))),
+    strip, said, h("div", { class: "scroll" }, lanes), words);
+
+  let table = await ask(`${apiOf(run.name)}/steps?columns=time,rollout_tokens_per_s,reward`, signal);
+  if (!table.step.length) return fill(place, note("No step has been trained yet."));
+
+  async function choose(begin, end) {
+    if (!shown) return;
+    [from, to] = [begin, end];
+    history.replaceState(null, "", addressOf(run.name, "timeline", [], { from: from?.toFixed(3), to: to?.toFixed(3), sample: query.get("sample") }));
+    await load();
+  }
+
+  async function load() {
+    request.abort();
+    request = new AbortController();
+    try {
+      shown = await ask(`${apiOf(run.name)}/timeline${from && to ? `?from=${from}&to=${to}` : ""}`, request.signal);
+    } catch (error) {
+      if (error.name === "AbortError") return;
+      throw error;
+    }
+    drawStrip();
+    drawLanes();
+    sayPointed();
+  }
+
+  const rows = () => [...(sample ? [laneOf(sample, shown)] : []), { worker: "learner", spans: { train: shown.learner }, instants: {} }, ...shown.lanes];
+  const stays = (lane) => (sample?.stays ?? []).filter(({ where, began, ended }) => where === lane.worker && ended >= shown.begin && began <= shown.end);
+  const canvas = (element, height) => {
+    const width = element.parentElement.clientWidth, ratio = devicePixelRatio || 1;
+    element.style.width = `${width}px`;
+    element.style.height = `${height}px`;
+    [element.width, element.height] = [width * ratio, height * ratio];
+    const pen = element.getContext("2d");
+    pen.scale(ratio, ratio);
+    pen.font = "12px system-ui, sans-serif";
+    return [pen, width];
+  };
+
+  function drawStrip() {
+    const [pen, width] = canvas(strip, 56);
+    const [first, last] = [table.time[0], table.time.at(-1)];
+    const at = (time) => ((time - first) / Math.max(1e-6, last - first)) * width;
+    const speeds = table.rollout_tokens_per_s ?? [];
+    const most = Math.max(1, ...speeds.filter((speed) => speed !== null));
+    pen.beginPath();
+    pen.moveTo(0, 56);
+    table.time.forEach((time, n) => pen.lineTo(at(time), 54 - (46 * (speeds[n] ?? 0)) / most));
+    pen.lineTo(width, 56);
+    pen.fillStyle = colour("--v0");
+    pen.fill();
+    pen.fillStyle = "rgb(127 127 127 / 18%)";
+    const [left, right] = [Math.max(0, at(shown.begin)), Math.min(width, at(shown.end))];
+    pen.fillRect(left, 0, Math.max(3, right - left), 56);
+    pen.strokeStyle = colour("--accent");
+    pen.lineWidth = 1.5;
+    pen.strokeRect(left + 0.75, 0.75, Math.max(3, right - left - 1.5), 54.5);
+    strip.setAttribute("aria-valuemin", 0);
+    strip.setAttribute("aria-valuemax", Math.round(last - first));
+    strip.setAttribute("aria-valuenow", Math.round(shown.begin - first));
+    strip.setAttribute("aria-valuetext", `${duration(shown.end - shown.begin)} from ${duration(Math.max(0, shown.begin - first))} on`);
+  }
+
+  function drawLanes() {
+    const all = rows();
+    const [pen, width] = canvas(lanes, TOP + all.length * (ROW + GAP) + 6);
+    const at = (time) => NAMES + ((time - shown.begin) / (shown.end - shown.begin)) * (width - NAMES - 8);
+    pen.textBaseline = "middle";
+    for (const [time, step] of shown.steps) {
+      pen.fillStyle = colour("--grid");
+      pen.fillRect(at(time), TOP - 6, 1, all.length * (ROW + GAP) + 6);
+      pen.fillStyle = colour("--muted");
+      pen.textAlign = "right";
+      pen.fillText(step, at(time) - 2, TOP - 12);
+    }
+    pen.textAlign = "left";
+    all.forEach((lane, n) => {
+      const y = TOP + n * (ROW + GAP);
+      pen.fillStyle = colour("--muted");
+      pen.fillText(lane.worker.length > 15 ? `…${lane.worker.slice(-14)}` : lane.worker, 10, y + ROW / 2);
+      pen.fillStyle = colour("--grid");
+      pen.fillRect(NAMES, y + ROW - 1, width - NAMES - 8, 1);
+      for (const [kind, line] of kinds)
+        for (const [begin, end] of lane.spans[kind] ?? []) {
+          pen.fillStyle = colour(line);
+          pen.fillRect(at(begin), y + (kind === "weights" ? 2 : 4), Math.max(1, at(end) - at(begin)), ROW - (kind === "weights" ? 4 : 8));
+        }
+      pen.fillStyle = colour("--ink");
+      for (const { began, ended } of stays(lane))
+        pen.fillRect(at(Math.max(began, shown.begin)), y + ROW - 3, Math.max(2, at(Math.min(ended, shown.end)) - at(Math.max(began, shown.begin))), 3);
+      for (const [kind, line] of MARKS)
+        for (const time of lane.instants[kind] ?? []) {
+          pen.fillStyle = colour(line);
+          pen.fillRect(at(time) - 0.75, y, 1.5, ROW);
+        }
+    });
+    const length = shown.end - shown.begin;
+    said.textContent = `${duration(length)}, ${shown.lanes.length} workers.${shown.whole ? "" : " Too much to read all of it: some steps are left out; look closer to see every one."}`;
+    lanes.setAttribute("aria-label", `Lanes of the learner and ${shown.lanes.length} workers over ${duration(length)}`);
+    fill(words, h("ul", {}, all.map((lane) => h("li", {}, `${lane.worker}: ${kinds.map(([kind, , text]) => [text, (lane.spans[kind] ?? []).reduce((sum, [begin, end]) => sum + end - begin, 0)]).filter(([, s]) => s).map(([text, s]) => `${text} ${Math.round((100 * s) / length)} %`).join(", ") || "nothing"}`))));
+  }
+
+  /** Dragging over a canvas chooses; `time(x)` of a place on it. */
+  function dragging(element, time, click) {
+    let start = null;
+    element.addEventListener("pointerdown", (event) => { start = event.offsetX; element.setPointerCapture(event.pointerId); });
+    element.addEventListener("pointerup", (event) => {
+      if (start === null) return;
+      const [low, high] = [Math.min(start, event.offsetX), Math.max(start, event.offsetX)];
+      start = null;
+      if (high - low < 4) return click(event);
+      choose(time(low), Math.max(time(high), time(low) + LEAST_S));
+    });
+  }
+  const stripTime = (x) => table.time[0] + (x / strip.clientWidth) * (table.time.at(-1) - table.time[0]);
+  const laneTime = (x) => shown.begin + (Math.max(0, x - NAMES) / (lanes.clientWidth - NAMES - 8)) * (shown.end - shown.begin);
+  dragging(strip, stripTime, (event) => { const half = (shown.end - shown.begin) / 2, middle = stripTime(event.offsetX); choose(middle - half, middle + half); });
+  dragging(lanes, laneTime, () => {});
+  let pointer = null;
+  lanes.addEventListener("pointermove", (event) => { pointer = { x: event.offsetX, y: event.offsetY }; sayPointed(); });
+  lanes.addEventListener("pointerleave", () => { pointer = null; });
+  function sayPointed() {
+    const lane = pointer && rows()[Math.floor((pointer.y - TOP) / (ROW + GAP))];
+    if (!lane || pointer.x < NAMES) return;
+    const time = laneTime(pointer.x);
+    const doing = kinds.flatMap(([kind, , text]) => (lane.spans[kind] ?? []).filter(([begin, end]) => begin <= time && time <= end).map(([begin, end]) => `${text} for ${duration(end - begin)}`));
+    said.textContent = `${lane.worker}: ${doing.join(", ") || "waiting"}${stays(lane).some(({ began, ended }) => began <= time && time <= ended) ? ` · has sample ${sampleName(sample)}` : ""} · ${duration(Math.max(0, time - table.time[0]))} after the first step`;
+  }
+  strip.addEventListener("keydown", (event) => {
+    const act = { ArrowLeft: () => move(-0.25), ArrowRight: () => move(0.25), "+": () => zoom(0.5), "-": () => zoom(2) }[event.key];
+    if (act) { event.preventDefault(); act(); }
+  });
+  const observer = new ResizeObserver(() => shown && (drawStrip(), drawLanes()));
+  observer.observe(place);
+  signal.addEventListener("abort", () => observer.disconnect());
+
+  await load();
+  let steps = table.step.length;
+  follow(async (topic, news) => {
+    if (topic !== "news" || news.steps === steps) return;
+    steps = news.steps;
+    table = await ask(`${apiOf(run.name)}/steps?columns=time,rollout_tokens_per_s,reward`, signal);
+    if (from === null) await load();
+    else drawStrip();
+  });
+}
+
+/** Where a sample was, as a lane of its own. */
+function laneOf(sample, { begin, end }) {
+  const spans = {};
+  for (const { what, began, ended } of sample.stays ?? [])
+    if (ended >= begin && began <= end) (spans[what] ??= []).push([Math.max(began, begin), Math.min(ended, end)]);
+  return { worker: `sample ${sampleName(sample)}`, spans, instants: {} };
+}

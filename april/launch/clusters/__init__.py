@@ -1,0 +1,16 @@
+"""The engines of clusters: each is handed the parts of a run, and places, queues and restarts them itself."""
+
+from april.registry import Registry
+
+LAUNCHERS = Registry(
+    "launch.on",
+    "place to launch on",
+    {
+        "local": "april.launch.clusters.shells:Local",
+        "ssh": "april.launch.clusters.shells:SSH",
+        "slurm": "april.launch.clusters.slurm:Slurm",
+        "kubernetes": "april.launch.clusters.kubernetes:Kubernetes",
+        "ray": "april.launch.clusters.ray:Ray",
+    },
+    base="april.launch.clusters.launcher:Launcher",
+)

@@ -1,0 +1,139 @@
+"""Slurm: one job for broker and learner, queued again until the run is over, and jobs of workers that join it."""
+
+import os
+import shlex
+from importlib import resources
+
+import jinja2
+
+from april.config import ConfigError
+from april.launch.clusters.launcher import Launcher, ask
+from april.words import counted
+
+MAIN = "run.sbatch"
+NOUNS = {"worker": "workers", "scorer": "scorers", "agents": "agents processes"}
+
+
+class Slurm(Launcher):
+    """The run's folder lies where all nodes see it under one path. Which broker listens where is read in it."""
+
+    def files(self) -> dict[str, str]:
+        layout, launch = self.layout, self.layout.config.launch
+        main = self._script(
+            "slurm.sbatch.j2",
+            nodes=launch.learner_nodes,
+            ranks=layout.ranks_a_node,
+            accelerators=layout.learner_accelerators,
+            again=f"april launch scale {self._run_dir}",
+            broker=layout.broker(f"tcp://FIRST:{launch.port}").replace("FIRST", '"$first"'),
+            learner=self._in_each_task(layout.learner(self._run_dir, f"$0:{launch.port + 1}", "$SLURM_PROCID"))
+            + ' "$first"',
+        )
+        return {MAIN: main} | {f"{role}.sbatch": self._holders(role, count) for role, count in layout.counts.items()}
+
+    def _holders(self, role: str, count: int) -> str:
+        layout, launch = self.layout, self.layout.config.launch
+        return self._script(
+            "slurm-holders.sbatch.j2",
+            role=role,
+            count=count,
+            noun=NOUNS[role],
+            megabytes_a_core=1024 * launch.memory_gb // launch.cores,
+            accelerators=layout.worker_accelerators if role == "worker" else 0,
+            command=self._in_each_task(layout.holder(role, self._run_dir, f"{role}-$SLURM_JOB_ID-$SLURM_PROCID")),
+        )
+
+    @property
+    def _run_dir(self) -> str:
+        return shlex.quote(str(self.folder.parent))
+
+    @staticmethod
+    def _in_each_task(command: str) -> str:
+        """Words that bash gets from srun: variables are those of the task."""
+        return shlex.quote(f"exec {command}")
+
+    def _script(self, template: str, **values: object) -> str:
+        launch = self.layout.config.launch
+        text = (resources.files("april.launch.clusters") / template).read_text()
+        return jinja2.Template(text, undefined=jinja2.StrictUndefined, keep_trailing_newline=True).render(
+            name=self.layout.name,
+            folder=self.folder,
+            cores=launch.cores,
+            memory_gb=launch.memory_gb,
+            common="\n".join(self._common()),
+            **values,
+        )
+
+    def _common(self) -> list[str]:
+        launch = self.layout.config.launch
+        asked = {"account": launch.account, "partition": launch.partition, "time": launch.time}
+        lines = [f"#SBATCH --{option}={value}" for option, value in asked.items() if value]
+        return [*lines, "set -uo pipefail", *self.layout.preparations()]
+
+    def submit(self) -> str:
+        main = ask(["sbatch", "--parsable", str(self.folder / MAIN)])
+        self.remember(main=main)
+        for role in self.layout.counts:
+            self._add(role, self.folder / f"{role}.sbatch")
+        return f"job {main}, and {', '.join(self.remembered()['holders'])} with workers"
+
+    def _add(self, role: str, script: object, *options: str) -> str:
+        job = ask(["sbatch", "--parsable", *options, str(script)], environment=outside_of_jobs())
+        self.remember(holders=self.remembered().get("holders", {}) | {job: role})
+        return job
+
+    @property
+    def _jobs(self) -> list[str]:
+        told = self.remembered()
+        if not told:
+            raise ConfigError(
+                f"run {self.layout.name} has not been submitted from this folder; `april launch` does that"
+            )
+        return [told["main"], *told.get("holders", {})]
+
+    def status(self) -> str:
+        return ask(["squeue", "--jobs", ",".join(self._jobs), "--format=%.10i %.24j %.9T %.10M %.6D %R"])
+
+    def stop(self) -> str:
+        """The broker is asked; what still waits to begin is taken back, and who has not reached the broker leaves."""
+        main = self._jobs[0]
+        left = self._processes()
+        if left:
+            ask(["scancel", "--quiet", "--state=PENDING", *left])
+        for job in left:
+            ask(["scancel", "--quiet", "--signal=TERM", *["--batch"] * (job == main), job])
+        return "the run is stopping: the learner writes a checkpoint, then all jobs end"
+
+    def scale(self, workers: int | None) -> str:
+        """Jobs of workers that are too many are asked to leave, newest first; what is missing comes in one more. None:
+        whatever has left meanwhile comes again, as a requeued job asks for."""
+        wanted = self.layout.counts | self.remembered().get("wanted", {})
+        if workers is not None:
+            wanted["worker"] = workers
+        self.remember(wanted=wanted)
+        for role, number in wanted.items():
+            sizes = self._running(role)
+            now = sum(sizes.values())
+            for job in sorted(sizes, key=int, reverse=True):
+                if now - sizes[job] >= number:
+                    ask(["scancel", "--quiet", "--signal=TERM", job])
+                    ask(["scancel", "--quiet", "--state=PENDING", job])
+                    now -= sizes[job]
+            if now < number:
+                self._add(role, self.folder / f"{role}.sbatch", f"--ntasks={number - now}")
+        return f"asked for {counted(wanted['worker'], 'worker')}"
+
+    def _running(self, role: str) -> dict[str, int]:
+        """Processes of the role by job, of those that wait or run."""
+        jobs = [job for job, its in self.remembered().get("holders", {}).items() if its == role]
+        return {job: number for job, number in self._processes().items() if job in jobs}
+
+    def _processes(self) -> dict[str, int]:
+        """By job, of all that wait or run; scancel fails at one that has ended."""
+        told = ask(["squeue", "--noheader", "--jobs", ",".join(self._jobs), "--Format=JobID:20,NumTasks:12"])
+        return {job: int(number) for job, number in map(str.split, told.splitlines())}
+
+
+def outside_of_jobs() -> dict[str, str]:
+    """This process's environment without what a job around it was given, which sbatch would take for options."""
+    return {name: value for name, value in os.environ.items() if name == "SLURM_CONF" or not name.startswith("SLURM_")}

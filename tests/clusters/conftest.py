@@ -1,0 +1,3 @@
+"""Processes that are ended with their test."""
+
+from tests.run.conftest import start  # noqa: F401

@@ -1,0 +1,208 @@
+"""What is handed to a cluster, and what is refused before it is."""
+
+import re
+import subprocess
+import time
+
+import pytest
+import yaml
+
+from april import config as configuration
+from april.cli import main
+from april.config import ConfigError
+from april.launch.clusters import LAUNCHERS, command
+from april.launch.clusters.launcher import FOLDER
+from april.registry import FOLDERS
+from april.security import keygen
+from tests.run.processes import APRIL, assert_closed, wait_until
+
+
+@pytest.fixture
+def keys(tmp_path):
+    keygen.make_folder(tmp_path / "keys")
+    return str(tmp_path / "keys")
+
+
+@pytest.fixture
+def files(config_file, keys):
+    """files(on, *overrides) -> text by name of what would be submitted"""
+
+    def write(on, *overrides):
+        config = configuration.load(config_file, ["--security.keys", keys, "--launch.on", on, *overrides], inputs=())
+        return command.launcher_of(config, LAUNCHERS.find(on)).files()
+
+    return write
+
+
+def test_a_dry_run_shows_what_would_be_submitted_and_leaves_nothing(config_file, keys, tmp_path, capsys):
+    for on in LAUNCHERS.shipped:
+        options = ["--launch.hosts", "['127.0.0.1']", "--launch.image", "april", "--launch.volume", "runs"]
+        assert main(["launch", str(config_file), "--on", on, "--dry-run", "--security.keys", keys, *options]) == 0
+        assert re.search(r"april\W+part\W+broker", capsys.readouterr().out), on
+    assert not (tmp_path / "runs").exists()
+
+
+def test_scripts_for_slurm_are_shell_and_start_every_part(files):
+    texts = files(
+        "slurm", "--run.name", "my run", "--launch.learner_nodes", "2", "--worker.count", "3", "--launch.account", "lab"
+    )
+    assert list(texts) == ["run.sbatch", "worker.sbatch"]
+    for text in texts.values():
+        subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+        assert "#SBATCH --account=lab" in text
+    assert "--nodes=2" in texts["run.sbatch"] and "--nodes 2 --node $SLURM_PROCID" in texts["run.sbatch"]
+    assert "--ntasks=3" in texts["worker.sbatch"]
+
+
+def test_slurm_is_asked_to_end_only_jobs_that_are_left(config_file, keys, monkeypatch):
+    from april.launch.clusters import slurm
+
+    asked = []
+
+    def ask(words, **given):
+        asked.append(words)
+        return "1 2\n3 1" if words[0] == "squeue" else ""
+
+    monkeypatch.setattr(slurm, "ask", ask)
+    config = configuration.load(config_file, ["--security.keys", keys, "--launch.on", "slurm"], inputs=())
+    launcher = command.launcher_of(config, slurm.Slurm)
+    launcher.write()
+    launcher.remember(main="1", holders={"2": "worker", "3": "worker"})
+    launcher.stop()
+    assert {words[-1] for words in asked if words[0] == "scancel"} == {"1", "3"}, "scancel fails at one that has ended"
+
+
+def test_the_plan_for_ray_names_every_part_and_leaves_restarts_to_it(files):
+    options = ("--launch.learner_nodes", "2", "--worker.count", "3", "--worker.device", "auto", "--launch.cores", "6")
+    texts = files("ray", *options)
+    plan = yaml.safe_load(texts["plan.yaml"])
+    parts = [plan["broker"], plan["learner"], *plan["holders"].values()]
+    for text in (texts["submit.sh"], *(part["script"] for part in parts)):
+        subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+    assert all(part["script"].endswith("--restarts=0\n") for part in parts), "Ray restarts"
+    assert plan["learner"]["nodes"] == 2 and plan["holders"]["worker"]["count"] == 3
+    assert plan["holders"]["worker"]["needs"] == {"CPU": 6, "memory": 32 * 2**30, "GPU": 1}
+
+
+def test_manifests_name_every_part_once_and_fit_kubernetes_schemas(files):
+    from kubernetes_validate import validate
+
+    texts = files(
+        "kubernetes", "--launch.image", "april:1", "--launch.volume", "runs", "--launch.learner_nodes", "2",
+        "--worker.device", "auto", "--learner.device", "auto",
+    )  # fmt: skip
+    objects = list(yaml.safe_load_all(texts["run.yaml"]))
+    for one in objects:
+        validate(one, "1.30", strict=True)
+    jobs = {one["metadata"]["name"]: one["spec"] for one in objects if one["kind"] == "Job"}
+    assert list(jobs) == ["april-small-broker", "april-small-learner", "april-small-worker"]
+    assert jobs["april-small-learner"]["completionMode"] == "Indexed"
+    containers = [spec["template"]["spec"]["containers"][0] for spec in jobs.values()]
+    assert all("--restarts=0" in one["command"] for one in containers), "Kubernetes restarts"
+    assert containers[2]["resources"]["limits"]["nvidia.com/gpu"] == 1
+
+
+def test_a_module_beside_the_configuration_is_carried_into_pods(files, config_file):
+    (config_file.parent / "own_rewards.py").write_text("def brief(response, label):\n    return 0.0\n")
+    (config_file.parent / "other.py").write_text("")
+    options = ("--launch.image", "april:1", "--launch.volume", "runs", "--reward.name", "own_rewards:brief")
+    texts = files("kubernetes", *options)
+    objects = {one["kind"]: one for one in yaml.safe_load_all(texts["run.yaml"])}
+    assert list(objects["ConfigMap"]["data"]) == ["config.toml", "own_rewards.py"]
+    assert "def brief" in objects["ConfigMap"]["data"]["own_rewards.py"]
+    pod = objects["Job"]["spec"]["template"]["spec"]["containers"][0]
+    mounted = next(one["mountPath"] for one in pod["volumeMounts"] if one["name"] == "config")
+    assert f"{mounted}/config.toml" in pod["command"] and {"name": FOLDERS, "value": mounted} in pod["env"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--on", "slurm"], "key 'security.keys' is not set"),
+        (["--on", "slurm", "--launch.learner_nodes", "2", "--learner.ranks", "3"], "does not divide learner.ranks = 3"),
+        (["--on", "moon"], "key 'launch.on' = 'moon' is no place to launch on"),
+        (["--on", "ssh", "KEYS"], "key 'launch.hosts' names 0 machines"),
+    ],
+)
+def test_what_no_cluster_can_do_is_refused_with_a_sentence(options, said, config_file, keys, capsys):
+    options = [word for option in options for word in (["--security.keys", keys] if option == "KEYS" else [option])]
+    assert main(["launch", str(config_file), "--dry-run", *options]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_number_of_workers_is_asked_for_by_its_name():
+    assert command.workers_of(["workers=12"]) == 12
+    with pytest.raises(ConfigError, match="workers=12"):
+        command.workers_of(["12"])
+
+
+def test_a_launched_run_is_scaled_looked_at_and_stopped(config_file, tmp_path, capsys):
+    run_dir = tmp_path / "runs" / "small"
+    endless = [
+        "--schedule.max_steps",
+        "100000",
+        "--learner.ranks",
+        "1",
+        "--worker.count",
+        "1",
+        "--data.epochs",
+        "99999",
+    ]
+    assert main(["launch", str(config_file), "--on", "local", *endless]) == 0
+    assert (run_dir / FOLDER / "worker-0.sh").is_file()
+
+    def status():
+        capsys.readouterr()
+        assert main(["launch", "status", str(run_dir)]) == 0
+        return capsys.readouterr().out
+
+    try:
+        wait_until((run_dir / "metrics.jsonl").exists)
+        assert main(["launch", "scale", str(run_dir), "workers=2"]) == 0
+        wait_until(lambda: "worker-1" in status() and status().count(" runs") == 4)
+        assert main(["launch", "logs", str(run_dir), "worker-1"]) == 0
+        assert "worker-1.log" in capsys.readouterr().out
+    finally:
+        assert main(["launch", "stop", str(run_dir)]) == 0
+        wait_until(lambda: " runs" not in status())
+    assert assert_closed(run_dir)["state"] == "stopped"
+
+
+def test_a_part_is_started_again_until_that_brings_nothing(tmp_path):
+    """Its keeper ends with the part's own status; one that refuses is not tried twice."""
+    counter, sleepy = tmp_path / "starts", "import sys, pathlib; p = pathlib.Path(sys.argv[1]); "
+    program = sleepy + "p.write_text(p.read_text() + 'x' if p.exists() else 'x'); sys.exit(int(sys.argv[2]))"
+    from april.launch.part import Keeper
+
+    for status, restarts, starts in ((7, 1, 2), (2, 1, 1), (0, 1, 1)):
+        counter.unlink(missing_ok=True)
+        said = []
+        command = ["python3", "-c", program, str(counter), str(status)]
+        assert Keeper("part", command, restarts, said.append).run() == status
+        assert len(counter.read_text()) == starts, said
+
+
+def test_a_part_follows_a_broker_that_has_moved(tmp_path):
+    from april.launch.part import Keeper
+
+    address, seen = tmp_path / "address", tmp_path / "seen"
+    address.write_text("tcp://a:1")
+    program = (
+        "import pathlib, sys, time; folder = pathlib.Path(sys.argv[1]); text = (folder / 'address').read_text()\n"
+        "with (folder / 'seen').open('a') as seen: seen.write(text + '\\n')\n"
+        "(folder / 'address').write_text('tcp://b:2')\n"
+        "time.sleep(0 if text.endswith('b:2') else 60)"
+    )
+    began = time.monotonic()
+    keeper = Keeper("part", ["python3", "-c", program, str(tmp_path)], 0, lambda text: None, run_dir=tmp_path)
+    assert keeper.run() == 0
+    assert seen.read_text().split() == ["tcp://a:1", "tcp://b:2"] and time.monotonic() - began < 50
+
+
+def test_a_signal_is_passed_on_and_the_part_may_leave_in_order(start, tmp_path, config_file):
+    job = start("part", [*APRIL, "part", "broker", str(config_file)])
+    run_dir = tmp_path / "runs" / "small"
+    wait_until((run_dir / "address").exists, job)
+    job.process.terminate()
+    assert job.wait() == 0, job.output
+    assert "broker has come to its end" in job.output

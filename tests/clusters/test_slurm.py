@@ -1,0 +1,62 @@
+"""A real Slurm on hosts of its own: a learner over two nodes, a job that is queued again in the middle."""
+
+import os
+import subprocess
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import orjson
+import pytest
+
+from april.security import keygen
+from tests.clusters.hosts import hosts, slurm
+from tests.run.processes import APRIL, assert_closed, steps_recorded, wait_until
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1800)]
+STEPS = 300
+
+
+@pytest.fixture
+def cluster():
+    """Its state has a short path: Slurm's sockets lie there, whose names have at most 108 bytes."""
+    with TemporaryDirectory(prefix="slurm") as state, hosts(4, Path(state)) as made, slurm(made) as environment:
+
+        def on_first(*command):
+            told = subprocess.run(made.command(0, *command), env=environment, capture_output=True, text=True)
+            assert told.returncode == 0, told.stdout + told.stderr
+            return told.stdout
+
+        yield on_first
+
+
+def test_a_requeued_job_goes_on_with_a_learner_over_two_nodes_and_late_workers(cluster, config_file, tmp_path):
+    keygen.make_folder(tmp_path / "keys")
+    run_dir = tmp_path / "runs" / "small"
+    options = {
+        "security.keys": tmp_path / "keys", "schedule.max_steps": STEPS, "worker.count": 1, "worker.device": "cpu",
+        "learner.ranks": 2, "learner.device": "cpu", "learner.checkpoint_every": 25, "data.epochs": 1000,
+        "launch.learner_nodes": 2, "launch.cores": 1, "launch.memory_gb": 2,
+    }  # fmt: skip
+    words = [word for key, value in options.items() for word in (f"--{key}", str(value))]
+    cluster(*APRIL, "launch", str(config_file), "--on", "slurm", *words)
+    main = orjson.loads((run_dir / "launch/submitted.json").read_bytes())["main"]
+
+    def said():
+        return "".join(path.read_text() for path in (run_dir / "launch").glob("*.log"))
+
+    try:
+        wait_until(lambda: steps_recorded(run_dir) >= 20, timeout_s=600)
+        cluster(*APRIL, "launch", "scale", str(run_dir), "workers=2")
+        cluster("scontrol", "requeue", main)
+        wait_until(lambda: "PENDING" in cluster(*APRIL, "launch", "status", str(run_dir)), timeout_s=60)
+        cluster("scontrol", "update", f"JobId={main}", "StartTime=now")  # it would be held for two minutes
+        wait_until(lambda: steps_recorded(run_dir) >= STEPS, timeout_s=600)
+        wait_until(lambda: main not in cluster("squeue", "--noheader", "--format=%A"), timeout_s=120)
+    except AssertionError as error:
+        raise AssertionError(f"{error}\n{said()}") from None
+    summary = assert_closed(run_dir)
+    assert summary["steps"] == STEPS and summary["state"] == "finished"
+    assert summary["replays"]["different"] == 0 and summary["starts"]["broker"] == 2
+    names = {path.name for path in (run_dir / "launch").glob("*.log")}
+    assert len(names) >= 3, "the run's job, and those of workers that joined it"
+    assert os.path.exists(run_dir / "checkpoints/policy")

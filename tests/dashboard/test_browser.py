@@ -1,0 +1,307 @@
+"""The dashboard in a real browser: what is seen is what the files say, whatever they say it in."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.conftest import SERVERS
+from tests.dashboard.runs import BROKEN, GROUPS, HOSTILE, SIZE, add_step, make_run
+from tests.dashboard.test_views import stored
+from tests.run.processes import PATIENCE_S, steps_recorded, summary, wait_until
+
+pytestmark = pytest.mark.browser
+
+WIDE, NARROW = {"width": 1280, "height": 900}, {"width": 400, "height": 800}
+PICTURE = {"x": 0, "y": 0, "width": 1280, "height": 720}
+PATIENCE_MS = 1000 * PATIENCE_S
+NAMES_PX = 116
+"""of the lanes, left of the first moment"""
+ALL = f"{12 * GROUPS * SIZE} samples"
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=SERVERS["browser"], args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def serve():
+    """serve(what) -> address of a dashboard in a process of its own"""
+    processes = []
+
+    def begin(what):
+        command = [sys.executable, "-m", "april.cli", "dashboard", str(what), "--port", "0"]
+        processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        return processes[-1].stdout.readline().removeprefix("dashboard: ").strip()
+
+    yield begin
+    for process in processes:
+        process.terminate()
+        process.wait(20)
+
+
+@pytest.fixture
+def open_page(chromium):
+    """open_page(address, **of the context) -> a page, on which nothing may go wrong and nothing come from elsewhere"""
+    pages, wrong = [], []
+
+    def begin(address, viewport=WIDE, **context):
+        page = chromium.new_context(viewport=viewport, **context).new_page()
+        page.set_default_timeout(PATIENCE_MS)
+        host = urlsplit(address).netloc
+        page.on("console", lambda said: said.type in ("error", "warning") and wrong.append(said.text))
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on("request", lambda asked: urlsplit(asked.url).netloc != host and wrong.append(asked.url))
+        page.goto(address)
+        pages.append(page)
+        return page
+
+    yield begin
+    for page in pages:
+        page.context.close()
+    assert not wrong
+
+
+def shown(page, name):
+    """The value of one of the figures at the top."""
+    return page.locator(".fact", has_text=re.compile(f"^{name}")).locator(".value").inner_text()
+
+
+def picture(page, name):
+    """For the page of the dashboard, where it is asked for one: APRIL_PICTURES=docs"""
+    if folder := os.environ.get("APRIL_PICTURES"):
+        page.mouse.move(0, 0)
+        page.screenshot(path=Path(folder) / f"dashboard-{name}.png", clip=PICTURE)
+
+
+def go(page, view):
+    page.get_by_role("link", name=view, exact=True).click()
+
+
+def fits(page):
+    """Nothing but what scrolls by itself is wider than the window."""
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_from_the_curves_to_a_step_to_a_sample_to_a_token(serve, open_page, runs_folder):
+    page = open_page(serve(runs_folder))
+    page.get_by_role("link", name="demo").click()
+    page.locator(".chart canvas").first.wait_for()
+    assert shown(page, "Step") == "12" and page.locator(".closes").is_visible()
+    assert page.locator(".chart:not(.empty)").count() >= 7
+    picture(page, "run")
+    page.get_by_role("button", name="Time").click()
+    page.locator(".chart .u-over").first.click()
+    page.get_by_role("link", name=re.compile("Samples of step")).click()
+    page.get_by_text(f"{GROUPS * SIZE} samples").wait_for()
+    page.get_by_role("link", name="Clear").or_(page.get_by_role("button", name="Clear")).click()
+    page.get_by_text(ALL).wait_for()
+
+    page.get_by_label("Reward, most").fill("0.5")
+    page.get_by_text(f"{12 * GROUPS} samples").wait_for()
+    page.get_by_role("button", name="Tokens").click()
+    page.locator("th[aria-sort=descending]", has_text="Tokens").wait_for()
+    tokens = [int(text) for text in page.locator("tbody tr td:nth-child(5)").all_inner_texts()]
+    assert tokens == sorted(tokens, reverse=True) and len(tokens) == 50
+    page.locator(".excerpt").nth(20).wait_for()
+    picture(page, "samples")
+    page.reload()
+    page.get_by_text(f"{12 * GROUPS} samples").wait_for()
+    page.get_by_label("Search prompts and responses").fill("step 7.")
+    page.get_by_text(f"{GROUPS} found.").wait_for()
+    page.get_by_role("link", name="Sample 72.3 of step 7").click()
+
+    page.get_by_role("heading", name="Sample 72.3").wait_for()
+    versions = page.locator(".tokens [data-v]").evaluate_all(
+        "tokens => [...new Set(tokens.map(token => getComputedStyle(token).backgroundColor))]"
+    )
+    assert len(versions) == 2 and page.locator(".speech.other").count() == 1
+    text = "".join(page.locator(".tokens").all_text_contents())
+    assert text == "Let me think about step 7. It is 5 ✓"
+    picture(page, "sample")
+    for name in ("Gap", "Entropy", "Advantage"):
+        page.get_by_role("button", name=name, exact=True).click()
+        page.locator(f".by-{name.lower()}").wait_for()
+        colours = page.locator(".tokens [data-v]").evaluate_all(
+            "tokens => [...new Set(tokens.map(token => getComputedStyle(token).backgroundColor))]"
+        )
+        assert len(colours) == 1 if name == "Advantage" else len(colours) > 5
+        assert "rgba(0, 0, 0, 0)" not in colours or name == "Gap"
+    page.locator(".tokens").first.focus()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    page.locator(".said", has_text="token 2 · “e”").wait_for()
+    assert "by=advantage" in page.url
+    page.get_by_role("link", name="The whole group").click()
+    page.get_by_role("heading", name="Group 72").wait_for()
+    assert page.locator(".card").count() == SIZE
+    page.go_back()
+    page.get_by_role("link", name="This prompt in other steps").click()
+    page.get_by_text(f"{12 * SIZE} samples").wait_for()
+
+
+def test_two_steps_and_two_runs_beside_each_other(serve, open_page, runs_folder):
+    page = open_page(serve(runs_folder) + "#/demo/run?steps=3,9&with=other&more=learner.grad_norm")
+    row = page.get_by_role("row", name=re.compile("^reward "))
+    row.wait_for()
+    cells = row.locator("td").all_inner_texts()
+    assert len(cells) == 3 and float(cells[2]) == pytest.approx(float(cells[1]) - float(cells[0]), abs=1e-3)
+    page.get_by_label(re.compile("Reward: demo: trained from .*; other: trained")).wait_for()
+    page.get_by_label(re.compile("learner.grad_norm: demo")).wait_for()
+    page.get_by_role("spinbutton", name="Step").fill("5")
+    page.keyboard.press("Enter")
+    page.get_by_role("link", name="Samples of step 5").wait_for()
+
+
+def test_a_step_and_its_samples_are_seen_arriving(serve, open_page, tmp_path):
+    run = make_run(tmp_path, steps=3)
+    page = open_page(serve(run))
+    page.locator(".fact", has_text="Step3").wait_for()
+    step = add_step(run)
+    page.locator(".fact", has_text=f"Step{step}").wait_for()
+    go(page, "Samples")
+    page.get_by_text(f"{step * GROUPS * SIZE} samples").wait_for()
+    step = add_step(run)
+    page.get_by_text(f"{step * GROUPS * SIZE} samples").wait_for()
+
+
+def test_whatever_a_sample_says_is_only_text(serve, open_page, runs_folder):
+    address = serve(runs_folder)
+    page = open_page(f"{address}#/demo/samples?step.max=1&sort=index")
+    page.get_by_text("<script>document.title='taken'</script>").first.wait_for()
+    fits(page)
+    for index, text in enumerate(HOSTILE):
+        page.goto(f"{address}#/demo/samples/1/10/{index}")
+        page.get_by_role("heading", name=f"Sample 10.{index}").wait_for()
+        page.evaluate("() => { for (let more; (more = document.querySelector('.rest')); ) more.click(); }")
+        assert page.locator(".tokens").text_content() == text
+        fits(page)
+    page.goto(f"{address}#/demo/samples/1/10")
+    assert page.locator(".card pre").nth(0).text_content() == HOSTILE[0]
+    page.goto(f"{address}#/demo/samples/1/{10 + GROUPS - 1}")
+    page.get_by_text(BROKEN.decode(errors="replace")).wait_for()
+    assert "taken" not in page.title() and page.locator("main script, main img").count() == 0
+
+
+VIEWS = {
+    "run": ".chart canvas",
+    "samples": ".excerpt",
+    "samples/5/50/1": ".tokens [data-v]",
+    "samples/5/50": ".card pre",
+    "now": ".fact .note",
+    "timeline": "canvas.lanes",
+    "compare": ".excerpt",
+}
+"""and what is there once they are drawn"""
+
+
+@pytest.mark.parametrize("viewport", [WIDE, NARROW], ids=["1280", "400"])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_view_in_every_colour_and_width(serve, open_page, runs_folder, scheme, viewport):
+    address = serve(runs_folder)
+    page = open_page(f"{address}#/demo/run", viewport=viewport, color_scheme=scheme)
+    for view, drawn in VIEWS.items():
+        page.goto(f"{address}#/demo/{view}")
+        page.locator(drawn).first.wait_for()
+        fits(page)
+        red = page.evaluate("getComputedStyle(document.documentElement).backgroundColor").split("(")[1].split(",")[0]
+        assert (int(red) > 128) == (scheme == "light")
+        assert not page.locator("button, a, select, input").evaluate_all(
+            "all => all.filter(one => !(one.innerText || one.ariaLabel || one.labels?.length)).map(one => one.id)"
+        )
+
+
+def test_lanes_are_zoomed_and_prompts_compared(serve, open_page, runs_folder):
+    address = serve(runs_folder)
+    page = open_page(f"{address}#/demo/timeline")
+    lanes, said = page.locator("canvas.lanes"), page.locator(".said")
+    lanes.wait_for()
+    page.locator(".said", has_text="3 workers").wait_for()
+    picture(page, "timeline")
+    before = page.url
+    box = lanes.bounding_box()
+    page.mouse.move(box["x"] + 300, box["y"] + 60)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 500, box["y"] + 60)
+    page.mouse.up()
+    page.wait_for_url(re.compile("from=.*to="))
+    assert page.url != before
+    page.mouse.move(box["x"] + 400, box["y"] + 62)
+    page.wait_for_function("() => /^worker-0: /.test(document.querySelector('.said').textContent)")
+    assert "generating" in page.locator(".hidden ul").text_content() and said.is_visible()
+    page.get_by_role("button", name="All").click()
+    go(page, "Compare")
+    page.get_by_text("6 prompts have samples in both").wait_for()
+    page.get_by_role("link", name="How much is 3 + 3?").click()
+    page.get_by_role("heading", name=re.compile("^Step 12, 123.0")).first.wait_for()
+    assert page.locator(".two section").count() == 2
+
+
+def test_a_sample_s_life_is_a_lane_among_those_of_the_run(serve, open_page, runs_folder):
+    sample = stored(runs_folder / "demo", 5)[7]
+    page = open_page(f"{serve(runs_folder)}#/demo/samples/5/{sample['group']}/{sample['index']}")
+    page.get_by_role("link", name="Its life among the lanes of the run").click()
+    lane = page.locator(".hidden li", has_text=f"sample {sample['group']}.{sample['index']}:")
+    lane.wait_for(state="attached")
+    (stay,), life_s = sample["stays"], sample["delivered_at"] - sample["opened_at"]
+    share = round(100 * (stay["ended"] - stay["began"]) / life_s)
+    assert lane.text_content() == f"sample {sample['group']}.{sample['index']}: generating {share} %"
+    box = page.locator("canvas.lanes").bounding_box()
+    middle_s = (stay["began"] + stay["ended"]) / 2 - sample["opened_at"]
+    x = NAMES_PX + (box["width"] - NAMES_PX - 8) * middle_s / life_s
+    page.mouse.move(box["x"] + x, box["y"] + 35)
+    page.locator(".said", has_text=f"sample {sample['group']}.{sample['index']}: generating for 2.0 s").wait_for()
+    page.get_by_role("button", name="Closer").click()
+    page.wait_for_url(re.compile(f"sample=5.{sample['group']}.{sample['index']}"))
+
+
+def test_an_answer_that_is_given_up_or_cut_off_midway_is_no_answer(serve, open_page, runs_folder):
+    page = open_page(serve(runs_folder))
+    ends = page.evaluate("""async () => {
+      const { ask } = await import("./lib.js");
+      const ends = [];
+      for (const given_up of [true, false]) {
+        const abort = new AbortController();
+        window.fetch = async () => new Response(new ReadableStream({
+          start(body) {
+            setTimeout(() => { if (given_up) abort.abort(); body.error(new TypeError("network error")); });
+          },
+        }));
+        ends.push(await ask("api/runs", abort.signal).catch((error) => `${error.name}: ${error.message}`));
+      }
+      return ends;
+    }""")
+    assert ends[0].startswith("AbortError") and ends[1] == "Error: the dashboard answered 200, and not to the end"
+
+
+def test_a_live_run_says_what_it_waits_for_and_its_steps_arrive(serve, open_page, start_run, run_dir):
+    job = start_run("--schedule.max_steps", "6")
+    wait_until((run_dir / "address").exists, job)
+    page = open_page(f"{serve(run_dir)}#/small/now")
+    page.locator(".sentence", has_text=re.compile("learner")).wait_for()
+    page.locator(".fact", has_text="Phase").wait_for()
+    picture(page, "now")
+    go(page, "Run")
+    wait_until(lambda: steps_recorded(run_dir) >= 2, job)
+    page.wait_for_function("() => Number(document.querySelector('.fact .value')?.textContent) >= 2")
+    assert job.wait() == 0, job.output
+    page.locator("#state", has_text="finished").wait_for()
+    page.locator(".fact", has_text="Step6").wait_for()
+    found = summary(run_dir)
+    assert float(shown(page, "Reward")) == pytest.approx(found["reward"]["last3"], abs=1e-3)
+    go(page, "Now")
+    page.get_by_text("No broker answers.").wait_for()
+    go(page, "Samples")
+    page.locator("tbody tr th a").first.click()
+    page.locator(".tokens [data-v]").first.wait_for()
+    page.get_by_role("heading", name="Its life").wait_for()

@@ -1,0 +1,65 @@
+"""Who is let in: this machine's browser, or whoever has the token. Nothing is changed, or loaded from elsewhere."""
+
+import subprocess
+import sys
+
+import pytest
+
+from april.cli import main
+from april.config import ConfigError
+from april.dashboard.command import listen
+from april.dashboard.folder import Runs
+
+TOKEN = "sesame-of-the-test"
+
+
+def test_another_site_cannot_reach_it_by_a_name_of_its_own(looked_at, runs_folder):
+    assert looked_at(runs_folder, host="127.0.0.1:8642").get("/api/runs").status_code == 200
+    refused = looked_at(runs_folder, host="evil.example").get("/api/runs")
+    assert refused.status_code == 403 and "demo" not in refused.text
+
+
+def test_beyond_loopback_the_token_opens_once_and_for_all(looked_at, runs_folder):
+    client = looked_at(runs_folder, TOKEN, "gpu-1:8642")
+    for path in ("/", "/api/runs", "/?token=guess", "/events/demo"):
+        assert client.get(path).status_code == 401
+    opened = client.get(f"/?token={TOKEN}")
+    assert opened.status_code == 303 and TOKEN not in opened.headers["location"]
+    assert {"HttpOnly", "SameSite=strict"} <= set(opened.headers["set-cookie"].split("; "))
+    assert client.get("/api/runs").status_code == 200
+    other = looked_at(runs_folder, TOKEN, "gpu-1:8642")
+    assert other.get("/api/runs", headers={"authorization": f"Bearer {TOKEN}"}).status_code == 200
+
+
+def test_nothing_is_loaded_from_elsewhere_and_nothing_changed(client):
+    answer = client.get("/")
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    for path in ("/api/runs", "/api/runs/demo/samples"):
+        assert client.post(path).status_code == 405
+    assert client.get("/../../../pyproject.toml").status_code == 404
+
+
+def test_a_port_that_is_taken_and_a_folder_without_runs_are_sentences(tmp_path, capsys, monkeypatch):
+    taken = listen("127.0.0.1", 0)
+    with pytest.raises(ConfigError, match="cannot be listened on"):
+        listen("127.0.0.1", taken.getsockname()[1])
+    taken.close()
+    with pytest.raises(ConfigError, match="neither a run folder nor has it any"):
+        Runs(str(tmp_path))
+    assert main(["dashboard", str(tmp_path / "nowhere")]) == 2
+    assert "does not exist" in capsys.readouterr().err
+
+
+def test_other_commands_need_none_of_its_packages():
+    """`april` is installed without the extra, too; then the dashboard says what it lacks."""
+    program = (
+        "import sys; sys.modules.update(dict.fromkeys(['starlette', 'uvicorn', 'sse_starlette', 'pyarrow', 'torch']));"
+        "from april.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    for command, status, said in (
+        (["status", "nowhere"], 2, "nowhere"),
+        (["dashboard", "nowhere"], 2, "pip install 'april-rl[dashboard]'"),
+    ):
+        told = subprocess.run([sys.executable, "-c", program, *command], capture_output=True, text=True)
+        assert told.returncode == status and said in told.stderr and "Traceback" not in told.stderr, told.stderr
