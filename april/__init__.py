@@ -5,10 +5,12 @@ A durable message broker between generation workers and a distributed learner.
 
 from typing import TYPE_CHECKING, Any
 
+from april.version import VERSION as __version__
+
 if TYPE_CHECKING:
     from april.rollouts import connect as connect
 
-__version__ = "0.2.0"
+__all__ = ["__version__", "connect"]
 
 
 def __getattr__(name: str) -> Any:

@@ -27,6 +27,7 @@ ROOMS = {
     "algorithm.loss": "april.learner.losses:LOSSES",
     "algorithm.corrections": "april.learner.losses:CORRECTIONS",
     "algorithm.advantage": "april.learner.losses:ADVANTAGES",
+    "algorithm.step_scale": "april.learner.losses:STEP_SCALES",
     "reward.name": "april.workers.rewards:VERIFIERS",
     "environment.name": "april.environments:ENVIRONMENTS",
     "agent.program": "april.agents:PROGRAMS",
@@ -35,6 +36,7 @@ ROOMS = {
     "operations.alarms": "april.broker.telemetry:ALARMS",
     "weights.transport": "april.weights:TRANSPORTS",
     "run.target": "april.launch:TARGETS",
+    "launch.on": "april.launch.clusters:LAUNCHERS",
 }
 """Where the registry of a configuration key is. Named, not imported: the configuration asks its registries, and all
 rooms rest on the configuration."""
@@ -65,8 +67,8 @@ class Registry:
     """`package.module:Name` by name"""
     base: str = ""
     """the class that a part derives from, as `package.module:Name`; none: anything that can be called"""
-    prefix: str = ""
-    """may stand before a name, and means something to whoever uses the part"""
+    prefixes: tuple[str, ...] = ()
+    """may stand before a name, one of them or several in this order, and mean something to whoever uses the part"""
 
     def find(self, name: str, key: str = "") -> Any:
         """The part of that name. `key`: where the name was given, if not under this registry's own.
@@ -75,7 +77,7 @@ class Registry:
         """
         self.check_name(name, key)
         try:
-            bare = name.removeprefix(self.prefix)
+            bare = self.bare(name)
             found = lead(self.shipped.get(bare, bare))
         except LeadsNowhere as error:
             raise self._refusal(name, key, str(error)) from error
@@ -85,11 +87,17 @@ class Registry:
 
     def check_name(self, name: str, key: str = "") -> None:
         """Refuse what is neither shipped nor written as a place, without importing anything. Raises ConfigError."""
-        bare = name.removeprefix(self.prefix)
+        bare = self.bare(name)
         module, colon, attribute = bare.partition(":")
         written = colon and attribute and all(map(str.isidentifier, (*module.split("."), *attribute.split("."))))
         if bare not in self.shipped and not written:
             raise self._refusal(name, key, "")
+
+    def bare(self, name: str) -> str:
+        """Without what may stand before it."""
+        for prefix in self.prefixes:
+            name = name.removeprefix(prefix)
+        return name
 
     def those(self, fits: Callable[[Any], bool]) -> str:
         """Names of the shipped parts that `fits` says yes to, for a sentence that says which could be used instead."""

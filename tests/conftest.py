@@ -17,8 +17,15 @@ settings.register_profile("untimed", deadline=None, suppress_health_check=[Healt
 settings.load_profile("untimed")
 torch.set_num_threads(1)
 
-SERVERS = {"sglang": ".venv-sglang", "vllm": ".venv-vllm"}
-"""marks of tests that need a server's own environment, and where it is"""
+SERVERS = {
+    "sglang": ".venv-sglang/bin/python",
+    "vllm": ".venv-vllm/bin/python",
+    "verl": ".venv-verl/bin/python",
+    "browser": "/usr/bin/chromium",
+    "slurm": "/usr/sbin/slurmctld",
+    "ray": ".venv/bin/ray",
+}
+"""marks of tests that need an environment of their own, or a program, and where it is"""
 
 GUESSING_STEPS = 60
 FILLER, ANSWERS = ",", "01"
@@ -65,8 +72,8 @@ def pytest_sessionfinish(session):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """What needs a server is full, one process's (there is one server for all), and left out where it is missing."""
-    missing = [mark for mark, folder in SERVERS.items() if not (config.rootpath / folder / "bin/python").exists()]
+    """What needs a server or a program is full and of one process (there is one for all), left out where it lacks."""
+    missing = [mark for mark, program in SERVERS.items() if not (config.rootpath / program).exists()]
     left_out = [item for item in items if any(item.get_closest_marker(mark) for mark in missing)]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
@@ -139,3 +146,11 @@ learner = {{ lr = 1e-3, checkpoint_every = 1, keep_checkpoints = 10 }}
     path = folder / "run.toml"
     path.write_text(text)
     return path
+
+
+@pytest.fixture
+def server_python(tmp_path):
+    """An interpreter that says that it has a server."""
+    (tmp_path / "python").write_text("#!/bin/sh\necho 0.5.23\n")
+    (tmp_path / "python").chmod(0o755)
+    return str(tmp_path / "python")

@@ -40,6 +40,20 @@ def test_the_speed_of_a_trainer_leaves_its_first_step_out_with_all_that_starting
     assert (steps.tokens_per_s, steps.step_s) == (10.0, 2.0)
 
 
+def test_what_of_a_gain_arrives_is_held_against_a_trainer_that_only_generates_faster(module, tmp_path):
+    step = '{{"time": {time}, "reward": 0.5, "tokens": {tokens}, "generation_s": {made}}}\n'
+    (tmp_path / "trl.jsonl").write_text(
+        "".join(step.format(time=10 * k, tokens=100 * k, made=5 * k) for k in range(1, 4))
+    )
+    step = '{{"step": {k}, "time": {time}, "reward": 0.5, "tokens": 100, "rollout_tokens": 100, "rollout_s": 1.0}}\n'
+    times = enumerate((6, 14, 20), 1)
+    (tmp_path / "metrics.jsonl").write_text("".join(step.format(k=k, time=time) for k, time in times))
+    gain = module("adapters").gain_of(tmp_path, tmp_path / "trl.jsonl")
+    assert (gain.generation_share, gain.engine_gain) == (0.5, 5.0)
+    assert gain.ratio == pytest.approx(20 / 14) and gain.possible == pytest.approx(1 / 0.6)
+    assert gain.share == pytest.approx(0.6 * 20 / 14)
+
+
 # --- rollout.py, rollout_real.py, rollout_turn.py -------------------------------------------------------------
 
 
@@ -162,3 +176,32 @@ def watching(module, engine):
     worker.reading, worker._updating = forced_worker.Reading(0.0), None
     worker._watch_server(engine)
     return worker
+
+
+# --- first_hour.py --------------------------------------------------------------------------------------------
+
+
+def test_a_refusal_is_one_sentence_with_key_value_and_mend(module):
+    misuse = module("misuses").key("learner.lr", "-1")
+    good = "april run: key 'learner.lr' = -1 is refused; mend it in the file\n"
+    assert misuse.objection(2, good) == ""
+    assert misuse.objection(1, good) == "ended with status 1"
+    assert misuse.objection(2, good + good) == "has 2 lines"
+    assert misuse.objection(2, good.replace("-1", "it")) == "does not name '-1'"
+    assert misuse.objection(2, good.partition(";")[0]) == "says no mend"
+    assert misuse.objection(2, "Traceback (most recent call last):\n" + good) == "has a traceback"
+    assert len(module("misuses").MISUSES) >= 60
+
+
+def test_a_step_of_the_first_hour_has_to_print_and_to_write_what_it_says(module, tmp_path):
+    first_hour = module("first_hour")
+    assert len(first_hour.STEPS) >= 24
+    assert all(step.prints or step.writes for step in first_hour.STEPS)
+    step = first_hour.april("a run", "run my.toml", "^step 1/3", writes=("made/*.txt",))
+    done = first_hour.Done(0, "plan: april\nstep 1/3 reward\n")
+    assert done.objection(step, tmp_path) == "did not write ['made/*.txt']"
+    (tmp_path / "made").mkdir()
+    (tmp_path / "made" / "it.txt").touch()
+    assert done.objection(step, tmp_path) == ""
+    assert first_hour.Done(0, "a step 1/3").objection(step, tmp_path) == "did not print ['^step 1/3']"
+    assert first_hour.Done(1, done.output).objection(step, tmp_path) == "ended with status 1"

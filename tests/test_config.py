@@ -201,6 +201,35 @@ def test_the_resolved_configuration_reads_back_unchanged(file, tmp_path):
     assert configuration.load(tmp_path / "again.toml") == config
 
 
+def test_paths_are_relative_to_the_file_that_has_them_and_on_the_command_line_to_where_one_is(tmp_path, monkeypatch):
+    place, here, other = (tmp_path / name for name in ("place", "here", "other"))
+    for folder in (place / "model", here, other):
+        folder.mkdir(parents=True)
+    for path in (place / "train.jsonl", place / "more.jsonl", here / "held out.jsonl"):
+        path.touch()
+    (place / "model/config.json").write_text("{}")
+    (other / "interpreter").symlink_to(here / "held out.jsonl")
+    (place / "run.toml").write_text("""
+model = { path = "model" }
+data = { sources = [{ path = "train.jsonl" }, { path = "../place/more.jsonl", weight = 2 }] }
+engine = { python = "../other/interpreter" }
+""")
+    (other / "more.toml").write_text("schedule = { scenario = 'costs.toml' }")
+    monkeypatch.chdir(here)
+    overrides = ["--data.eval_path", "held out.jsonl", "--engine.pace", "../other/cost.toml", "--engine", "my:Engine"]
+    config = configuration.load([Path("../place/run.toml"), other / "more.toml"], overrides)
+    assert config.model.path == place / "model" and config.data.eval_path == here / "held out.jsonl"
+    assert [source.path for source in config.data.train_sources] == [place / "train.jsonl", place / "more.jsonl"]
+    assert config.engine.python == other / "interpreter", "what an interpreter is called decides what it has"
+    assert (config.engine.pace, config.schedule.scenario) == (str(other / "cost.toml"), other / "costs.toml")
+    assert config.run_dir == here / "runs/more", "where no file names a folder, a run is where it was started"
+    assert config.run.parts == [place, other], "where parts of one's own are"
+    (other / "resolved.toml").write_text(config.to_toml())
+    monkeypatch.chdir("/")
+    assert configuration.load(other / "resolved.toml") == config, "and goes on from anywhere"
+    assert configuration.load(other / "resolved.toml", ["--engine.pace", "h100"]).engine.pace == "h100"
+
+
 def test_help_lists_every_key_with_its_default():
     listing = configuration.describe_keys()
     for key, field in configuration.known_keys().items():
@@ -210,3 +239,9 @@ def test_help_lists_every_key_with_its_default():
 
 def test_what_other_trainers_call_a_key_leads_to_one_that_exists():
     assert set(SYNONYMS.values()) <= known_keys().keys()
+
+
+def test_a_flag_without_its_value_is_refused_unless_it_is_a_switch(file):
+    with pytest.raises(ConfigError, match="has no value; write --learner"):
+        configuration.load(file, ["--learner.lr"])
+    assert configuration.load(file, ["--schedule.partial_rollout"]).schedule.partial_rollout

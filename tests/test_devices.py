@@ -84,6 +84,7 @@ def test_what_cannot_be_placed_is_refused_with_a_sentence(configured, case):
 
 
 def test_devices_keep_the_names_under_which_this_process_sees_them(monkeypatch):
+    monkeypatch.setattr("april.launch.devices.DRIVERS", ("/dev/null",))
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     for variable in devices.VARIABLES:
         monkeypatch.delenv(variable, raising=False)
@@ -112,11 +113,15 @@ def test_each_process_sees_its_own_devices_alone_and_others_what_was_there(confi
 
 
 def test_a_dry_run_counts_and_places_what_servers_take(config_file, capsys, monkeypatch):
+    monkeypatch.setattr("april.workers.engines.sglang.installed.installed_server", lambda *_: "SGLang")
     words = [*SGLANG, *TP2, "--engine.servers", "2", "--worker.count", "2", "--learner.ranks", "2"]
     assert main(["run", str(config_file), "--dry-run", *words]) == 0
+    assert "devices    none here: learner and workers compute on the CPU" in capsys.readouterr().out
+    assert main(["run", str(config_file), "--dry-run", *words, "--hardware", "10"]) == 0
     said = capsys.readouterr().out
     assert "10 accelerators: 8 for workers, 2 for the learner" in said
     assert "learner: 0,1\n" in said and "worker-0: 2,3,4,5\n" in said and "worker-1: 6,7,8,9\n" in said
+    monkeypatch.setattr("april.launch.devices.DRIVERS", ("/dev/null",))
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
     assert main(["run", str(config_file), "--dry-run", *words]) == 2
     assert "missing: 10 accelerators are wanted and 8 are here" in capsys.readouterr().out

@@ -3,17 +3,25 @@
 import importlib.util
 import itertools
 import json
+import re
+import shutil
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
+from safetensors.numpy import save_file
 
 from april import cli
 from april import config as configuration
 from april.config import ConfigError
-from april.launch.dry_run import describe, missing, read_shape
+from april.launch.dry_run import describe
+from april.launch.preflight import examine
+from april.launch.shape import read_shape
+from april.policy.model import build_tokenizer
+from tests.conftest import full, write_config
 from tests.published import RECORDS
 
 FOLDER = Path(__file__).parents[1] / "configs" / "published"
@@ -57,21 +65,29 @@ def place(tmp_path_factory):
     for name, shape in MODELS.items():
         (root / "models" / name).mkdir(parents=True)
         (root / "models" / name / "config.json").write_text(json.dumps(shape))
-        (root / "models" / name / "model.safetensors").touch()
+        save_file({}, root / "models" / name / "model.safetensors")
+        build_tokenizer().save_pretrained(root / "models" / name)
     for name, mapping in DATASETS.items():
         (root / "datasets" / name).mkdir(parents=True)
         table = pa.Table.from_pylist([RECORDS[mapping]])
         parquet.write_table(table, root / "datasets" / name / "train-00000-of-00001.parquet")
+    shutil.copytree(FOLDER.parent, root / "configs")
     return root
 
 
 @pytest.fixture(autouse=True)
 def here(place, monkeypatch):
+    """What configurations ask for is beside their folder."""
     monkeypatch.chdir(place)
 
 
+def beside(path):
+    """The copy in the working folder of a shipped configuration."""
+    return Path("configs", *path.relative_to(FOLDER.parent).parts)
+
+
 def load(combination, *overrides, inputs=("model", "data")):
-    return configuration.load([FOLDER / "base.toml", *combination], list(overrides), inputs=inputs)
+    return configuration.load(list(map(beside, [FOLDER / "base.toml", *combination])), list(overrides), inputs=inputs)
 
 
 def test_there_are_three_of_each():
@@ -86,45 +102,60 @@ def test_every_combination_resolves_and_says_what_it_needs(combination):
     assert config.schedule.kind == schedule.stem
     assert config.schedule.dynamic_sampling == (algorithm.stem == "dapo")
     assert config.schedule.most_in_flight == (256 if schedule.stem == "sync" else 512)
-    text = describe(config)
+    text = describe(config, [])
     assert f"{BILLIONS[config.model.path.name]:.2f} billion parameters" in text
     assert "1 broker, 4 workers, 4 learner ranks, 16 verifiers" in text
     assert "8 accelerators: 4 for workers, 4 for the learner" in text
     assert "lanes      4: learner rank 0 to each worker over nccl" in text
     assert "rewarded by deepscaler" in text and f"staleness at most {config.schedule.max_staleness}" in text
-    assert all("accelerators" in sentence for sentence in missing(config))
+
+
+@pytest.mark.parametrize("combination", [COMBINATIONS[0], full(COMBINATIONS[40]), full(COMBINATIONS[80])], ids=str)
+def test_a_published_combination_lacks_nothing_but_accelerators(combination, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(1 << 40, 0, 1 << 40))
+    assert ["accelerators" in sentence for sentence in examine(load(combination), [], 0).objections] == [True]
+    found = examine(load(combination), list(map(str, range(8))), 20)
+    assert not found.objections
+    assert "deepscaler: 2 of 2 reference answers are right" in found.facts["rewards"]
 
 
 def test_a_preset_that_leaves_stale_tokens_uncorrected_is_remarked_upon():
     for combination in COMBINATIONS:
         *_, algorithm, schedule = combination
-        remarked = "advice     algorithm.preset = 'gspo' corrects no stale token" in describe(load(combination))
+        remarked = "advice     algorithm.preset = 'gspo' corrects no stale token" in describe(load(combination), [])
         assert remarked == (algorithm.stem == "gspo" and schedule.stem != "sync")
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-def test_every_other_shipped_configuration_resolves_and_lacks_nothing(path, policy_folder, data_folder, capsys):
+def test_every_other_shipped_configuration_resolves_and_lacks_nothing(
+    path, policy_folder, data_folder, server_python, capsys
+):
     """Given a policy and prompts, which `launch/quickstart.sh` makes."""
+    served = ["--engine.python", server_python] if "sglang" in path.stem else []
     prompts = ["--data.path", str(data_folder / "train.jsonl"), "--data.eval_path", str(data_folder / "heldout.jsonl")]
-    assert cli.main(["run", str(path), "--dry-run", "--model.path", str(policy_folder), *prompts]) == 0
+    assert cli.main(["run", str(beside(path)), "--dry-run", "--model.path", str(policy_folder), *prompts, *served]) == 0
     said = capsys.readouterr().out
     assert said.splitlines()[-1] == "nothing is missing" and f"{path.stem}, seed" in said
     assert f"engines    {'sglang' if 'sglang' in path.stem else 'torch'}, " in said
+    graded = "1 of 1" if path.stem == "calculator" else "80 of 80"
+    assert f"final_answer: {graded} reference answers are right; the first is worth 1" in said
+    assert f"installed  SGLang 0.5.23 of {server_python}" in said or "installed  torch 2" in said
 
 
-def test_gsm8k_wants_its_files_and_a_model_and_nothing_else(capsys):
-    published = ["--data.path", "datasets/gsm8k/train-00000-of-00001.parquet"]
-    assert cli.main(["run", str(GSM8K[0]), "--dry-run", *published, "--weights.backend", "gloo"]) == 0
+def test_gsm8k_wants_its_files_and_a_model_and_nothing_else(server_python, capsys, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1 << 40))
+    published = ["--data.path", "datasets/gsm8k/train-00000-of-00001.parquet", "--engine.python", server_python]
+    assert cli.main(["run", str(beside(GSM8K[0])), "--dry-run", "--hardware", "2", *published]) == 0
     said = capsys.readouterr().out
     assert said.splitlines()[-1] == "nothing is missing"
     assert "1.54 billion parameters" in said and "as gsm8k, rewarded by gsm8k" in said
     assert "engines    sglang, 512 slots" in said and "2 accelerators: 1 for workers, 1 for the learner" in said
-    assert cli.main(["run", str(GSM8K[0]), "--dry-run"]) == 2
+    assert cli.main(["run", str(beside(GSM8K[0])), "--dry-run"]) == 2
     assert "datasets/gsm8k/train.jsonl is not there" in capsys.readouterr().out
 
 
 def test_the_twin_of_gsm8k_differs_in_sizes_only(policy_folder, capsys):
-    twin = [*map(str, GSM8K), "--data.path", "datasets/gsm8k", "--model.path", str(policy_folder)]
+    twin = [*map(str, map(beside, GSM8K)), "--data.path", "datasets/gsm8k", "--model.path", str(policy_folder)]
     assert cli.main(["run", *twin, "--dry-run"]) == 0
     said = capsys.readouterr().out
     assert said.splitlines()[-1] == "nothing is missing"
@@ -136,7 +167,7 @@ def test_the_twin_of_gsm8k_differs_in_sizes_only(policy_folder, capsys):
 
 
 def test_scorers_are_counted_where_they_score():
-    text = describe(load(COMBINATIONS[0], "--reward.where", "scorer", "--scorer.count", "2"))
+    text = describe(load(COMBINATIONS[0], "--reward.where", "scorer", "--scorer.count", "2"), [])
     assert "1 broker, 4 workers, 2 scorers, 4 learner ranks, 8 verifiers" in text
 
 
@@ -158,6 +189,13 @@ def test_parameters_are_counted_from_the_shape(policy_folder):
     assert read_shape(policy_folder).parameters == sum(parameter.numel() for parameter in model.parameters())
 
 
+def test_an_adapter_s_parameters_are_counted_before_anything_starts(config_file, capsys):
+    model = ["--lora.rank", "2", "--lora.targets", '["q_proj", "down_proj"]']
+    assert cli.main(["run", str(config_file), "--dry-run", *model]) == 0
+    said = capsys.readouterr().out
+    assert f"{2 * (64 + 64 + 160 + 64)} trained parameters, 1.5% of the model's" in said, said
+
+
 def test_what_is_missing_is_said_all_at_once(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     files = [str(FOLDER / "base.toml"), *map(str, COMBINATIONS[0])]
@@ -167,6 +205,115 @@ def test_what_is_missing_is_said_all_at_once(tmp_path, monkeypatch, capsys):
         assert f"{sentence}" in printed
     assert printed.count("missing: ") >= 5
     assert not list(tmp_path.iterdir()), "a dry run writes nothing"
+
+
+OWN = """
+import os, time
+def raises(response, label): return {}[label]
+def text(response, label): return "yes"
+def dies(response, label): os._exit(3)
+def late(response, label): time.sleep(60)
+def group(responses, label): return [1.0]
+def half(response, label): return 1 / int(label)
+def marked(response, label): return 2.0 * (response == f"<{label}>"), {"length": len(response)}
+marked.example = "<{}>".format
+def turn(turn): return turn.state["reward"]
+def keep(group): return group.rewards > 1
+"""
+FAILING = ("mine:raises", "mine:text", "mine:dies", "mine:late", "group:mine:group")
+
+
+def own(folder, rows, monkeypatch):
+    """Overrides for rows of (label, verifier) whose verifiers are in a file beside the configuration."""
+    (folder / "mine.py").write_text(OWN)
+    monkeypatch.syspath_prepend(folder)
+    importlib.invalidate_caches()
+    rows = [{"prompt": f"{at:02d}*3+60=", "label": label, "reward": name} for at, (label, name) in enumerate(rows)]
+    (folder / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    allowed = json.dumps(sorted({row["reward"] for row in rows}))
+    return ["--data.path", str(folder / "own.jsonl"), "--reward.allowed", allowed]
+
+
+def test_functions_of_one_s_own_are_called_once_before_anything_starts(config_file, tmp_path, monkeypatch, capsys):
+    keys = own(tmp_path, [("1", name) for name in FAILING], monkeypatch)
+    keys += ["--reward.timeout_s", "1", "--environment.name", "mine:turn", "--environment.turn_ends", '["="]']
+    keys += ["--schedule.group_filter", "mine:keep"]
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(1000, 999, 1))
+    command = ["run", str(config_file), *keys]
+    assert cli.main([*command, "--dry-run"]) == 2
+    said = capsys.readouterr().out
+    for sentence in (
+        f"'mine:raises' fails on {tmp_path}/own.jsonl, row 1: KeyError: '1'; mend it",
+        f'File "{tmp_path}/mine.py", line 3, in raises',
+        "row 2: returned 'yes', which is not a number; return a number",
+        "row 3: its process ended (exit code 3)",
+        "row 4: no answer within 1 s",
+        "row 5: ValueError: returned 1 rewards for 2 responses",
+        "environment 'mine:turn' fails on the turn '1=' of",
+        "'schedule.group_filter': the filter keep failed: TypeError",
+        "'run.dir' =",
+        "1 B free",
+    ):  # fmt: skip
+        assert sentence in said, said
+    assert said.count("Traceback") == 3, "each once, without a word of April's own files"
+    assert "april/" not in said.partition("missing: ")[2]
+    assert cli.main(command) == 2, "a run does the same before it starts"
+    assert "1 B free" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_what_functions_of_one_s_own_say_is_printed_and_rows_that_do_not_match_themselves_are(
+    config_file, tmp_path, monkeypatch, capsys
+):
+    rows = [("2", "mine:half"), ("0", "mine:half"), ("7", "mine:marked"), ("#1", "final_answer"), ("1", "choice")]
+    keys = own(tmp_path, [*rows, ("Б", "final_answer"), ("9" * 30, "final_answer")], monkeypatch)
+    assert cli.main(["run", str(config_file), *keys, "--data.eval_path", keys[1], "--dry-run"]) == 2
+    said = capsys.readouterr().out
+    file = f"{tmp_path}/own.jsonl"
+    for sentence in (
+        "prompts    7 rows and 7 held out; 8 tokens in the 14 looked at, 1,000 at most",
+        "answers    1 to 30 tokens, 1 in the median, of a budget of 24",
+        f"mine:half: a response that is the label, of {file}, row 1, is worth 0.5",
+        "mine:marked: 2 of 2 reference answers are right; the first is worth 2 (length 3)",
+        f"remark: verifier 'mine:half' fails on 2 of 4 reference answers, the first '0' of {file}, row 2, by "
+        "ZeroDivisionError: division by zero",
+        f"missing: verifier 'choice' fails on {file}, row 5 and all 2 that it was tried on: ValueError: label '1' is",
+        f"remark: 2 of 14 reference answers have more tokens than sampling.max_response_tokens = 24, the first {file}",
+        f"cannot express 'Б' of the reference answers, 'Б' first in {file}, row 6: the policy cannot write them",
+    ):  # fmt: skip
+        assert sentence in said, said
+    assert "final_answer: 6 of 6 reference answers are right" in said
+
+
+def cut(path, share=0.7):
+    path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
+
+
+BROKEN = {
+    "data that is cut off": (lambda root: cut(root / "train.jsonl", 0.99), "train.jsonl, line 64: .* is not JSON"),
+    "data without rows": (lambda root: (root / "train.jsonl").write_text("\n"), "train.jsonl has no rows"),
+    "weights that are cut off": (
+        lambda root: cut(root / "policy/model.safetensors"),
+        "is cut off at .* fetch it again",
+    ),
+    "no tokeniser": (lambda root: (root / "policy/tokenizer.json").unlink(), "has no tokeniser that"),
+    "none at all": (lambda root: [file.unlink() for file in (root / "policy").glob("token*")], "vocabulary is empty"),
+    "a folder that cannot be written": (lambda root: (root / "runs").touch(), "'run.dir' = .* cannot be written"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_what_a_dry_run_finds_missing_keeps_a_run_from_starting(case, tmp_path, policy_folder, data_folder, capsys):
+    breaks, sentence = BROKEN[case]
+    shutil.copytree(policy_folder, tmp_path / "policy")
+    shutil.copytree(data_folder, tmp_path, dirs_exist_ok=True)
+    path = write_config(tmp_path, tmp_path / "policy", tmp_path)
+    breaks(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    assert [cli.main(["run", str(path), *words]) for words in (["--dry-run"], [])] == [2, 2]
+    said = capsys.readouterr()
+    assert re.search(f"missing: .*{sentence}", said.out) and re.search(f"april run: .*{sentence}", said.err)
+    assert len(said.err.splitlines()) == 1 and sorted(tmp_path.iterdir()) == before
 
 
 def test_a_run_that_lacks_nothing_says_so(config_file, capsys):

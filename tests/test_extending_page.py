@@ -103,11 +103,13 @@ def test_a_schedule_that_never_ends_is_told_so(files, capsys):
     assert "rounds end one after the other, and nothing happens in them" in said
 
 
-def test_loss_correction_and_advantage_make_an_objective():
+def test_loss_correction_step_scale_and_advantage_make_an_objective():
     parts = {"loss": "my_loss:loss", "corrections": ["my_correction:correction"], "advantage": "my_advantage:advantage"}
     algorithm = parts | {"behaviour_coef": 0.0, "normalisation": "constant", "constant_tokens": 1}
+    algorithm |= {"step_scale": "my_step_scale:step_scale"}
     tree = {"model": {"path": "none"}, "data": {}, "algorithm": algorithm}
     objective = Objective(Config.model_validate(tree))
+    assert [objective.step_scale({"off_policy_share": share}) for share in (0.4, 0.6)] == [1.0, 0.5]
 
     def sample(reward, step):
         logprobs = np.log([0.5, 0.5]).astype(np.float32)
@@ -210,6 +212,15 @@ def test_the_launch_target_starts_looks_after_and_ends_a_program(config_file, tm
     assert part.status == -9 and int(part.log.read_text()) == min(19, os.nice(0) + 10)
 
 
+def test_the_place_to_launch_on_has_a_script_for_each_part(config_file, capsys):
+    assert main(["launch", str(config_file), "--on", "my_cluster:Tmux", "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert [line.split()[2] for line in shown.splitlines() if line.startswith("# ---")] == [
+        "broker.sh", "learner.sh", "worker-0.sh", "worker-1.sh",
+    ]  # fmt: skip
+    assert shown.count("exec april part ") == 4
+
+
 def test_the_commands_of_the_page_are_there():
     for kind in ("engine", "schedule"):
         done = subprocess.run(
@@ -224,6 +235,7 @@ PARTS = {
     "algorithm.loss": "my_loss:loss",
     "algorithm.corrections": '["my_correction:correction"]',
     "algorithm.advantage": "my_advantage:advantage",
+    "algorithm.step_scale": "my_step_scale:step_scale",
     "data.reward": "my_reward:reward",
     "environment.name": "my_environment:environment",
     "schedule.group_filter": "my_filter:keep_hard_ones",
@@ -231,6 +243,7 @@ PARTS = {
     "operations.alarms": '["nothing_trained", "my_alarm:LowReward"]',
     "weights.transport": "my_transport:Folder",
     "run.target": "my_target:Nice",
+    "launch.on": "my_cluster:Tmux",
 }
 
 

@@ -31,7 +31,7 @@ def pack(tag, *fields, arrays=(), session=0, sequence=0):
     """Frames of a message; arrays are (dtype, values)."""
     raw = [struct.pack(f"<{len(values)}{DTYPES[dtype]}", *values) for dtype, values in arrays]
     heads = [[dtype, len(values), zlib.crc32(data)] for (dtype, values), data in zip(arrays, raw, strict=True)]
-    header = HEADER.pack(b"AP", 5, 0, len(heads), session, sequence)
+    header = HEADER.pack(b"AP", 6, 0, len(heads), session, sequence)
     return [header, msgpack.packb([[tag, *fields], heads]), *([b"".join(raw)] if any(raw) else [])]
 
 
@@ -52,7 +52,7 @@ class Received:
         header, body, *frames = frames
         magic, protocol, _, count, self.session, self.sequence = HEADER.unpack(header)
         (self.tag, *self.fields), heads = msgpack.unpackb(body)
-        assert (magic, protocol, count) == (b"AP", 5, len(heads))
+        assert (magic, protocol, count) == (b"AP", 6, len(heads))
         self.connection = connection
         self.arrays = []
         raw, at = b"".join(frames), 0
@@ -124,9 +124,9 @@ class Client:
         self.inbox.remove(found := self.wait_for(*tags))
         return found
 
-    def ask(self, answer, tag, *fields):
+    def ask(self, answer, tag, *fields, arrays=()):
         """A request whose answer echoes the sequence number."""
-        sequence = self.send(tag, *fields)
+        sequence = self.send(tag, *fields, arrays=arrays)
         received = self.take(answer, "Refused")
         assert received.tag == answer and received.sequence == sequence, received.fields
         return received
@@ -230,8 +230,8 @@ class Worker(Client):
 
 
 @pytest.fixture
-def broker(config_file, tmp_path):
-    job = Job([*APRIL, "broker", str(config_file)], tmp_path / "broker.log")
+def broker(config_file, tmp_path, request):
+    job = Job([*APRIL, "broker", str(config_file), *getattr(request, "param", [])], tmp_path / "broker.log")
     job.run_dir = tmp_path / "runs" / "small"
     wait_until((job.run_dir / "address").exists, job)
     job.address = (job.run_dir / "address").read_text()
@@ -317,15 +317,19 @@ def test_a_client_written_from_the_page_carries_a_batch_from_prompt_to_consumed(
     step, place, total, groups = batch.fields
     assert (step, place, total, len(groups)) == (0, 0, 4, 4)
     arrays = iter(batch.arrays)
-    for group, prompt_tokens, samples in groups:
+    for group, prompt_tokens, samples, opened_at, delivered_at, number, extra in groups:
+        assert (number, extra) == (-1, b""), "the prompt is of a file"
         prompt = next(arrays)
         assert prompt_tokens == len(prompt)
-        for index, length, reward, finish_reason, segments in samples:
+        assert opened_at <= delivered_at
+        for index, length, reward, finish_reason, segments, details, stays, branch in samples:
             lease = completed[group, index]
             assert (prompt, next(arrays), next(arrays)) == (lease.prompt, lease.ids, lease.logprobs)
             assert length == len(lease.ids)
             assert (reward, finish_reason) == (reward_of(lease), "stop")
-            assert segments == [[0, length, [0, 0]]]
+            assert (segments, details) == ([[0, length, [0, 0]]], {})
+            assert branch == 0
+            assert [(what, how) for what, *_, how in stays][-2:] == [("generate", "stop"), ("score", "scored")]
     assert list(arrays) == []
     assert learner.ask("Accepted", "Consumed", 0, {"loss": 0.5}).connection == "data"
     assert learner.ask("Accepted", "Consumed", 0, {"loss": 0.5}), "saying so again is accepted"
@@ -432,6 +436,23 @@ def test_a_new_hello_keeps_the_leases_that_it_lists(worker):
     assert renewed.connection == "control" and renewed.fields == [[kept.id]]
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("broker", [["--data.source", "submitted"]], indirect=True)
+def test_a_client_written_from_the_page_brings_prompts_and_gets_them_back(broker, learner, worker):
+    of_prompt = [2, "1", "", b"mine"]
+    assert learner.ask("Submitted", "Submit", 0, [of_prompt] * 3, arrays=[("i4", [5, 6] * 3)]).fields == [3]
+    assert learner.ask("Submitted", "Submit", 1, [of_prompt] * 3, arrays=[("i4", [7, 8] * 3)]).fields == [4]
+    assert learner.ask("Submitted", "Submit", 0, [], arrays=[("i4", [])]).fields == [4]
+    learner.send("Submit", 9, [of_prompt], arrays=[("i4", [5, 6])])
+    assert "does not follow" in learner.take("Refused").fields[0]
+    for _ in range(8):
+        lease = worker.next_training_lease([0, 0])
+        assert lease.label == "1" and lease.prompt in ([5, 6], [7, 8])
+        worker.complete(lease, 2, [0, 0])
+    batch = learner.ask("Batch", "Fetch", 0)
+    assert [(number, extra) for *_, number, extra in batch.fields[3]] == [(number, b"mine") for number in range(4)]
+
+
 # --- the tables ---------------------------------------------------------------------------------------------------
 
 
@@ -447,10 +468,12 @@ def rows(text):
 def name_of(kind):
     """A field's type as the page writes it."""
     from april.wire import Name
+    from april.wire.message import Seconds
     from april.wire.version import Number
 
-    if kind in (Number, Name):
-        return "count" if kind == Number else "name"
+    for annotated, name in ((Number, "count"), (Name, "name"), (Seconds, "seconds")):
+        if kind == annotated:
+            return name
     if typing.get_origin(kind) is typing.Literal:
         return "/".join(json.dumps(value) for value in typing.get_args(kind))
     arguments = [name_of(argument) for argument in typing.get_args(kind)]
@@ -477,7 +500,7 @@ def test_the_page_names_every_message_with_its_fields_types_and_defaults_in_orde
     described = {name: fields for name, fields, _ in rows(PAGE)}
     assert len(described) == len(list(rows(PAGE))), "a message is described once"
     of_work = [wire.Task, wire.Grant, wire.Scored, wire.GiveBack, wire.Closed, wire.Session, wire.TurnRequest]
-    parts = [*of_work, wire.GroupHead, wire.SampleHead, TensorHead, Canary]
+    parts = [*of_work, wire.Submission, wire.GroupHead, wire.SampleHead, wire.Stay, TensorHead, Canary]
     kinds = [*wire.MESSAGES, *typing.get_args(AnyLaneMessage), *parts]
     assert sorted(described) == sorted(kind.__name__ for kind in kinds)
     for kind in kinds:
@@ -516,7 +539,8 @@ def test_the_page_states_the_broker_s_limits_and_deadlines():
         assert f"`broker.{key}` ({getattr(broker, key):g})" in PROSE
     assert f"`broker.attempts`, {broker.attempts}" in PROSE
     assert f"after {server.LEAVE_S:g} s ({server.LEAVE_AFTER_SIGNAL_S:g} s" in PROSE
-    assert f"`learner.hung_s` ({LearnerSection().hung_s:g}) if that is longer" in PROSE
+    assert f"`learner.load_s` ({LearnerSection().load_s:g}) if that is longer" in PROSE
+    assert f"`learner.hung_s` ({LearnerSection().hung_s:g}) for that" in PROSE
     assert f"`broker.credit_mb` ({broker.credit_mb} MiB)" in PROSE
     assert f"{server.OUTBOX_MESSAGES:,} messages" in PROSE
     to_broker, from_broker = limits.FROM_PEER, limits.FROM_BROKER

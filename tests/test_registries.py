@@ -107,17 +107,26 @@ def own_files(registry: Registry, name: str) -> set[Path]:
     return folder | {module, room / "__init__.py"}
 
 
-CONFIGURATION = {PACKAGE / "config" / "sections.py", PACKAGE / "config" / "presets.py"}
-"""the configuration: its defaults and presets are names"""
+CONFIGURED = ("algorithm.py", "clusters.py", "data.py", "presets.py", "sections.py", "workers.py")
+CONFIGURATION = {
+    *(PACKAGE / "config" / name for name in CONFIGURED),
+    *(PACKAGE / "convert").glob("*.py"),
+}
+"""the configuration, whose defaults and presets are names; and what others call April's parts"""
 ANOTHER_MEANING = {
+    ("april/adapters/openrlhf.py", "truncated"): "a field of OpenRLHF's responses",
+    ("april/adapters/verl.py", "april"): "what its adapter is called in verl's options",
     ("april/agents/gateway.py", "april"): "who owns the model, in the API's own form",
     ("april/agents/dialects/chat.py", "code"): "of an error, in the API's own form",
+    ("april/environments/__init__.py", "environment"): "what its parts are called",
+    ("april/launch/dry_run.py", "environment"): "what its processes are called",
     ("april/launch/devices.py", "torch"): "the package",
-    ("april/launch/dry_run.py", "torch"): "the package",
-    ("april/launch/preflight.py", "torch"): "the package",
+    ("april/launch/check.py", "torch"): "the package",
+    ("april/data/tokenizer.py", "torch"): "the package",
     ("april/launch/quickstart.py", "torch"): "the package",
     ("april/rollouts/run.py", "local"): "broker and workers as children of the trainer",
     ("april/broker/telemetry/recorder.py", "environment"): "a key of metrics.jsonl",
+    ("april/cli.py", "verifiers"): "a command, and the package that it is about",
     ("april/report/corrections.py", "truncated"): "a line of the picture: the share of tokens that a cap has touched",
     ("april/data/rows.py", "dapo"): "what a mapping of a published dataset says in its rows, as anybody's data do",
     ("april/data/rows.py", "deepscaler"): "the same",
@@ -127,6 +136,8 @@ ANOTHER_MEANING = {
     ("april/data/make_data.py", "final_answer"): "the same",
     ("april/cli.py", "april"): "the program",
     ("april/report/live.py", "april"): "the program",
+    ("april/launch/clusters/kubernetes.py", "april"): "the program",
+    ("april/launch/clusters/layout.py", "april"): "the program",
 }
 """names that are ordinary words, too"""
 

@@ -65,6 +65,6 @@ def test_the_quickstart_runs_from_the_wheel_in_an_empty_folder(wheel, tmp_path):
     assert where.strip() == str(site / "april/__init__.py")
     overrides = [word for key, value in FEW.items() for word in (f"--{key}", str(value))]
     said = execute([sys.executable, site / "bin/april", "quickstart", *overrides], empty, PYTHONPATH=str(site))
-    assert "report: runs/few/report.html" in said
+    assert f"report: {empty.resolve()}/runs/few/report.html" in said
     assert orjson.loads((empty / "runs/few/summary.json").read_bytes())["steps"] == FEW["schedule.max_steps"]
     assert {path.name for path in empty.iterdir()} == {"cache", "runs"}

@@ -5,21 +5,11 @@ that names the key, the value and the mend.
 """
 
 from april.config.checks import check_address, is_loopback
+from april.config.data import DataSection, SourceSection
 from april.config.loading import load
 from april.config.overrides import OVERRIDES, describe_keys, known_keys
-from april.config.sections import (
-    AgentSection,
-    BrokerSection,
-    Config,
-    DataSection,
-    EngineSection,
-    LearnerSection,
-    ScheduleSection,
-    ScorerSection,
-    SourceSection,
-    WeightsSection,
-    WorkerSection,
-)
+from april.config.sections import BrokerSection, Config, LearnerSection, ScheduleSection, WeightsSection
+from april.config.workers import AgentSection, EngineSection, ScorerSection, WorkerSection
 from april.errors import ConfigError
 
 __all__ = [

@@ -3,16 +3,13 @@
 import ipaddress
 import re
 from collections.abc import Collection
+from pathlib import Path
 
-from april.config.sections import (
-    AlgorithmSection,
-    BrokerSection,
-    Config,
-    DataSection,
-    EnvironmentSection,
-    EvaluationSection,
-    ScheduleSection,
-)
+from april.config.algorithm import AlgorithmSection
+from april.config.data import DataSection
+from april.config.lora import check_lora
+from april.config.sections import AUTO, BrokerSection, Config, EvaluationSection, ScheduleSection
+from april.config.workers import EnvironmentSection
 from april.errors import ConfigError
 from april.registry import ROOMS, registry_of
 from april.wire.limits import TOP_K
@@ -31,13 +28,14 @@ def check(config: Config, inputs: Collection[str] = INPUTS) -> None:
     """Refuse what is valid key by key but cannot work together, and those of the `inputs` that are not there.
 
     Parts of somebody's own, named as `package.module:Name`, are not imported here: not every part of a run has them.
-    `april.launch.preflight` looks at them, and whoever uses one.
+    `april.launch.check` looks at them, and whoever uses one.
     """
     check_names(config)
     check_schedule(config.schedule, imported=is_shipped(config, "schedule.kind"))
     check_sampling(config)
     check_evaluation(config.evaluation)
     check_algorithm(config.algorithm, imported=False)
+    check_lora(config.lora)
     check_addresses(config)
     check_leases(config.broker)
     check_reward(config)
@@ -200,7 +198,7 @@ def check_addresses(config: Config) -> None:
         )
     hosts = {"broker.bind": config.broker.bind[len("tcp://") : -len(port[1]) - 1], "weights.host": config.weights.host}
     for key, host in hosts.items():
-        if config.security.keys is None and not is_loopback(host):
+        if config.security.keys is None and host != AUTO and not is_loopback(host):
             value = config.broker.bind if key == "broker.bind" else host
             raise ConfigError(
                 f"key {key!r} = {value!r} would let anybody on the network in; make keys with `april keygen KEYS` and "
@@ -278,6 +276,11 @@ def check_agent(config: Config) -> None:
             f"key 'environment.name' = {config.environment.name!r} answers the policy where an agent does; leave out "
             "[environment] or [agent]"
         )
+    if config.data.source == "submitted":
+        raise ConfigError(
+            "key 'data.source' = 'submitted' brings token ids, and an agent says itself what the policy is told; "
+            "give its tasks in data.path"
+        )
     address = re.fullmatch(r"([^:/\s]+):(\d+)", agent.listen)
     if not address or int(address[2]) > LARGEST_PORT:
         raise ConfigError(f"key 'agent.listen' = {agent.listen!r} is no address; use HOST:PORT, port 0 for a free one")
@@ -289,13 +292,17 @@ def check_agent(config: Config) -> None:
 
 def check_model(config: Config) -> None:
     if not (config.model.path / "config.json").is_file():
-        name, mend = str(config.model.path), "give one, or make the quickstart's with `april make-policy`"
-        if re.fullmatch(HUB_NAME, name) and not config.model.path.exists():
+        path, mend = config.model.path, "give one, or make the quickstart's with `april make-policy`"
+        name = "/".join(path.parts[-2:])
+        typed_alone = not path.parent.exists() and path.parent.parent.exists()
+        if re.fullmatch(HUB_NAME, name) and typed_alone:
             mend += (
-                f"; a run downloads nothing: if it is a name of the hub, fetch it with `hf download {name} --local-dir "
-                f"models/{config.model.path.name}` and give that folder"
+                f"; a run downloads nothing: if {name} is a name of the hub, fetch it with `hf download {name} "
+                f"--local-dir models/{path.name}` and give that folder"
             )
-        raise ConfigError(f"key 'model.path' = {name!r} is not a Hugging Face model folder (no config.json); {mend}")
+        raise ConfigError(
+            f"key 'model.path' = {str(path)!r} is not a Hugging Face model folder (no config.json); {mend}"
+        )
     try:
         room = config.longest_prompt_tokens
     except (OSError, ValueError, AttributeError):
@@ -311,7 +318,12 @@ def check_model(config: Config) -> None:
 
 
 def check_data(data: DataSection) -> None:
-    if bool(data.path) == bool(data.sources):
+    if data.source == "submitted" and data.epochs:
+        raise ConfigError(
+            f"key 'data.epochs' = {data.epochs} counts passes over files, and with data.source = 'submitted' the "
+            "trainer brings the prompts; leave one out"
+        )
+    if data.source == "files" and bool(data.path) == bool(data.sources):
         if not data.path:
             raise ConfigError("key 'data.path' is missing; set it in the file or with --data.path VALUE")
         raise ConfigError(
@@ -343,6 +355,7 @@ def check_engine(config: Config) -> None:
             f"which runs as fast as it can; use {engines}, or leave it out"
         )
     engine.check(config)
+    check_bringing(config)
     transports = registry_of("weights.transport")
     if engine.broadcasts_to_servers(config) and not transports.find(config.weights.transport).takes_servers:
         raise ConfigError(
@@ -352,11 +365,39 @@ def check_engine(config: Config) -> None:
         )
 
 
+def check_bringing(config: Config) -> None:
+    """Refuse weights that others load where they cannot reach what takes them."""
+    if not is_shipped(config, "weights.transport"):
+        return
+    if registry_of("weights.transport").find(config.weights.transport).brings:
+        return
+    engines = registry_of("worker.engine")
+    if not engines.find(config.worker.engine).adopts:
+        raise ConfigError(
+            f"key 'weights.transport' = {config.weights.transport!r} leaves it to others to load weights, who cannot "
+            f"reach those of worker.engine = {config.worker.engine!r}; use {engines.those(lambda one: one.adopts)}"
+        )
+    if not config.engine.url:
+        raise ConfigError(
+            f"key 'weights.transport' = {config.weights.transport!r} leaves it to others to load weights, who do not "
+            "know the servers that a worker starts; give theirs in engine.url"
+        )
+    if config.engine.pause != "abort":
+        raise ConfigError(
+            f"key 'engine.pause' = {config.engine.pause!r} keeps requests in servers whose weights others change; use "
+            "'abort'"
+        )
+
+
 def check_address(address: str) -> str:
-    """A broker's address as peers connect to it: tcp://HOST:PORT."""
+    """A broker's address as peers connect to it: tcp://HOST:PORT, or the folder of its run on this machine."""
+    if (Path(address) / "config.toml").is_file():
+        return address
     found = re.fullmatch(r"tcp://[^:/\s]+:(\d+)", address)
     if not found or not 0 < int(found[1]) < 65536:
-        raise ConfigError(f"option '--connect' = {address!r} is no address; give the broker's as tcp://HOST:PORT")
+        raise ConfigError(
+            f"option '--connect' = {address!r} is no address; give the broker's as tcp://HOST:PORT, or its run folder"
+        )
     return address
 
 

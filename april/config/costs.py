@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import Field, ValidationError
 
 from april.config.loading import sentence
-from april.config.sections import Section
+from april.config.section import Section
 from april.errors import ConfigError
 
 HARDWARE = Path(__file__).with_name("hardware.toml")

@@ -3,7 +3,8 @@
 import tomllib
 from typing import Any, Literal, get_args, get_origin
 
-from april.config.sections import Config, Section
+from april.config.section import Section
+from april.config.sections import Config
 from april.errors import ConfigError
 
 OVERRIDES = "every key of the configuration can be given as --section.key value:\n"
@@ -31,6 +32,12 @@ def parse_overrides(arguments: list[str]) -> list[tuple[str, Any]]:
         negated = name.startswith("no-") and not has_value
         name = name.removeprefix("no-") if negated else name
         key = FLAGS.get(name, name.replace("-", "_"))
+        if (
+            not has_value
+            and (field := known_keys().get(key))
+            and bool not in (field.annotation, *get_args(field.annotation))
+        ):
+            raise ConfigError(f"key {key!r} has no value; write --{name} VALUE")
         pairs.append((key, parse_value(text) if has_value else not negated))
     return pairs
 

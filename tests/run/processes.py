@@ -10,6 +10,7 @@ from subprocess import DEVNULL, TimeoutExpired
 
 import orjson
 
+from april.report.run_folder import read_records
 from tests.warm import MARK, Popen
 
 PATIENCE_S = 180.0
@@ -71,8 +72,7 @@ def wait_until(condition, job=None, timeout_s=PATIENCE_S):
 
 
 def steps_recorded(run_dir: Path) -> int:
-    path = run_dir / "metrics.jsonl"
-    return path.read_bytes().count(b"\n") if path.exists() else 0
+    return len(read_records(run_dir / "metrics.jsonl"))
 
 
 def summary(run_dir: Path) -> dict:

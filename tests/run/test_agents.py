@@ -1,31 +1,26 @@
 """Agents in a real run: whatever is killed under them, they read the same answers, and nothing said is lost."""
 
-from itertools import groupby, pairwise
-from operator import itemgetter
-
-import orjson
 import pytest
 
-from tests.run.processes import assert_closed, wait_until
+from april.report.samples import read_step
+from tests.agents.read import agree, executions
+from tests.run.processes import APRIL, assert_closed, wait_until
 
-AGENT = ["--agent.program", "tests.agents.program:in_three_turns", "--agent.sessions", "16",
-         "--sampling.max_response_tokens", "48",
+AGENT = ["--agent.sessions", "16", "--sampling.max_response_tokens", "48",
          "--agent.chat_template", "{% for message in messages %}{{ message.content }}{% endfor %}"]  # fmt: skip
 
 
-def executions(folder):
-    """Of each sample, what its executions read, in their order."""
-    for file in sorted(folder.iterdir()):
-        lines = map(orjson.loads, file.read_bytes().splitlines())
-        yield file.name, [[line["said"] for line in of_one] for _, of_one in groupby(lines, itemgetter("execution"))]
-
-
 @pytest.mark.full
-def test_whatever_is_killed_agents_read_the_same_again_and_nothing_is_lost(start_run, run_dir, tmp_path, monkeypatch):
+@pytest.mark.parametrize("program, branches", [("in_three_turns", {0}), ("with_branches", {0, 1, 2, 3, 4})])
+def test_whatever_is_killed_agents_read_the_same_again_and_nothing_is_lost(
+    program, branches, start_run, run_dir, tmp_path, monkeypatch
+):
     read = tmp_path / "read"
     read.mkdir()
     monkeypatch.setenv("READ_BY_AGENTS", str(read))
-    job = start_run(*AGENT, "--worker.count", "1", "--learner.ranks", "1")
+    job = start_run(
+        *AGENT, "--agent.program", f"tests.agents.program:{program}", "--worker.count", "1", "--learner.ranks", "1"
+    )
     for part in ("april.agents.host", "--name worker-0", "--name agents-0", "april.cli broker"):
         before = sum(file.stat().st_size for file in read.iterdir())
         wait_until(lambda before=before: sum(file.stat().st_size for file in read.iterdir()) > before + 600, job)
@@ -34,10 +29,28 @@ def test_whatever_is_killed_agents_read_the_same_again_and_nothing_is_lost(start
     assert job.descendants() == []
     summary = assert_closed(run_dir)
     assert (summary["steps"], summary["state"], summary["starts"]["broker"]) == (3, "finished", 2)
-    assert "agent_failed" not in summary["tokens"]["discarded"]
+    assert not {"agent_failed", "superseded"} & summary["tokens"]["discarded"].keys()
+    assert {sample["branch"] for sample in read_step(run_dir)} == branches
     again = 0
     for sample, runs in executions(read):
-        for earlier, later in pairwise(runs):
-            again += 1
-            assert later[: len(earlier)] == earlier, f"{sample} was answered otherwise when it asked the same again"
+        again += len(runs) - 1
+        assert agree(runs), f"{sample} was answered otherwise when it asked the same again"
     assert again > 3, "several sessions were under way when a part was killed"
+
+
+@pytest.mark.full
+def test_an_environment_of_verifiers_is_trained_on_by_name(start, finish_run, run_dir, tmp_path):
+    name, rows = "tests.agents.verifiers_environments", tmp_path / "rows"
+    assert start("rows", [*APRIL, "verifiers", name, "--out", str(rows)]).wait() == 0
+    _, summary = finish_run(
+        *AGENT, "--agent.program", "verifiers", "--agent.options",
+        f'{{name = "{name}", arguments = {{turns = 3}}}}', "--agent.max_turn_tokens", "8",
+        "--data.path", str(rows / "train.jsonl"), "--data.eval_path", str(rows / "heldout.jsonl"),
+        "--schedule.over_sampling_batch_size", "4", "--learner.ranks", "1",
+    )  # fmt: skip
+    assert (summary["steps"], summary["state"]) == (3, "finished")
+    assert "agent_failed" not in summary["tokens"]["discarded"]
+    for sample in read_step(run_dir):
+        number = int(sample["prompt"][1])
+        assert sample["reward"] == sample["response"].endswith(str(number % 2)), "the rubric's"
+        assert f"+{number}=" in sample["response"], "what the environment says"

@@ -18,7 +18,7 @@ def no_space(*arguments):
 def obstacle(request, monkeypatch):
     """Something that keeps the report from being written; what is said of it."""
     if request.param == "damaged":
-        return "metrics.jsonl line 1 is not a step's JSON object"
+        return "metrics.jsonl line 1 is not a JSON object with a step"
     monkeypatch.setattr(
         *(preflight, "mark_ended") if request.param == "disk full" else (html, "write_report"), no_space
     )

@@ -6,7 +6,9 @@ import time
 
 import pytest
 
+from april.report.run_folder import read_records
 from tests.conftest import full
+from tests.run.endless import FILE
 from tests.run.processes import assert_closed, steps_recorded, summary, wait_until
 
 LAUNCHER = "april.learner.launch"
@@ -36,13 +38,16 @@ def test_a_killed_worker_is_restarted_and_the_run_comes_to_its_end(run, run_dir)
     assert job.descendants() == []
 
 
+def workers_of_last_step(run_dir):
+    return {lane["worker"] for lane in read_records(run_dir / "metrics.jsonl")[-1]["lanes"]}
+
+
 @pytest.mark.full
 def test_a_worker_that_slept_too_long_comes_back_by_itself(run, run_dir):
     """Its session and its lane have ended meanwhile; it says hello again and goes on, without a restart."""
     job = run("--broker.session_timeout_s", "2", "--schedule.max_steps", "100000")
     wait_until(lambda: steps_recorded(run_dir) >= 1, job)
-    mine = '"worker":"worker-0"'
-    wait_until(lambda: mine in (run_dir / "metrics.jsonl").read_text(), job)
+    wait_until(lambda: "worker-0" in workers_of_last_step(run_dir), job)
     ((sleeper, _),) = job.descendants("--name worker-0")
     os.kill(sleeper, signal.SIGSTOP)
     wait_until(lambda: "worker worker-0 is lost" in (run_dir / "logs/broker.log").read_text(), job)
@@ -50,7 +55,7 @@ def test_a_worker_that_slept_too_long_comes_back_by_itself(run, run_dir):
     os.kill(sleeper, signal.SIGCONT)
     behind = steps_recorded(run_dir) + 2
     wait_until(lambda: steps_recorded(run_dir) > behind, job)
-    wait_until(lambda: mine in (run_dir / "metrics.jsonl").read_text().splitlines()[-1], job)
+    wait_until(lambda: "worker-0" in workers_of_last_step(run_dir), job)
     job.process.send_signal(signal.SIGINT)
     assert job.wait() == 130
     assert "restart" not in job.output
@@ -109,16 +114,31 @@ def test_a_broker_or_learner_that_keeps_dying_ends_the_run_with_its_last_lines(r
     ],
     ids=" and ".join,
 )
-def test_hung_processes_are_killed_and_restarted(run, run_dir, victims):
+def test_hung_processes_are_killed_and_restarted(run, run_dir, tmp_path, monkeypatch, victims):
+    """Whether they are stopped or run in circles."""
+
+    def log_of(name):
+        return (run_dir / f"logs/{name}.log").read_text()
+
+    endless = tmp_path / "endless"
+    monkeypatch.setenv(FILE, str(endless))
     patience = [word for name in victims for word in (f"--{name.partition('-')[0]}.hung_s", HUNG_S)]
-    job = run(*patience, *TWO_RANKS, "--schedule.max_steps", "100000")
+    job = run(*patience, *TWO_RANKS, "--algorithm.loss", "tests.run.endless:loss", "--schedule.max_steps", "100000")
     wait_until(lambda: steps_recorded(run_dir) >= 1, job)
     for victim in victims.values():
         os.kill(min(job.descendants(victim))[0], signal.SIGSTOP)
     for name in victims:
         wait_until(lambda name=name: f"{name} has not been heard of for {HUNG_S} s and is killed" in job.output, job)
-    behind = steps_recorded(run_dir)
+    behind = steps_recorded(run_dir) + 1
     wait_until(lambda: steps_recorded(run_dir) > behind, job)
+    if "learner" in victims:
+        endless.touch()
+        wait_until(
+            lambda: "the main loop hangs: it has been at 'forward and backward' for 20 s" in log_of("learner"), job
+        )
+        behind = steps_recorded(run_dir)
+        wait_until(lambda: steps_recorded(run_dir) > behind, job)
+        assert "in loss" in log_of("learner"), "the log says where"
     job.process.send_signal(signal.SIGINT)
     assert job.wait() == 130, job.output
     assert_closed(run_dir)
@@ -155,14 +175,15 @@ def test_nobody_outlives_a_killed_supervisor(run, run_dir):
 
 
 @pytest.mark.full
-def test_a_worker_that_cannot_start_ends_the_run_with_its_last_lines(run, policy_folder, tmp_path):
-    """The policy loses its weights' shape after the checks, as a bad upload would."""
-    broken = tmp_path / "broken"
-    broken.mkdir()
-    for path in policy_folder.iterdir():
-        (broken / path.name).write_bytes(path.read_bytes())
-    (broken / "config.json").write_text('{"model_type": "bert"}')
-    job = run("--model.path", str(broken), "--worker.max_restarts", "1")
+def test_a_worker_that_cannot_start_ends_the_run_with_its_last_lines(run, config_file):
+    (config_file.parent / "broken.py").write_text(
+        "from april.workers.engines.entry import EngineEntry\n\n\n"
+        "class Engine(EngineEntry):\n"
+        "    @classmethod\n"
+        "    def from_config(cls, config, device, name):\n"
+        '        raise RuntimeError("its driver is too old")\n'
+    )
+    job = run("--worker.engine", "broken:Engine", "--weights.canary", "false", "--worker.max_restarts", "1")
     assert job.wait() == 1
-    assert "ended with status" in job.output and "bert" in job.output
+    assert "ended with status" in job.output and "its driver is too old" in job.output
     assert job.descendants() == []

@@ -1,22 +1,33 @@
 """One command trains: broker, two workers, a learner of two ranks, their run folder, and a clean end."""
 
+import os
+import shutil
+from contextlib import closing
+from pathlib import Path
 from subprocess import Popen
 
+import nbformat
 import numpy as np
-import orjson
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from nbclient import NotebookClient
+from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace
 from transformers import AutoModelForCausalLM
 
 from april import config as configuration
+from april import runs
 from april.broker.journal.journal import Journal
 from april.broker.ledger.events import GroupOpened, Leased, RowsAccepted
 from april.broker.ledger.ledger import Ledger, Rules
+from april.cli import main
+from april.report.facts import ledger_of
+from april.report.run_folder import read_records, read_run
 from tests.conftest import write_config
 from tests.run.processes import APRIL, Job, assert_closed
 
 pytestmark = pytest.mark.xdist_group("main_job")
+NOTEBOOK = Path(__file__).parents[2] / "docs/notebooks/a-run.ipynb"
 SETTINGS = ["--seed", "1", "--sampling.max_response_tokens", "64", "--learner.lr", "1e-2"]
 
 
@@ -49,14 +60,61 @@ def test_the_run_folder_holds_what_it_promises(finished):
     assert [entry["step"] for entry in summary["evaluation"]] == [0, 3]
     assert summary["tokens"]["emitted_unacked"] == summary["tokens"]["refused"] == 0
     assert summary["tokens"]["evaluation"] > 0 and summary["wall_s"] > 0 and summary["buffer_peak"]["tokens"] > 0
-    steps = [orjson.loads(line) for line in (run_dir / "metrics.jsonl").read_bytes().splitlines()]
+    steps = read_records(run_dir / "metrics.jsonl")
     assert [step["step"] for step in steps] == [1, 2, 3]
     assert all(step["groups"] == 4 and step["samples"] == 8 for step in steps)
     assert sum(step["tokens"] for step in steps) == summary["tokens"]["trained"]
     assert {lane["worker"] for step in steps for lane in step["lanes"]} == {"worker-0", "worker-1"}
+    fresh = [gap for step in steps for gap in step["engine_gaps"].values() if gap["age"] == 0]
+    assert fresh and max(gap["mean"] for gap in fresh) < 1e-4, "the engines sample from what the learner trains"
+    assert not any(step["alarms"] for step in steps), "a clean run is silent"
     assert {"generate", "weights"} <= {lane["kind"] for step in steps for lane in step["lanes"]}
     assert configuration.load(run_dir / "config.toml").seed == 1
     assert "report.html" in output and (run_dir / "report.html").stat().st_size > 10_000
+
+
+def test_the_run_can_be_traced_from_its_lanes_to_the_life_of_a_sample(finished, tmp_path, capsys):
+    run_dir, _ = finished
+    assert main(["trace", "export", str(run_dir), "--out", str(tmp_path / "trace")]) == 0
+    assert "tracks; open it at" in capsys.readouterr().out
+    packets = Trace.FromString((tmp_path / "trace").read_bytes()).packet
+    tracks = {
+        packet.track_descriptor.uuid: packet.track_descriptor
+        for packet in packets
+        if packet.HasField("track_descriptor")
+    }
+    events = [(packet.timestamp / 1e9, packet.track_event) for packet in packets if packet.HasField("track_event")]
+    assert {"workers", "learner", "samples", "worker-0", "step 3"} <= {track.name for track in tracks.values()}
+    assert [event.name for _, event in events if tracks[event.track_uuid].name == "learner" and event.name] == [
+        "step 1", "step 2", "step 3",
+    ]  # fmt: skip
+    rows = runs.load(run_dir).samples()
+    for row in rows.to_dict("records"):
+        said = [
+            (at, event.name)
+            for at, event in events
+            if tracks[event.track_uuid].name.startswith(f"{row['group']}.{row['index']} ")
+        ]
+        names = [name for _, name in said]
+        assert names[:2] == ["opened", "delivered"] and row["opened_at"] == pytest.approx(said[0][0])
+        assert [stay["where"] for stay in row["stays"]] == [name.split()[-1] for name in names[2:] if name]
+        assert row["opened_at"] <= row["generated_at"] <= row["scored_at"] <= row["delivered_at"]
+        ends = [stay["end"] for stay in row["stays"] if stay["what"] == "generate"]
+        assert ends[-1] == len(row["response_ids"])
+
+
+@pytest.mark.full
+def test_the_notebook_reads_the_run(finished):
+    run_dir, _ = finished
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    assert notebook.cells[1].source == 'RUN = "runs/quickstart"'
+    notebook.cells[1].source = f"RUN = {str(run_dir)!r}"
+    NotebookClient(notebook, timeout=120).execute()
+    printed = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    assert printed[0].text == "finished 3 steps\n"
+    assert any("image/png" in output.get("data", {}) for output in printed), "its curves are drawn"
+    ledger = ledger_of(read_run(run_dir))
+    assert printed[-1].data["text/plain"] == repr(ledger) and ledger.closed
 
 
 def test_the_ledger_agrees_with_what_the_engines_say_they_generated(finished):
@@ -133,24 +191,36 @@ def test_the_exported_policy_is_the_last_checkpoint_and_loads_in_transformers(fi
 
 
 def test_status_prints_the_table(finished, capfd):
-    from april.cli import main
-
     assert main(["status", str(finished[0])]) == 0
     printed = capfd.readouterr().out
     assert "closed" in printed and "3 of 3" in printed
 
 
 def test_a_finished_run_is_not_resumed_for_nothing(finished, capsys):
-    from april.cli import main
-
     assert main(["run", str(finished[0] / "config.toml"), "--resume"]) == 2
     assert "finished at 3 steps" in capsys.readouterr().err
 
 
+def test_a_resume_of_a_journal_with_its_end_cut_off_is_a_sentence(
+    finished, policy_folder, data_folder, tmp_path, capsys
+):
+    """It ends with a whole record, and looks whole; nothing of the folder is another afterwards."""
+    run_dir = tmp_path / "runs" / "small"
+    shutil.copytree(finished[0], run_dir)
+    with closing(Journal(run_dir / "journal")) as journal:
+        ends = [sum(reference) for _, reference in journal.replay()]
+    os.truncate(run_dir / "journal" / f"{0:020d}.msgpack", ends[-2])
+    before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
+    config = write_config(tmp_path, policy_folder, data_folder)
+    assert main(["run", str(config), *SETTINGS, "--resume", "--schedule.max_steps", "4"]) == 2
+    sentence = capsys.readouterr().err
+    assert f"was on disk up to {ends[-1]}, {ends[-1] - ends[-2]} bytes further" in sentence
+    assert "--accept-loss" in sentence and sentence.count("\n") == 1
+    assert {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()} == before
+
+
 def test_resume_goes_on_from_journal_and_checkpoints(finished, policy_folder, data_folder, tmp_path):
     """The finished run is copied, then trained for one more step from its journal and checkpoints."""
-    import shutil
-
     run_dir, _ = finished
     shutil.copytree(run_dir, tmp_path / "runs" / "small")
     config = write_config(tmp_path, policy_folder, data_folder)
@@ -164,8 +234,5 @@ def test_resume_goes_on_from_journal_and_checkpoints(finished, policy_folder, da
     again = assert_closed(tmp_path / "runs" / "small")
     assert again["steps"] == 4
     assert [entry["step"] for entry in again["evaluation"]] == [0, 3, 4]
-    first, second = (
-        [orjson.loads(line) for line in (folder / "metrics.jsonl").read_bytes().splitlines()]
-        for folder in (run_dir, tmp_path / "runs" / "small")
-    )
+    first, second = (read_records(folder / "metrics.jsonl") for folder in (run_dir, tmp_path / "runs" / "small"))
     assert second[:3] == first and [step["step"] for step in second] == [1, 2, 3, 4]

@@ -3,8 +3,13 @@
 import orjson
 import pytest
 
+from april.broker.ledger import events
 from april.cli import main
+from april.config import load
 from april.formats.versions import FILE
+from april.launch.operate import Target
+from april.processes.lifetime import STEPPED_ASIDE
+from tests.broker.conversation import Conversation, FakeWorker, make_batch
 from tests.run.processes import APRIL, wait_until
 from tests.test_protocol_page import Client, Worker
 
@@ -14,14 +19,39 @@ TIMES = ["--broker.readopt_s", "0.5", "--broker.session_timeout_s", "100"]
 
 @pytest.fixture
 def start_broker(start, config_file, run_dir):
-    def begin():
+    def begin(*more):
         (run_dir / "http").unlink(missing_ok=True)
-        job = start("broker", [*APRIL, "broker", str(config_file), *OVERRIDES, *TIMES])
+        job = start("broker", [*APRIL, "broker", str(config_file), *OVERRIDES, *TIMES, *more])
         wait_until((run_dir / "http").exists, job, 60)
         job.address = (run_dir / "address").read_text()
         return job
 
     return begin
+
+
+def test_damage_in_an_old_journal_file_is_found_behind_the_start_and_costs_a_group(start_broker, config_file, run_dir):
+    """A file below the snapshot, which a start does not read."""
+    small = ["--broker.journal_file_records", "100", "--broker.attempts", "1", "--evaluation.prompts", "1"]
+    talk = Conversation(load(config_file, small))
+    worker = FakeWorker(talk)
+    worker.join()
+    make_batch(worker)
+    bad = talk.ledger.deliveries[0][0]
+    place = next(iter(bad.samples[0].places))
+    while not talk.service.snapshots.store.positions():
+        talk.ledger.commit(events.DrainEnded())
+        talk.take_snapshot()
+    talk.journal.close()
+    with (run_dir / "journal" / f"{0:020d}.msgpack").open("r+b") as file:
+        file.seek(place.record + place.offset)
+        file.write(b"\xff")
+    broker = start_broker(*small)
+    wait_until(lambda: f"group {bad.id} cannot be read back" in broker.output, broker, 60)
+    status = Target(run_dir, None, None).status()
+    assert not status["read_only"] and status["tokens"]["discarded"]["unreadable"] == bad.tokens
+    assert status["ledger_closed"]
+    broker.process.terminate()
+    assert broker.wait() == 0
 
 
 class Peers:
@@ -83,7 +113,7 @@ def test_an_operator_drains_restarts_and_requeues(start_broker, run_dir, capsys,
 
         wait_until(drained, broker, 60)
         broker.process.terminate()
-        assert broker.wait() == 1
+        assert broker.wait() == STEPPED_ASIDE
         assert not peers.worker.find("Stop"), "who is drained waits for the next broker"
     finally:
         peers.close()

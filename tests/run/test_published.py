@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 
+from april.report.run_folder import read_records
 from tests.conftest import full
 from tests.published import RECORDS
 from tests.run.processes import APRIL, assert_closed
@@ -47,7 +48,7 @@ def test_a_tiny_twin_trains_a_step(twin, start, policy_folder, tmp_path, monkeyp
     summary = assert_closed(run_dir)
     assert (summary["state"], summary["steps"]) == ("finished", 1)
     assert [entry["prompts"] for entry in summary["evaluation"]] == [2, 2]
-    step = orjson.loads((run_dir / "metrics.jsonl").read_bytes().splitlines()[0])
+    step = read_records(run_dir / "metrics.jsonl")[0]
     assert step["groups"] == 4 and step["samples"] == 8
     if algorithm == "dapo":
         assert 0 < step["reward"] < 1, "only groups with spread are trained"
@@ -77,7 +78,7 @@ def test_the_twin_of_gsm8k_trains_from_files_as_they_are_published(start, policy
     assert (summary["state"], summary["steps"]) == ("finished", 2)
     assert summary["data"] == {"rows": 32, "bad_rows": 1, "too_long": 0}
     assert [entry["prompts"] for entry in summary["evaluation"]] == [8, 8]
-    for step in map(orjson.loads, (run_dir / "metrics.jsonl").read_bytes().splitlines()):
+    for step in read_records(run_dir / "metrics.jsonl"):
         assert (step["groups"], step["samples"]) == (8, 32)
         assert 0 < step["reward"] < step["reward_details"]["marked"] <= 1
 

@@ -7,26 +7,39 @@ from april.broker.journal.journal import Journal
 from april.broker.ledger.events import GroupOpened, Leased, LeaseEnded, SampleScored
 
 WILD = """
-import os, sys, time
+import functools, os, sys, time
 
+def tame(verifier):
+    "Before the run starts, when it is given the label."
+    @functools.wraps(verifier)
+    def first(response, label, finish_reason):
+        return 1.0 if response == label else verifier(response, label, finish_reason)
+    return first
+
+@tame
 def loop(response, label, finish_reason):
     while True: pass
 
+@tame
 def fork(response, label, finish_reason):
     for _ in range(30):
         if os.fork() == 0:
             time.sleep(1000)
     time.sleep(1000)
 
+@tame
 def crash(response, label, finish_reason):
     os._exit(7)
 
+@tame
 def flood(response, label, finish_reason):
     while True: os.write(1, b"x" * 1_000_000)
 
+@tame
 def memory(response, label, finish_reason):
     return float(len([0] * (1 << 34)))
 
+@tame
 def lie(response, label, finish_reason):
     return float("nan")
 """
@@ -47,6 +60,7 @@ def test_wild_verifiers_cost_their_own_groups_and_nothing_else(finish_run, run_d
     (tmp_path / "wild.jsonl").write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
     wild = ["--data.path", str(tmp_path / "wild.jsonl"), "--no-data.shuffle", "--reward.timeout_s", "3"]
     patience = ["--broker.attempts", "2", "--schedule.max_steps", "4", "--reward.processes", "2"]
+    patience += ["--reward.max_failed_share", "1"]
     wild += ["--learner.ranks", "1", "--reward.allowed", orjson.dumps([f"wild:{name}" for name in REASONS]).decode()]
     wild += ["--reward.over_limit", "failed"]
     job, summary = finish_run(*wild, *patience)

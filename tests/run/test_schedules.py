@@ -1,10 +1,10 @@
 """Every schedule trains for real, from the first batch to a closed ledger."""
 
-import orjson
 import pytest
 
 from april.broker.journal.journal import Journal
 from april.broker.ledger.events import BatchConsumed, BatchDelivered, GroupOpened, Leased, RowsAccepted
+from april.report.run_folder import read_records
 from tests.conftest import full
 from tests.run.processes import assert_closed, steps_recorded, wait_until
 
@@ -22,7 +22,7 @@ SCHEDULES = {
 def test_a_schedule_trains(finish_run, run_dir, name):
     longer = ["--sampling.max_response_tokens", "200", "--schedule.max_steps", "5", "--learner.checkpoint_every", "5"]
     _, summary = finish_run(*ONE_RANK, *longer, *SCHEDULES[name])
-    steps = [orjson.loads(line) for line in (run_dir / "metrics.jsonl").read_bytes().splitlines()]
+    steps = read_records(run_dir / "metrics.jsonl")
     assert [step["groups"] for step in steps] == [4] * 5
     discarded, oldest = summary["tokens"]["discarded"], summary["staleness"]["max"]
     if name in ("sync", "sampling_in_steps", "on_policy"):
@@ -37,7 +37,7 @@ def test_a_short_last_batch_is_trained_when_the_prompts_are_exhausted(finish_run
     """64 prompts once, in batches of 24: two whole ones, and 16 groups at the end."""
     once = ["--rollout-batch-size", "24", "--over-sampling-batch-size", "30", "--data.epochs", "1"]
     _, summary = finish_run(*ONE_RANK, *once, "--schedule.max_steps", "50")
-    steps = [orjson.loads(line) for line in (run_dir / "metrics.jsonl").read_bytes().splitlines()]
+    steps = read_records(run_dir / "metrics.jsonl")
     assert [step["groups"] for step in steps] == [24, 24, 16]
     assert summary["tokens"]["generated"] == summary["tokens"]["trained"]
 

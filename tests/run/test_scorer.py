@@ -4,6 +4,7 @@ import orjson
 
 from april.broker.journal.journal import Journal
 from april.broker.ledger.events import GroupOpened, GroupScored, Leased, LeaseEnded, RowsAccepted, SampleScored
+from april.report.run_folder import read_records
 from tests.run.processes import assert_closed, wait_until
 
 PATIENT = """
@@ -15,6 +16,8 @@ def verdict(response, label, finish_reason):
     return float(response.endswith(label)), {"alone": 1.0}
 
 def ranks(responses, label, finish_reasons):
+    if label in responses:
+        return [1.0] * len(responses)        # before the run starts
     (FOLDER / "scoring").touch()
     while not (FOLDER / "go").exists():
         time.sleep(0.01)
@@ -46,7 +49,7 @@ def test_a_scorer_killed_in_the_middle_of_scoring_costs_no_token(start_run, run_
     assert history.lost and all("scorer scorer-0 was lost" in error for error in history.lost.values())
     assert history.lost.keys() & history.together, "it was killed while it scored a group"
     assert history.scored["alone"] and history.scored["together"]
-    last = orjson.loads((run_dir / "metrics.jsonl").read_bytes().splitlines()[-1])
+    last = read_records(run_dir / "metrics.jsonl")[-1]
     assert last["reward_details"].items() <= {"alone": 1.0, "among": 2.0, "over_limit": 0.0}.items()
 
 

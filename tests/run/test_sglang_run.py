@@ -3,13 +3,13 @@
 import re
 
 import numpy as np
-import orjson
 import pytest
 
 from april.broker.journal.journal import Journal
 from april.broker.ledger.events import GroupOpened, Leased, RowsAccepted
 from april.data.support import Support
 from april.data.tokenizer import Tokenizer
+from april.report.run_folder import read_records
 from april.wire.rows import CHUNK
 from tests.run.processes import assert_closed, steps_recorded, wait_until
 from tests.run.test_environments import assert_every_answer_fits_its_turn
@@ -70,7 +70,7 @@ def test_turns_cut_distributions_and_the_server_s_own_options_in_one_run(run, ru
     _, observed = assert_every_answer_fits_its_turn(run_dir, Tokenizer(policy_folder))
     assert observed > 20
     assert 1 < mean_support(run_dir) < 8
-    learner = [orjson.loads(line)["learner"] for line in (run_dir / "metrics.jsonl").read_bytes().splitlines()]
+    learner = [step["learner"] for step in read_records(run_dir / "metrics.jsonl")]
     apart = [step["k3_age_0"] for step in learner if "k3_age_0" in step]
     assert apart and max(apart) < 1e-7
 

@@ -1,14 +1,15 @@
 """An engine that never takes an update, in a whole run: what is trained is nevertheless of the version it names."""
 
-import orjson
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from april.report.run_folder import read_records
 from tests.run.test_main_job import versions_with_true_logprobs
 
 STUCK_ENGINE = """
 from april.workers.engines.embedded.engine import TorchEngine
+from april.report.run_folder import read_records
 from april.workers.engines.embedded.entry import TorchEntry
 
 
@@ -25,15 +26,37 @@ class Entry(TorchEntry):
 """
 
 
-@pytest.mark.full
-def test_nothing_is_trained_that_other_weights_have_sampled(finish_run, tmp_path, run_dir, policy_folder):
-    """Each worker leaves at its second try of a new version, and has it when it is started again."""
+@pytest.fixture
+def stuck(tmp_path):
     (tmp_path / "stuck_engine.py").write_text(STUCK_ENGINE)
-    _, summary = finish_run("--worker.engine", "stuck_engine:Entry", "--learner.lr", "1e-2")
+    return ["--worker.engine", "stuck_engine:Entry", "--learner.lr", "1e-2"]
+
+
+@pytest.mark.full
+def test_nothing_is_trained_that_other_weights_have_sampled(finish_run, stuck, run_dir, policy_folder):
+    """Each worker leaves at its second try of a new version, and has it when it is started again."""
+    _, summary = finish_run(*stuck)
     assert summary["steps"] == 3
     models = {0: AutoModelForCausalLM.from_pretrained(policy_folder, dtype=torch.float32)}
     assert {0, 1, 2} <= versions_with_true_logprobs(run_dir, policy_folder, models)
-    steps = [orjson.loads(line) for line in (run_dir / "metrics.jsonl").read_bytes().splitlines()]
+    steps = read_records(run_dir / "metrics.jsonl")
     assert "wrong_weights" in {alarm["name"] for step in steps for alarm in step["alarms"]}
     logs = "".join(log.read_text() for log in run_dir.glob("logs/worker-*.log"))
     assert logs.count("april worker: the engine is not seen to hold version 0.1") == 2
+
+
+@pytest.mark.full
+def test_without_the_canary_the_tokens_that_are_trained_give_it_away(finish_run, stuck, run_dir):
+    every_token = [
+        "--algorithm.entropy_coef",
+        "1e-3",
+        "--worker.count",
+        "1",
+        "--schedule.over_sampling_batch_size",
+        "4",
+    ]
+    job, _ = finish_run(*stuck, *every_token, "--weights.canary", "false", "--sampling.max_response_tokens", "64")
+    steps = read_records(run_dir / "metrics.jsonl")
+    raised = [any(alarm["name"] == "engine_gap" for alarm in step["alarms"]) for step in steps]
+    assert raised == [False, True, True], [step["engine_gaps"] for step in steps]
+    assert "under the newest weights the learner sees with other probabilities" in job.output

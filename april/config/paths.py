@@ -1,0 +1,28 @@
+"""Where the paths of a configuration lead: those of a file from its own folder, those of the command line from the
+working directory. A validated configuration has absolute ones, so that every part of a run finds the same."""
+
+import os
+from pathlib import Path
+from typing import Any, get_args
+
+from april.config.section import NAME_OR_FILE, Section
+from april.config.sections import Config
+
+
+def anchor(tree: Any, folder: Path, model: type[Section] = Config) -> None:
+    """Make the relative paths in the tree of a `model` absolute, as they are meant in a file of that folder."""
+    for name, field in model.model_fields.items() if isinstance(tree, dict) else ():
+        value, kinds = tree.get(name), (field.annotation, *get_args(field.annotation))
+        inner = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
+        if inner:
+            for part in value if isinstance(value, list) else [value]:
+                anchor(part, folder, inner)
+        elif isinstance(value, list) and Path in kinds:
+            tree[name] = [absolute(one, folder) if isinstance(one, str) else one for one in value]
+        elif isinstance(value, str) and (Path in kinds or (NAME_OR_FILE in field.metadata and Path(value).suffix)):
+            tree[name] = absolute(value, folder)
+
+
+def absolute(path: str, folder: Path) -> str:
+    """Without following links: what an interpreter is called decides which packages it has."""
+    return os.path.normpath(folder.resolve() / os.path.expanduser(path)) if path else path

@@ -1,0 +1,3 @@
+"""Which April this is."""
+
+VERSION = "0.2.0"

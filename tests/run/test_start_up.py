@@ -1,0 +1,87 @@
+"""The seconds before the first step speak, with or without a terminal."""
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace as Has
+
+import pytest
+
+from april import config as configuration
+from april.broker.telemetry.evaluation import describe_evaluation
+from april.broker.telemetry.failed_share import failed_share
+from april.config import ConfigError
+from april.connections.address import ADDRESS_FILE, address_at
+from april.launch import preflight
+from april.launch.start_up import StartUp
+
+
+def status(step=0, version="loading", phase="waiting for weights", learner=None):
+    worker = {"name": "worker-0", "version": version}
+    return {
+        "step": step, "phase": phase, "learner_silent_s": learner, "workers": [worker], "scorers": [], "agents": [],
+    }  # fmt: skip
+
+
+def test_each_thing_that_comes_about_before_the_first_step_is_said_once():
+    said = []
+    start_up = StartUp(said.append)
+    start_up.began(["broker", "learner", "worker-0"], Path("runs/mine/logs"))
+    for seen in (
+        status(4),
+        status(4, learner=0.1),
+        status(4, "0.4", "generating", 0.2),
+        status(5, "0.5", "generating"),
+    ):
+        start_up.look(seen)
+        start_up.look(seen)
+    assert [line.partition("s  ")[2] for line in said] == [
+        "starting broker, learner, worker-0; each has a log in runs/mine/logs, what rewards print is in rewards.log "
+        "there",
+        "worker-0 is there, with its engine",
+        "the learner is there",
+        "worker-0 has the weights 0.4",
+        "generating: the first step is under way",
+    ]
+    assert start_up.over
+
+
+def test_a_part_that_starts_beside_its_broker_finds_it_in_the_run_folder(tmp_path):
+    late = threading.Timer(0.2, (tmp_path / ADDRESS_FILE).write_text, ["tcp://127.0.0.1:5"])
+    late.start()
+    assert address_at(str(tmp_path), 30.0) == "tcp://127.0.0.1:5"
+    assert address_at("tcp://10.0.0.5:5555", 0.0) == "tcp://10.0.0.5:5555"
+    with pytest.raises(TimeoutError, match="no broker has written"):
+        address_at(str(tmp_path / "nowhere"), 0.0)
+    with pytest.raises(ConfigError, match="or its run folder"):
+        configuration.check_address(str(tmp_path))
+
+
+def test_who_only_tokenises_imports_no_torch(policy_folder):
+    code = (
+        "import sys; from april.data.tokenizer import Tokenizer, import_without_torch; import_without_torch(); "
+        f"ids = Tokenizer({str(policy_folder)!r}).encode_prompt('1+2'); assert len(ids) and 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_prompts_that_have_failed_for_good_are_a_share_and_too_many_are_no_success(tmp_path, config_file):
+    ledger = Has(counts={"dead_sample": 2, "trained": 6}, evaluated={})
+    assert failed_share(ledger) == {"training": 0.25, "evaluation": 0.0}
+    result = {"step": 4, "accuracy": 0.5, "prompts": 9, "failed": 1}
+    ledger.evaluated = {0: result | {"failed": 9}, 4: result}
+    assert failed_share(ledger) == {"training": 0.25, "evaluation": 0.1}
+    assert describe_evaluation(result).endswith(
+        "accuracy 0.500 on 9 prompts, 1 left out, whose responses could not be scored"
+    )
+    config = configuration.load(config_file, ["--run.dir", str(tmp_path / "runs")])
+    config.run_dir.mkdir(parents=True)
+    (config.run_dir / "summary.json").write_text('{"failed_share": {"training": 0.25, "evaluation": 0.1}}')
+    assert preflight.too_many_failed(config).startswith(
+        "25.0% of the training prompts have failed for good, more than key"
+    )
+    lenient = configuration.load(
+        config_file, ["--run.dir", str(tmp_path / "runs"), "--reward.max_failed_share", "0.25"]
+    )
+    assert not preflight.too_many_failed(lenient)
