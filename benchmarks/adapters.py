@@ -6,7 +6,7 @@ speed is trained tokens a second from the end of the first step to the end of th
 
 import sys
 import tempfile
-import time
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -16,15 +16,14 @@ import orjson
 from common import Row, parser, report
 from end_to_end import CORES, ROOT, configuration_file, execute, run_april, run_trl
 
-from april import config as configuration
-from april.config import Config
 from april.data.make_data import make_data
-from april.learner.batch import Batch, TrainSample
 from april.policy.make_policy import make_policy
-from april.wire.version import Version
+from april.report.run_folder import read_records
 
-STEPS, SEEDS, REPEATS = 8, 3, 5
+STEPS, SEEDS = 8, 3
 RANKS = ["--learner.ranks", "1"]
+ADAPTERS = "trl", "slime", "openrlhf"
+"""whose own time is measured, over a step of TRL's with April"""
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ def read_lines(path: Path) -> list[dict]:
 
 
 def steps_of_run(run_dir: Path) -> Steps:
-    lines = read_lines(run_dir / "metrics.jsonl")
+    lines = read_records(run_dir / "metrics.jsonl")
     return Steps(*([line[key] for line in lines] for key in ("time", "reward", "tokens")))
 
 
@@ -68,41 +67,63 @@ def run_example(name: str, output: list[str], folder: Path, overrides: list[str]
     return steps_of_run(folder / name)
 
 
-def adapter_seconds(config: Config, tokens: int) -> float:
-    """Median time that what stands between April and TRL takes in a step whose samples have `tokens` together: the
-    batch as tensors and as TRL's lists, the canary, and copies of the weights."""
-    from transformers import AutoModelForCausalLM
+def adapter_seconds(adapter: str, configuration: Path, tokens: int, threads: int) -> float:
+    """Median time of an adapter's calls in a step whose samples have `tokens` together."""
+    script = Path(__file__).with_name("adapter_times.py")
+    log = configuration.with_name(f"{adapter}-times.log")
+    execute([sys.executable, str(script), adapter, str(configuration), str(tokens)], log, threads)
+    return median(orjson.loads(log.read_bytes().splitlines()[-1]))
 
-    from april.adapters.trl import described
-    from april.rollouts.batch import to_tensors
-    from april.rollouts.weights import canary_of, collect
 
-    size = config.schedule.n_samples_per_prompt
-    length = tokens // (config.schedule.rollout_batch_size * size)
-    sample = TrainSample(
-        np.ones(20 + length, np.int32), 20, np.zeros(length, np.float32), 1.0, ((0, length, Version(0, 0)),)
+@dataclass(frozen=True)
+class Gain:
+    """What April's rollouts make of a trainer: its own speed, how much of its time it generates, and how fast."""
+
+    ratio: float
+    """speed of the trainer with April's rollouts over that on its own"""
+    generation_share: float
+    """g: of the trainer's own time"""
+    engine_gain: float
+    """s: April's tokens a second while it generates, over the trainer's own"""
+
+    @property
+    def possible(self) -> float:
+        """The ratio if nothing but the speed of generation changed (Amdahl 1967)."""
+        return 1 / (1 - self.generation_share + self.generation_share / self.engine_gain)
+
+    @property
+    def share(self) -> float:
+        return self.ratio / self.possible
+
+    def __str__(self) -> str:
+        return (
+            f"ratio {self.ratio:.2f}, generation {self.generation_share:.2f} of TRL's time, April generates "
+            f"{self.engine_gain:.1f} times as fast: {self.possible:.2f} is possible, {self.share:.2f} of it arrives"
+        )
+
+
+def gain_of(run_dir: Path, log: Path) -> Gain:
+    """Of TRL with April, and of TRL on its own; both without their first step."""
+    ours, theirs = steps_of_run(run_dir), steps_of_trl(log)
+    rollouts, lines = read_records(run_dir / "metrics.jsonl")[1:], read_lines(log)
+    generated_s = lines[-1]["generation_s"] - lines[0]["generation_s"]
+    own_speed = sum(theirs.tokens[1:]) / generated_s
+    speed = sum(line["rollout_tokens"] for line in rollouts) / sum(line["rollout_s"] for line in rollouts)
+    return Gain(
+        ours.tokens_per_s / theirs.tokens_per_s,
+        generated_s / (theirs.times[-1] - theirs.times[0]),
+        speed / own_speed,
     )
-    batch = Batch(0, [[sample] * size] * config.schedule.rollout_batch_size)
-    model = AutoModelForCausalLM.from_pretrained(config.model.path)
-    seconds = []
-    for _ in range(REPEATS):
-        began = time.perf_counter()
-        described([sample for group in to_tensors(batch, config.algorithm.advantage).groups for sample in group])
-        canary_of(model, config)
-        collect(model)
-        seconds.append(time.perf_counter() - began)
-    return median(seconds)
 
 
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--steps", type=int, default=STEPS, help=f"of each run [default {STEPS}]")
     arguments.add_argument("--seeds", type=int, default=SEEDS, help=f"of each [default {SEEDS}]")
+    arguments.add_argument("--threads", type=int, default=CORES, help=f"of TRL's training [default {CORES}]")
     options = arguments.parse_args()
-    steps, seeds = (2, 1) if options.quick else (options.steps, options.seeds)
-    measured: dict[str, list[float]] = {
-        name: [] for name in ("single_file_vs_april_learner", "adapter_overhead", "trl_with_april_vs_trl")
-    }
+    steps, seeds = (3, 1) if options.quick else (options.steps, options.seeds)
+    measured: dict[str, list[float]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as name:
         policy = make_policy(ROOT / "cache/policy")
         prompts, _ = make_data(Path(name, "data"))
@@ -116,18 +137,24 @@ def main() -> None:
             found = {"april": steps_of_run(folder / f"april{seed}")}
             found["grpo"] = run_example("grpo", ["--checkpoint", str(folder / "grpo.pt")], folder, of_seed, threads=1)
             found["trl_grpo"] = run_example(
-                "trl_grpo", ["--output", str(folder / "trl")], folder, of_seed, threads=CORES
+                "trl_grpo", ["--output", str(folder / "trl")], folder, of_seed, threads=options.threads
             )
-            run_trl(folder, policy, prompts, seed, same, "continuous")
+            run_trl(folder, policy, prompts, seed, same, "continuous", options.threads)
             found["trl"] = steps_of_trl(folder / f"trl{seed}.jsonl")
             for what, of in found.items():
                 rewards = f"reward {of.rewards[0]:.3f} to {of.rewards[-1]:.3f}"
                 print(f"seed {seed}: {what}: {of.tokens_per_s:,.0f} tokens/s, {of.step_s:.2f} s a step, {rewards}")
-            config = configuration.load(configuration_file(folder), of_seed)
-            ours = adapter_seconds(config, int(median(found["trl_grpo"].tokens)))
             measured["single_file_vs_april_learner"].append(found["grpo"].tokens_per_s / found["april"].tokens_per_s)
-            measured["adapter_overhead"].append(ours / found["trl_grpo"].step_s)
-            measured["trl_with_april_vs_trl"].append(found["trl_grpo"].tokens_per_s / found["trl"].tokens_per_s)
+            gain = gain_of(folder / "trl_grpo", folder / f"trl{seed}.jsonl")
+            print(f"seed {seed}: TRL with April: {gain}", flush=True)
+            measured["trl_with_april_vs_trl"].append(gain.ratio)
+            measured["trl_generation_share"].append(gain.generation_share)
+            measured["trl_engine_gain"].append(gain.engine_gain)
+            measured["trl_with_april_share"].append(gain.share)
+            for adapter in ADAPTERS:
+                tokens, path = int(median(found["trl_grpo"].tokens)), folder / "trl_grpo/config.toml"
+                ours = adapter_seconds(adapter, path, tokens, options.threads)
+                measured[f"adapter_overhead_{adapter}"].append(ours / found["trl_grpo"].step_s)
     report([Row(key, values, "x") for key, values in measured.items()], options.json)
 
 

@@ -1,7 +1,7 @@
 """What the gateway of agents adds to a turn, and how many turns a second it carries: HTTP, broker, journal and all.
 
 A broker and an agents process as they are; in place of engines a worker that answers at once. A harness of many
-sessions asks over HTTP. `--quick`: a few sessions for a few seconds.
+sessions asks over HTTP. Then whole runs: `agent_runs.py`. `--quick`: a few sessions for a few seconds.
 """
 
 import asyncio
@@ -18,10 +18,11 @@ from pathlib import Path
 import aiohttp
 import msgspec
 import numpy as np
+from agent_runs import against_environment, idle_slots
 from common import Row, parser, report
 
 from april import wire
-from april.connections.broker import HEARTBEAT_S, BrokerConnection
+from april.connections.broker import BrokerConnection
 from april.data.arithmetic import ALPHABET
 from april.data.make_data import make_data
 from april.policy.make_policy import Recipe, make_policy
@@ -72,6 +73,8 @@ def main() -> None:
         make_data(folder / "data", train_prompts=512, heldout_prompts=8)
         stretch_context(policy)
         rows = measure(folder, policy, sessions, seconds, 40 if given.quick else ALONE_TURNS)
+        rows += idle_slots(folder, policy, folder / "data/train.jsonl", given.quick)
+        rows += against_environment(folder, given.quick)
     report(rows, given.json)
 
 
@@ -147,7 +150,7 @@ def answer_at_once(address: str) -> None:
     connection.hello([])
     connection.send(wire.Holding(Version(0, 0), 100_000))
     ids = np.arange(4, 4 + TURN_TOKENS, dtype="<i4").tobytes()
-    payload, leases, beat_at = ids + bytes(4 * TURN_TOKENS), set(), 0.0
+    payload, leases = ids + bytes(4 * TURN_TOKENS), set()
     while True:
         rows = []
         for received in connection.receive(20):
@@ -165,9 +168,7 @@ def answer_at_once(address: str) -> None:
         if rows:
             payloads = payload.ljust(padded(len(payload)), b"\0") * len(rows)
             connection.send(wire.Report(), [np.frombuffer(pack_rows(rows), "u1"), np.frombuffer(payloads, "u1")])
-        if clock.now() > beat_at:
-            beat_at = clock.now() + HEARTBEAT_S
-            connection.beat(sorted(leases))
+        connection.hold(leases)
 
 
 # --- the harness ----------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from broker_peers import april_side, ceilings, ray_side, redis_side, redis_stream, restart, soak, stream
+from broker_peers import april_side, ceilings, ray_side, redis_side, redis_stream, restart, soak, stall, stream
 from broker_peers.load import BenchmarkError, Load, Measured
 from broker_peers.stream import Stream, Streamed
 from common import Row, parser, report
@@ -191,6 +191,15 @@ def after_restart(turns: Turns) -> list[Row]:
     return [Row("restart_10gb_s", seconds, "s")]
 
 
+def at_the_end_of_a_file(turns: Turns) -> list[Row]:
+    samples, chunks = (10_000, 60) if turns.quick else (100_000, 34)
+    held_ms = []
+    for _ in turns.count(OTHER_TURNS):
+        with turns.folder_of_its_own() as folder:
+            held_ms.append(stall.measure(folder, samples, chunks))
+    return [Row("snapshot_stall_ms", held_ms, "ms")]
+
+
 def in_the_long_run(turns: Turns) -> list[Row]:
     crowd = soak.QUICK if turns.quick else soak.FULL
     with turns.folder_of_its_own() as folder:
@@ -213,6 +222,7 @@ FIGURES: dict[tuple[str, ...], Callable[[Turns], list[Row]]] = {
     ("curve_ratio_16x8",): under_curve,
     ("ceiling_share_64k",): below_ceilings,
     ("restart_10gb_s",): after_restart,
+    ("snapshot_stall_ms",): at_the_end_of_a_file,
     ("redis_ratio_stream", "cpu_us_per_chunk_16x256", "gpus_per_broker_16x256", "submit_p99_ms_stream"): in_a_stream,
 }
 """what is measured together, by the names of the rows that goals are stated under"""

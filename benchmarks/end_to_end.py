@@ -21,6 +21,7 @@ from april import config as configuration
 from april.data.make_data import make_data
 from april.policy.make_policy import make_policy
 from april.policy.warm_start import Recipe
+from april.report.run_folder import read_records
 
 ROOT = Path(__file__).parent.parent
 STEPS, SEEDS = 12, 5
@@ -65,7 +66,7 @@ def run_april(folder: Path, policy: Path, prompts: Path, seed: int, overrides: l
     command = [sys.executable, "-m", "april.cli", "run", str(configuration_file(folder)), *chosen, *paths, *overrides]
     started = time.time()
     execute(command, folder / f"april{seed}.log", threads=1)
-    steps = [orjson.loads(line) for line in (folder / f"april{seed}/metrics.jsonl").read_bytes().splitlines()]
+    steps = read_records(folder / f"april{seed}/metrics.jsonl")
     return Course(
         [step["time"] - started for step in steps],
         [step["reward"] for step in steps],
@@ -73,7 +74,9 @@ def run_april(folder: Path, policy: Path, prompts: Path, seed: int, overrides: l
     )
 
 
-def run_trl(folder: Path, policy: Path, prompts: Path, seed: int, overrides: list[str], backend: str) -> Course:
+def run_trl(
+    folder: Path, policy: Path, prompts: Path, seed: int, overrides: list[str], backend: str, threads: int = CORES
+) -> Course:
     config = configuration.load(
         configuration_file(folder), ["--model.path", str(policy), "--data.path", str(prompts), *overrides]
     )
@@ -81,7 +84,7 @@ def run_trl(folder: Path, policy: Path, prompts: Path, seed: int, overrides: lis
         "policy": str(policy),
         "prompts": str(prompts),
         "seed": seed,
-        "threads": CORES,
+        "threads": threads,
         "groups": config.schedule.rollout_batch_size,
         "group_size": config.schedule.n_samples_per_prompt,
         "max_response_tokens": config.sampling.max_response_tokens,
@@ -95,7 +98,7 @@ def run_trl(folder: Path, policy: Path, prompts: Path, seed: int, overrides: lis
     path.write_bytes(orjson.dumps(settings))
     script = Path(__file__).with_name("trl_run.py")
     started = time.time()
-    execute([sys.executable, str(script), str(path), str(log)], folder / f"trl{seed}.log", threads=CORES)
+    execute([sys.executable, str(script), str(path), str(log)], folder / f"trl{seed}.log", threads=threads)
     steps = [orjson.loads(line) for line in log.read_bytes().splitlines()]
     return Course(
         [step["time"] - started for step in steps], [step["reward"] for step in steps], int(steps[-1]["tokens"])

@@ -19,12 +19,13 @@ from threading import Event, Thread
 import torch
 from common import Row, parser, report
 from end_to_end import ROOT, SEEDS
-from learning import STEPS, Outcome, end_reward, half_width, train
+from learning import AS_IT_IS, STEPS, Outcome, end_reward, half_width, train
 from staleness import HELD_OUT
 
 from april.data.make_data import make_data
 from april.policy.make_policy import make_policy
 from april.policy.warm_start import Recipe
+from april.report.run_folder import read_records
 
 KILLS = ((4, "april.learner "), (8, "april.cli worker"), (12, "april.cli broker"), (16, "april.learner "))
 """(batches that were trained, what is in the command line of a process that is killed then)"""
@@ -49,8 +50,7 @@ class Killer(Thread):
             self.killed += 1
 
     def trained(self) -> int:
-        path = self.run_dir / "metrics.jsonl"
-        return path.read_bytes().count(b"\n") if path.exists() else 0
+        return len(read_records(self.run_dir / "metrics.jsonl"))
 
     def processes(self, part: str) -> list[int]:
         """Those of the run with that in their command line, by age."""
@@ -118,9 +118,9 @@ def main() -> None:
             for name in ("alone", "killed") if seed % 2 else ("killed", "alone"):
                 of_run = folder / name
                 of_run.mkdir(exist_ok=True)
-                killer = Killer(of_run / f"april{seed}", kills if name == "killed" else ())
+                killer = Killer(of_run / f"april-{seed}", kills if name == "killed" else ())
                 killer.start()
-                runs[name] = train(of_run, policy, prompts, "april", seed, keys, held_out)
+                runs[name] = train(of_run, policy, prompts, AS_IT_IS, "april", seed, keys, held_out)
                 killer.over.set()
                 killer.join()
                 if name == "killed":

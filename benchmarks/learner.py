@@ -1,4 +1,5 @@
-"""The learner's training step against a bare loop, padded batches and TRL; its head's memory; its ranks' balance.
+"""The learner's training step against a bare loop, padded batches and TRL; its head's memory; its ranks' balance; LoRA;
+the memory of loading.
 
 All on one thread. Response lengths are lognormal, σ = 1, median 128, sequences cut at 2,048 tokens, half the token
 budget of a forward pass. The model is a random Qwen3 of 3 million parameters.
@@ -13,9 +14,12 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import head_memory
+import load_memory
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -29,7 +33,10 @@ from april.learner import flops
 from april.learner.batch import Batch, TrainSample
 from april.learner.model import Policy, load, score_tokens
 from april.learner.packing import input_tokens, pack, plan
+from april.learner.samples import SampleKeeper
 from april.learner.trainer import Trainer
+from april.policy.model import build_tokenizer
+from april.wire.training import Stay
 from april.wire.version import Version
 
 BUDGET_TOKENS = 4096
@@ -39,18 +46,43 @@ RANKS = 4
 LR = 1e-6
 CPU = torch.device("cpu")
 STEP_MEASURES = ("step_vs_bare", "step_vs_padded", "step_vs_trl")
-MEASURES = (*STEP_MEASURES, "rank_imbalance", "logits_memory_ratio")
+STAYS = tuple(Stay("generate", "worker-0", 1.0, 2.0, 0, 99, "abort") for _ in range(3))
+LORA_MEASURES = ("lora_step_vs_full", "lora_memory_vs_full")
+MEMORY_MEASURES = ("logits_memory_ratio", "load_peak_bytes_per_rank")
+MEASURES = (*STEP_MEASURES, *LORA_MEASURES, "samples_cost", "rank_imbalance", *MEMORY_MEASURES)
+LORA_RANK = 16
+SMALL = {
+    "vocab_size": 4096, "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 6,
+    "head_dim": 32,
+}  # fmt: skip
+FIFTY_MILLION = {
+    "vocab_size": 16384, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 13,
+    "num_attention_heads": 8, "head_dim": 64,
+}  # fmt: skip
+"""48 million parameters"""
 
 
-def make_model(folder: Path) -> Qwen3Config:
+def make_model(folder: Path, shape: dict[str, int]) -> Qwen3Config:
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=4096, hidden_size=192, intermediate_size=512, num_hidden_layers=4, num_attention_heads=6,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=4096, tie_word_embeddings=True,
-        bos_token_id=None, eos_token_id=None,
+        **shape, num_key_value_heads=2, max_position_embeddings=4096, tie_word_embeddings=True, bos_token_id=None,
+        eos_token_id=None,
     )  # fmt: skip
     Qwen3ForCausalLM(config).save_pretrained(folder)
     return config
+
+
+def trainer_of(folder: Path, **lora: int) -> Trainer:
+    config = Config.model_validate(
+        {
+            "model": {"path": folder},
+            "data": {"path": "none.jsonl"},
+            "run": {"dir": folder.parent},
+            "learner": {"lr": LR, "device": "cpu", "microbatch_tokens": BUDGET_TOKENS},
+            "lora": lora,
+        }
+    )
+    return Trainer(config, CPU)
 
 
 def longtail_batch(vocabulary: int, groups: int, seed: int) -> Batch:
@@ -140,18 +172,20 @@ def fill(samples: list[TrainSample]) -> list[list[TrainSample]]:
     return passes
 
 
-def seconds(work: Callable[[], None]) -> float:
-    began = time.perf_counter()
+def seconds(work: Callable[[], None], clock: Callable[[], float] = time.perf_counter) -> float:
+    began = clock()
     work()
-    return time.perf_counter() - began
+    return clock() - began
 
 
-def compare(name: str, ours: Callable, theirs: Callable, rounds: int) -> Row:
+def compare(
+    name: str, ours: Callable, theirs: Callable, rounds: int, clock: Callable[[], float] = time.perf_counter
+) -> Row:
     """Speed of ours over theirs on the same work, taking turns at going first; the first round is for warming up."""
     ratios = []
     for turn in range(rounds + 1):
         order = (ours, theirs) if turn % 2 else (theirs, ours)
-        taken = {side: seconds(side) for side in order}
+        taken = {side: seconds(side, clock) for side in order}
         ratios.append(taken[theirs] / taken[ours])
     return Row(name, ratios[1:], "ratio")
 
@@ -182,15 +216,7 @@ def slowest(chosen_by: np.ndarray, taken_from: np.ndarray) -> np.ndarray:
 def step_rows(folder: Path, vocabulary: int, wanted: set[str], quick: bool) -> list[Row]:
     """Of `Trainer.step` over other ways to do the same."""
     rounds, groups = (1, 1) if quick else (5, 6)
-    config = Config.model_validate(
-        {
-            "model": {"path": folder},
-            "data": {"path": "none.jsonl"},
-            "run": {"dir": folder.parent},
-            "learner": {"lr": LR, "device": "cpu", "microbatch_tokens": BUDGET_TOKENS},
-        }
-    )
-    batch, trainer, rows = longtail_batch(vocabulary, groups, seed=1), Trainer(config, CPU), []
+    batch, trainer, rows = longtail_batch(vocabulary, groups, seed=1), trainer_of(folder), []
 
     def ours(batch: Batch = batch) -> None:
         assert not trainer.step(batch)["update_skipped"]
@@ -211,11 +237,57 @@ def step_rows(folder: Path, vocabulary: int, wanted: set[str], quick: bool) -> l
     return rows
 
 
+def lora_rows(folder: Path, quick: bool) -> list[Row]:
+    """Of a trainer of an adapter in all linear layers and one of all parameters: speed of a step, by processor time of
+    their one thread, and size of the state."""
+    vocabulary = make_model(folder, SMALL if quick else FIFTY_MILLION).vocab_size
+    batch, trainers = longtail_batch(vocabulary, 1, seed=6), [trainer_of(folder, rank=LORA_RANK), trainer_of(folder)]
+
+    def step(trainer: Trainer) -> None:
+        assert not trainer.step(batch)["update_skipped"]
+
+    ours, theirs = (partial(step, trainer) for trainer in trainers)
+    speed = compare("lora_step_vs_full", ours, theirs, 1 if quick else 5, clock=time.process_time)
+    adapter, whole = map(state_bytes, trainers)
+    return [speed, Row("lora_memory_vs_full", [adapter / whole], "ratio")]
+
+
+def state_bytes(trainer: Trainer) -> int:
+    """Of this rank's parameters, gradients and moments, after a step."""
+    parameters = list(trainer.policy.parameters())
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    moments = [value for state in trainer.optimizer.state.values() for value in state.values()]
+    return sum(tensor.nbytes for tensor in (*parameters, *gradients, *moments))
+
+
+def keeping_row(folder: Path, vocabulary: int, quick: bool) -> Row:
+    """Processor time of writing a step's samples, by default 8 groups and their lives, over that of the step."""
+    build_tokenizer().save_pretrained(folder)
+    trainer, shares = trainer_of(folder), []
+    keeper = SampleKeeper(trainer.config)
+    batch = longtail_batch(vocabulary, 4 if quick else 16, seed=5)
+    batch = Batch(
+        0, [[replace(sample, stays=STAYS, details={"correct": 1.0}) for sample in one] for one in batch.groups]
+    )
+    for _ in range(2 if quick else 4):
+        ready, began = trainer.prepare(batch), time.process_time()
+        trainer.step(batch, ready)
+        stepped = time.process_time()
+        keeper._write(batch, ready.prepared, trainer.seen, False)
+        shares.append((time.process_time() - stepped) / (stepped - began))
+    return Row("samples_cost", shares[1:], "of a step")
+
+
 def balance_rows(folder: Path, vocabulary: int, quick: bool) -> list[Row]:
     policy, seeds, groups = load(folder, temperature=1.0), *(([3], 4) if quick else ([3, 4, 5], 32))
     batches = [longtail_batch(vocabulary, groups, seed) for seed in seeds]
     imbalances = [rank_imbalance(policy, batch, rounds=2 if quick else 8) for batch in batches]
     return [Row("rank_imbalance", imbalances, "ratio")]
+
+
+def loading_row(folder: Path, quick: bool) -> Row:
+    make_model(folder, SMALL if quick else FIFTY_MILLION)
+    return Row("load_peak_bytes_per_rank", load_memory.peaks_over_bound(folder), "of model / ranks + largest tensor")
 
 
 def memory_rows(quick: bool) -> list[Row]:
@@ -236,13 +308,19 @@ def main() -> None:
     wanted, rows = set(options.only or MEASURES), []
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made) / "model"
-        vocabulary = make_model(folder).vocab_size
+        vocabulary = make_model(folder, SMALL).vocab_size
         dist.init_process_group("cpu:gloo", store=dist.HashStore(), rank=0, world_size=1)
         if wanted.intersection(STEP_MEASURES):
             rows += step_rows(folder, vocabulary, wanted, options.quick)
+        if wanted.intersection(LORA_MEASURES):
+            rows += lora_rows(Path(made) / "for an adapter", options.quick)
+        if "samples_cost" in wanted:
+            rows.append(keeping_row(folder, vocabulary, options.quick))
         if "rank_imbalance" in wanted:
             rows += balance_rows(folder, vocabulary, options.quick)
         dist.destroy_process_group()
+        if "load_peak_bytes_per_rank" in wanted:
+            rows.append(loading_row(Path(made) / "to load", options.quick))
     if "logits_memory_ratio" in wanted:
         rows += memory_rows(options.quick)
     report(rows, options.json)

@@ -2,6 +2,7 @@
 
 The same number of samples in every run, and the same policy, prompts, learning rate and slots; schedules take turns,
 and a seed's runs are compared with each other. Seconds count from the first lease: starting processes is left out.
+With `--paced` engines and learner keep an accelerator's time (`paced.toml`), and there is more than one over-sampling.
 """
 
 import os
@@ -17,6 +18,8 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 import numpy as np
+import orjson
+import paced_prediction
 import torch
 from common import Row, parser, read_runs, report, write_run
 from end_to_end import REWARD, ROOT, SEEDS, WINDOW_STEPS, Course, configuration_file, execute, ratio_of_times
@@ -36,11 +39,89 @@ STEPS, END_STEPS = 24, 5
 GROUPS, OVER_SAMPLED = 32, 48
 IN_FLIGHT = 144
 """of `continuous`: what two workers take, 64 slots and 8 waiting samples each"""
-SCHEDULES = {
-    "sync": {"over_sampling_batch_size": GROUPS},
-    "april": {"over_sampling_batch_size": OVER_SAMPLED},
-    "continuous": {"in_flight": IN_FLIGHT},
-}
+SAMPLES = 8
+"""of a group"""
+LONGEST_TOKENS = 512
+"""of a response"""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to make the batches."""
+
+    kind: str
+    in_flight: int
+    """groups of a round, or samples for `continuous`"""
+    groups: int = GROUPS
+    """of a batch"""
+    overlap: bool = False
+
+    @property
+    def keys(self) -> dict:
+        wanted = "in_flight" if self.kind == "continuous" else "over_sampling_batch_size"
+        keys: dict = {
+            "schedule.kind": self.kind,
+            "schedule.rollout_batch_size": self.groups,
+            f"schedule.{wanted}": self.in_flight,
+        }
+        return keys | ({"schedule.overlap": True} if self.overlap else {})
+
+    @property
+    def slots(self) -> int:
+        """Of each of two workers, for all that is in flight."""
+        return (self.in_flight if self.kind == "continuous" else self.in_flight * SAMPLES) // 2
+
+    def steps(self, of_32_groups: int) -> int:
+        """As many samples as in so many batches of 32 groups."""
+        return of_32_groups * GROUPS // self.groups
+
+
+@dataclass(frozen=True)
+class Study:
+    """What is compared with the arm called `sync`, and the keys that all arms have."""
+
+    prefix: str
+    steps: int
+    arms: dict[str, Arm]
+    keys: dict
+
+
+AS_IT_IS = Study(
+    "",
+    STEPS,
+    {
+        "sync": Arm("sync", GROUPS),
+        "april": Arm("april", OVER_SAMPLED),
+        "continuous": Arm("continuous", IN_FLIGHT),
+    },
+    {},
+)
+PACE = Path(__file__).with_name("paced.toml")
+FACTOR = 6.0
+"""seconds that pass for one of the accelerator's: two cores keep up with twice a batch in flight"""
+TOKEN_S = 2.8e-5
+"""of the learner, on the accelerator: a tenth of a step of `sync`, as in configs/published.toml"""
+PACED = Study(
+    "paced_",
+    16,
+    {
+        "sync": Arm("sync", GROUPS),
+        "april": Arm("april", 2 * GROUPS),
+        "continuous": Arm("continuous", GROUPS * SAMPLES),
+        "april_overlap": Arm("april", 2 * GROUPS, overlap=True),
+        "april_1_5": Arm("april", 3 * GROUPS // 2),
+        "april_3": Arm("april", 3 * GROUPS),
+        "continuous_2": Arm("continuous", 2 * GROUPS * SAMPLES),
+        "sync_of_64": Arm("sync", 2 * GROUPS, groups=2 * GROUPS),
+    },
+    {
+        "worker.engine": "paced",
+        "engine.pace": PACE,
+        "engine.pace_factor": FACTOR,
+        "learner.pace_token_s": FACTOR * TOKEN_S,
+        "learner.ranks": 1,
+    },
+)
 COLOURS = {"sync": ORANGE, "april": BLUE, "continuous": GREEN}
 STUDENT = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 """97.5 % quantiles of Student's t for 1, 2, ... degrees of freedom"""
@@ -50,7 +131,7 @@ STUDENT = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 class Outcome:
     """One run."""
 
-    schedule: str
+    arm: str
     seed: int
     course: Course
     """seconds since the first lease"""
@@ -58,6 +139,11 @@ class Outcome:
     """accuracy of the last weights at temperature 1"""
     staleness: float
     """mean of the trained tokens (steps)"""
+    busy: float
+    """share of the slots"""
+    late: float
+    """share of the paced engines' steps that this machine could not make in time, or of the learner's time beyond what
+    its model says, whichever is more"""
 
     @property
     def smoothed(self) -> np.ndarray:
@@ -70,22 +156,58 @@ class Outcome:
         return np.interp(seconds, self.course.seconds, self.smoothed)
 
 
-def train(folder: Path, policy: Path, prompts: Path, schedule: str, seed: int, keys: dict, held_out: int) -> Outcome:
-    name = f"{schedule}{seed}"
-    keys = keys | {"run.dir": folder, "run.name": name, "model.path": policy, "data.path": prompts, "seed": seed}
-    keys |= {"schedule.kind": schedule} | {f"schedule.{key}": value for key, value in SCHEDULES[schedule].items()}
+def train(folder: Path, policy: Path, prompts: Path, study: Study, name: str, seed: int, keys: dict, held_out: int):
+    """The outcome of one run, which stays in `folder`."""
+    run_name = f"{name}-{seed}"
+    keys = keys | {"run.dir": folder, "run.name": run_name, "model.path": policy, "data.path": prompts, "seed": seed}
+    keys |= study.arms[name].keys | study.keys
+    if study is PACED:
+        keys["worker.slots"] = study.arms[name].slots
     overrides = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
     command = [sys.executable, "-m", "april.cli", "run", str(configuration_file(folder)), *overrides]
-    execute(command, folder / f"{name}.log", threads=1)
-    run = read_run(folder / name)
+    execute(command, folder / f"{run_name}.log", threads=1)
+    run = read_run(folder / run_name)
     began = min(lane["start"] for lane in run.lanes if lane["kind"] == "generate")
     course = Course(
         [step["time"] - began for step in run.steps],
         [step["reward"] for step in run.steps],
         sum(step["tokens"] for step in run.steps),
     )
-    reached = accuracy(folder / name / "checkpoints/policy", held_out)
-    return Outcome(schedule, seed, course, reached, run.summary["staleness"]["mean"])
+    reached = accuracy(folder / run_name / "checkpoints/policy", held_out)
+    busy = fmean(step["slots"]["busy"] for step in run.steps)
+    late = late_share(folder / run_name, run.steps, keys.get("learner.pace_token_s", 0.0))
+    return Outcome(name, seed, course, reached, run.summary["staleness"]["mean"], busy, late)
+
+
+def late_share(run_folder: Path, steps: list[dict], token_s: float) -> float:
+    if not token_s:
+        return 0.0
+    engines = [orjson.loads(file.read_bytes()) for file in (run_folder / "paced").glob("*.json")]
+    of_engines = sum(one["late_steps"] for one in engines) / sum(one["steps"] for one in engines)
+    trained_s = sum(step["learner"]["train_s"] for step in steps)
+    return max(of_engines, trained_s / (token_s * sum(step["tokens"] for step in steps)) - 1)
+
+
+def foretold(outcomes: list[Outcome], folder: Path, steps: int) -> list[Row]:
+    """What the simulator says of the paced arms whose runs are in `folder`."""
+    rows = []
+    for name, arm in PACED.arms.items():
+        runs = [one for one in outcomes if one.arm == name and (folder / f"{name}-{one.seed}").is_dir()]
+        if not runs:
+            continue
+        keys = arm.keys | {
+            "schedule.n_samples_per_prompt": SAMPLES,
+            "lengths.longest_tokens": LONGEST_TOKENS,
+            "engines.count": 2,
+            "engines.slots": arm.slots,
+            "learner.token_s": TOKEN_S,
+            "steps": arm.steps(steps),
+        }
+        folders = [folder / f"{name}-{one.seed}" for one in runs]
+        speeds = [one.course.tokens_per_s * FACTOR for one in runs]
+        rows += paced_prediction.rows(name, keys, folders, PACE, speeds, [one.staleness for one in runs])
+    errors = [abs(row.to_json()["value"]) for row in rows if row.name.startswith("prediction_error")]
+    return [*rows, Row("prediction_error_max", [max(errors)], "ratio")] if errors else []
 
 
 def accuracy(policy: Path, held_out: int) -> float:
@@ -94,16 +216,18 @@ def accuracy(policy: Path, held_out: int) -> float:
     return sampler.held_out(held_out)
 
 
-def rows_of(outcomes: list[Outcome], wanted: float) -> list[Row]:
-    by_name = {
-        name: sorted((one for one in outcomes if one.schedule == name), key=lambda one: one.seed) for name in SCHEDULES
+def rows_of(study: Study, outcomes: list[Outcome], wanted: float) -> list[Row]:
+    by_arm = {
+        name: sorted((one for one in outcomes if one.arm == name), key=lambda one: one.seed) for name in study.arms
     }
-    times = {name: [seconds_to(wanted, one) for one in runs] for name, runs in by_name.items()}
-    over = [min(one.course.seconds[-1] for one in of_seed) for of_seed in zip(*by_name.values(), strict=True)]
+    by_arm = {name: runs for name, runs in by_arm.items() if runs}
+    times = {name: [seconds_to(wanted, one) for one in runs] for name, runs in by_arm.items()}
+    over = [min(one.course.seconds[-1] for one in of_seed) for of_seed in zip(*by_arm.values(), strict=True)]
     rows = []
-    for name, runs in by_name.items():
+    for arm, runs in by_arm.items():
+        name = study.prefix + arm
         rows += [
-            Row(f"time_to_reward_{name}", times[name], "s"),
+            Row(f"time_to_reward_{name}", times[arm], "s"),
             Row(f"short_of_reward_{name}", [sum(one.course.seconds_to(wanted) is None for one in runs)], "seeds"),
             Row(
                 f"reward_at_same_time_{name}",
@@ -115,11 +239,15 @@ def rows_of(outcomes: list[Outcome], wanted: float) -> list[Row]:
             Row(f"heldout_{name}", [one.held_out for one in runs], "accuracy", of=fmean),
             Row(f"tokens_per_s_{name}", [one.course.tokens_per_s for one in runs], "tokens/s"),
             Row(f"staleness_{name}", [one.staleness for one in runs], "steps"),
+            Row(f"busy_{name}", [one.busy for one in runs], "share of slots"),
         ]
-    for name in [name for name in SCHEDULES if name != "sync"]:
-        pairs = list(zip(by_name[name], by_name["sync"], strict=True))
+        if study is PACED:
+            rows.append(Row(f"late_{name}", [one.late for one in runs], "share of steps", of=max))
+    for arm in [arm for arm in by_arm if arm != "sync"]:
+        name = study.prefix + arm
+        pairs = list(zip(by_arm[arm], by_arm["sync"], strict=True))
         ratios = [ratio_of_times(ours.course, theirs.course, wanted) for ours, theirs in pairs]
-        sooner = [theirs - ours for ours, theirs in zip(times[name], times["sync"], strict=True)]
+        sooner = [theirs - ours for ours, theirs in zip(times[arm], times["sync"], strict=True)]
         rows.append(Row(f"time_to_reward_{name}_vs_sync", ratios, "ratio"))
         rows.append(Row(f"time_to_reward_{name}_vs_sync_p", [sign_flip_p(sooner)], "p"))
         for measure, of in (("reward_at_end", end_reward), ("heldout", lambda one: one.held_out)):
@@ -159,12 +287,12 @@ def sign_flip_p(differences: list[float]) -> float:
     return sum(one >= sum(differences) - 1e-12 for one in sums) / len(sums)
 
 
-def curves(outcomes: list[Outcome], samples_per_step: int):
+def curves(study: Study, outcomes: list[Outcome]):
     """Mean reward with its 95 % band over seeds, by samples trained and by seconds."""
     figure, (by_samples, by_time) = new_figure(5.2, 2)
     for name, colour in COLOURS.items():
-        runs = [one for one in outcomes if one.schedule == name]
-        samples = samples_per_step * np.arange(1, 1 + len(runs[0].course.rewards))
+        runs = [one for one in outcomes if one.arm == name]
+        samples = study.arms[name].groups * SAMPLES * np.arange(1, 1 + len(runs[0].course.rewards))
         seconds = np.linspace(
             max(one.course.seconds[0] for one in runs), min(one.course.seconds[-1] for one in runs), 200
         )
@@ -187,55 +315,71 @@ def band(axes, x: np.ndarray, runs: list[np.ndarray], colour: str, label: str) -
 
 def main() -> None:
     arguments = parser(__doc__.partition("\n")[0])
-    arguments.add_argument("--steps", type=int, default=STEPS)
+    arguments.add_argument("--steps", type=int, help="batches of 32 groups [default 24, paced 16]")
     arguments.add_argument("--seeds", type=int, default=SEEDS, help="at least 2, for the spread between them")
     arguments.add_argument("--picture", type=Path, metavar="PNG", help="where the reward curves are drawn")
     arguments.add_argument(
         "--runs", type=Path, metavar="FILE", help="each run is a line of JSON there, and none that it has is run again"
     )
+    arguments.add_argument("--paced", action="store_true", help="under an accelerator's arithmetic")
+    arguments.add_argument("--arms", nargs="+", metavar="ARM", help="only these, and `sync`")
+    arguments.add_argument("--folder", type=Path, help="where the runs are made and stay [default a temporary one]")
     options = arguments.parse_args()
+    study = PACED if options.paced else AS_IT_IS
+    if unknown := set(options.arms or ()) - study.arms.keys():
+        arguments.error(f"--arms {' '.join(sorted(unknown))} are none; use {', '.join(study.arms)}")
+    arms = [name for name in study.arms if not options.arms or name in ("sync", *options.arms)]
     if options.quick and options.runs:
         arguments.error("--runs keeps runs that count, and those of --quick do not; leave one of them out")
     if options.seeds < 2:
         arguments.error(f"--seeds {options.seeds} says nothing of the spread between them; give at least 2")
     torch.set_num_threads(1)
-    steps, seeds, wanted, held_out, keys = options.steps, options.seeds, REWARD, HELD_OUT, {}
+    steps, seeds, wanted, held_out, keys = options.steps or study.steps, options.seeds, REWARD, HELD_OUT, {}
     if options.quick:
         steps, seeds, wanted, held_out = WINDOW_STEPS + 1, 2, 0.0, 64
         keys = {"sampling.max_response_tokens": 64}
-    keys["schedule.max_steps"] = steps
-    outcomes, before = [], known_outcomes(options.runs, steps)
+    outcomes, before = [], known_outcomes(options.runs, study, steps)
     with tempfile.TemporaryDirectory(prefix="april-learning-") as made:
-        folder = Path(made)
+        folder = options.folder.absolute() if options.folder else Path(made)
+        folder.mkdir(parents=True, exist_ok=True)
         if options.quick:
             policy = make_policy(folder / "policy", recipe=Recipe(easy_steps=2, clean_steps=2, noisy_steps=2))
         else:
             policy = make_policy(ROOT / "cache/policy", log=lambda line: print(line, file=sys.stderr))
         prompts, _ = make_data(folder / "data")
         for seed in range(seeds):
-            for turn in range(len(SCHEDULES)):
-                schedule = list(SCHEDULES)[(seed + turn) % len(SCHEDULES)]
-                if (schedule, seed) in before:
-                    outcomes.append(before[schedule, seed])
+            for turn in range(len(arms)):
+                name = arms[(seed + turn) % len(arms)]
+                if (name, seed) in before:
+                    outcomes.append(before[name, seed])
                     continue
-                outcomes.append(train(folder, policy.absolute(), prompts, schedule, seed, keys, held_out))
+                keys["schedule.max_steps"] = study.arms[name].steps(steps)
+                outcomes.append(train(folder, policy.absolute(), prompts, study, name, seed, keys, held_out))
                 log(outcomes[-1], wanted, options.runs)
-    report(rows_of(outcomes, wanted), options.json)
+        rows = rows_of(study, outcomes, wanted)
+        if study is PACED and not options.quick:
+            rows += foretold(outcomes, folder, steps)
+    report(rows, options.json)
     if options.picture:
-        draw(options.picture, lambda: curves(outcomes, GROUPS * 8))
+        draw(options.picture, lambda: curves(study, outcomes))
 
 
-def known_outcomes(path: Path | None, steps: int) -> dict[tuple[str, int], Outcome]:
-    """What `log` has written of runs of so many steps, by schedule and seed."""
+def known_outcomes(path: Path | None, study: Study, steps: int) -> dict[tuple[str, int], Outcome]:
+    """What `log` has written of runs of so many steps, by arm and seed."""
     outcomes = [Outcome(**line | {"course": Course(**line["course"])}) for line in read_runs(path)]
-    return {(one.schedule, one.seed): one for one in outcomes if len(one.course.seconds) == steps}
+    return {
+        (one.arm, one.seed): one
+        for one in outcomes
+        if one.arm in study.arms and len(one.course.seconds) == study.arms[one.arm].steps(steps)
+    }
 
 
 def log(outcome: Outcome, wanted: float, path: Path | None) -> None:
     reached, course = outcome.course.seconds_to(wanted), outcome.course
     when = "never" if reached is None else f"after {reached:.1f} s"
     end = f"{end_reward(outcome):.3f} at the end after {course.seconds[-1]:.1f} s, held out {outcome.held_out:.4f}"
-    print(f"{outcome.schedule}, seed {outcome.seed}: reward {wanted:g} {when}, {end}", file=sys.stderr, flush=True)
+    late = f", {100 * outcome.late:.1f} % late" if outcome.late else ""
+    print(f"{outcome.arm}, seed {outcome.seed}: reward {wanted:g} {when}, {end}{late}", file=sys.stderr, flush=True)
     write_run(path, asdict(outcome))
 
 

@@ -1,7 +1,8 @@
-"""The quickstart as a new user meets it: a fresh clone, the one command, then three seeds.
+"""The quickstart as a new user meets it: a fresh clone, the one command, then five seeds.
 
-Times the set-up with its installation, the same when everything is installed but no policy is made, and reads
-rewards, accuracies and lengths from the runs' own summaries. Exits with status 1 if a run fails or a ledger is open.
+Times the set-up with its installation, the same when everything is installed but no policy is made. Rewards, accuracies
+and lengths are those of the runs' own summaries; every alarm is a false one. Exits with status 1 if a run fails or a
+ledger is open.
 """
 
 import shutil
@@ -14,7 +15,9 @@ from pathlib import Path
 import orjson
 from common import Row, parser, report
 
-SEEDS = (0, 1, 2)
+from april.report.run_folder import read_records
+
+SEEDS = (0, 1, 2, 3, 4)
 ROOT = Path(__file__).parent.parent
 
 
@@ -50,6 +53,7 @@ def measure(clone: Path, seeds: tuple[int, ...]) -> list[Row]:
         Row("length_p99_over_median", [tail(each) for each in summaries], "ratio"),
         Row("rollout_tokens_per_s", [each["rollout_tokens_per_s"] for each in summaries], "tokens/s"),
         Row("staleness_mean", [each["staleness"]["mean"] for each in summaries], "steps"),
+        Row("false_alarms", [alarms(clone / "runs" / f"seed{seed}") for seed in seeds], "alarms", of=sum),
     ]
 
 
@@ -70,6 +74,15 @@ def summary(run_dir: Path) -> dict:
     if found["state"] != "finished" or tokens["generated"] != parts:
         sys.exit(f"{run_dir.name}: state {found['state']}, {tokens['generated']} generated, {parts} accounted for")
     return found
+
+
+def alarms(run_dir: Path) -> int:
+    """Of a run in which nothing is wrong, each printed."""
+    steps = read_records(run_dir / "metrics.jsonl")
+    raised = [(step["step"], alarm) for step in steps for alarm in step["alarms"]]
+    for step, alarm in raised:
+        print(f"{run_dir.name}, step {step}: {alarm['name']}: {alarm['sentence']}", file=sys.stderr)
+    return len(raised)
 
 
 def tail(summary: dict) -> float:

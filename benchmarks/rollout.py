@@ -12,12 +12,12 @@ import numpy as np
 from common import Row, parser, report
 
 from april.broker.telemetry.length_drift import drift_of
-from april.config.costs import shipped_costs
 from april.simulate.pipeline import Pipeline
 from april.simulate.scenario import Scenario, load_scenario
 from april.simulate.variants import COLUMNS, Outcome, columns, evaluate, table, variants, with_schedule
 
 PUBLISHED = Path(__file__).parent.parent / "configs" / "published.toml"
+COSTS = ("h100", "mi300x", "plain")
 BESIDE_COSTS = ("extreme", "alarms")
 """parts that are not a cost model's"""
 OVER_SAMPLED = (1.5, 2, 3)
@@ -241,8 +241,7 @@ def alarmed(scenario: Scenario) -> bool:
 
 def simulate_published(options) -> tuple[list[Row], dict]:
     """Print each cost model's table for the first seed; the rows, and the lines of the tables for all seeds."""
-    costs = list(shipped_costs())
-    parts = [options.part] if options.part else [*costs, *BESIDE_COSTS]
+    parts = [options.part] if options.part else [*COSTS, *BESIDE_COSTS]
     seeds, steps = (range(1), WINDOW_STEPS) if options.quick else (range(options.seeds), 60)
     rows, tables = [], {}
     with ProcessPoolExecutor(options.processes) as pool:
@@ -265,7 +264,7 @@ def simulate_published(options) -> tuple[list[Row], dict]:
             ]
             lines = [list(line.values()) for line in tables[part][0]]
             print(f"cost model {part}: {base.cost.source}\n{table(lines, COLUMNS)}\n", flush=True)
-            rows += simulated_rows(results, base, "" if part == costs[0] else f"_{part}")
+            rows += simulated_rows(results, base, "" if part == COSTS[0] else f"_{part}")
     return rows, tables
 
 
@@ -285,7 +284,7 @@ def main() -> int:
         arguments.error("say --simulated, or an --engine")
     if options.engine and options.part:
         arguments.error("--part is of --simulated")
-    if options.part and options.part not in (known := [*shipped_costs(), *BESIDE_COSTS]):
+    if options.part and options.part not in (known := [*COSTS, *BESIDE_COSTS]):
         arguments.error(f"--part {options.part} is none of the parts; give one of {', '.join(known)}")
     if options.simulated and (options.trains or options.steps):
         arguments.error("--trains and --steps are of an --engine")

@@ -26,6 +26,7 @@ from april.config import Config, WeightsSection
 from april.connections.broker import BrokerConnection
 from april.launch.operate import content
 from april.learner.source import BrokerSource
+from april.report.run_folder import read_records
 from april.simulate.scenario import Scenario
 from april.weights.publisher import WeightPublisher
 from april.workers.engines.sglang.server import die_with_parent
@@ -134,7 +135,7 @@ def make_turn(
 ) -> Turn:
     first, began, measured = trainer.warmup_steps, trainer.began, trainer.measured
     ended = measured[-1].at
-    records = [orjson.loads(line) for line in (config.run_dir / "metrics.jsonl").read_bytes().splitlines()]
+    records = read_records(config.run_dir / "metrics.jsonl")
     before, steps = records[first - 1], records[first : first + len(measured)]
     ages = Counter()
     for step in steps:
@@ -243,7 +244,7 @@ class Looks(Watcher):
         while not self._over():
             status = content(connection.request(wire.StatusRequest(), TURN_S))
             self.seen.append((time.monotonic(), status["leased"]))
-        connection.send(wire.Goodbye())
+        connection.goodbye()
         connection.close()
 
     def mean(self, began: float, ended: float) -> float:

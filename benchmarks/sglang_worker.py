@@ -17,7 +17,6 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -145,27 +144,8 @@ def run_parts(bench: Bench, rows: int) -> Iterator[tuple[Target, BrokerSource]]:
             start(["worker", str(config), "--connect", address, "--name", "w0"], Path(folder) / "worker.log")
         )
         branch, _ = source.start(0)
-        beat = Beat(source)
-        parts.callback(beat.stop)
         publisher.publish(Version(branch, 0), bench.tensors)
         yield Target(None, address, None), source
-
-
-class Beat:
-    """Says that the learner lives."""
-
-    def __init__(self, source: BrokerSource):
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(source,), daemon=True)
-        self._thread.start()
-
-    def _run(self, source: BrokerSource) -> None:
-        while not self._ended.wait(1.0):
-            source.alive()
-
-    def stop(self) -> None:
-        self._ended.set()
-        self._thread.join()
 
 
 def write_run(folder: Path, bench: Bench, rows: int) -> Path:

@@ -50,6 +50,8 @@ COLLAPSED = (0.25, 3)
 """a run ends after so many batches in a row below this reward, less than half of that at the start: none has come back
 from there, and its responses grow to the limit, so that an eighth of the held-out prompts has to do"""
 
+UNBOUNDED = 1e6
+"""a bound of the ratio that none meets"""
 WEIGHED = {"proximal": "recomputed", "behaviour_coef": 0.0}
 CORRECTIONS = {
     "default": {},
@@ -62,10 +64,17 @@ CORRECTIONS = {
     "geometric": WEIGHED | {"proximal": "behaviour", "corrections": ["geometric"]},
     "geometric_drawn": {"proximal": "behaviour", "corrections": ["geometric"]},
     "decoupled": WEIGHED | {"proximal": "interpolated", "corrections": ["truncated"]},
+    "vespo": WEIGHED | {"corrections": ["vespo"]},
+    "m2po": WEIGHED | {"proximal": "behaviour", "corrections": ["m2po"], "clip_low": 1.0, "clip_high": UNBOUNDED},
+    "dppo_tv": WEIGHED | {"corrections": ["truncated", "dppo_tv"], "truncation": 20.0},
+    "bapo": WEIGHED | {"proximal": "behaviour", "corrections": [], "loss": "bapo", "clip_low": 0.4, "clip_high": 0.2},
+    "root_ess": WEIGHED | {"corrections": ["truncated_sequence"], "sequence_truncation": 8.0, "step_scale": "root_ess"},
+    "default_root_ess": {"step_scale": "root_ess"},
 }
 """what `--all` compares: the default draws tokens towards what sampled them, so do the `…_drawn`; `not_drawn` is the
-default without that. Decoupled around the recomputed proximal policy is `truncated`, with one step a batch, and
-`on_policy_only` trains nothing where every token is stale"""
+default without that. `vespo`, `m2po`, `dppo_tv` and `bapo` are as published, `root_ess` is VCPO's step without its
+baseline, `default_root_ess` that step with the default. Decoupled around the recomputed proximal policy is `truncated`,
+with one step a batch, and `on_policy_only` trains nothing where every token is stale"""
 
 
 @dataclass(frozen=True)

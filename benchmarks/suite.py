@@ -22,8 +22,8 @@ PACKAGE = ROOT / "april"
 CORE = ("broker/ledger", "broker/schedules", "broker/journal", "wire")
 """what everything rests on"""
 ENGINES = PACKAGE / "workers" / "engines"
-CONFIGURATION = PACKAGE / "config"
-"""its defaults and presets are names"""
+OTHER_NAMES = (PACKAGE / "config", PACKAGE / "convert", PACKAGE / "data" / "tokenizer.py")
+"""where names are defaults and presets, what other frameworks' scripts say, or the package torch"""
 OWN_ENGINE = """
 from april.workers.engines.embedded.engine import TorchEngine
 from april.workers.engines.entry import EngineEntry
@@ -174,7 +174,7 @@ def files_that_name(engines: set[str], packages: set[str]) -> Iterator[Path]:
     """Where a name stands alone in a string, or quoted in one, or where an engine is imported; docstrings do not count,
     nor does what asks whether the package of that name is installed."""
     for path in sorted(PACKAGE.rglob("*.py")):
-        if path.is_relative_to(ENGINES) or path.is_relative_to(CONFIGURATION):
+        if any(path.is_relative_to(place) for place in (ENGINES, *OTHER_NAMES)):
             continue
         tree = ast.parse(path.read_text())
         passed_over = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}

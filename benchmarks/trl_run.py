@@ -2,8 +2,8 @@
 
     python benchmarks/trl_run.py SETTINGS.json LOG.jsonl
 
-Writes a line {"step", "time", "reward", "tokens"} after each optimizer step, `time` in Unix seconds, `tokens` generated
-and trained so far.
+Writes a line {"step", "time", "reward", "tokens", "generation_s"} after each optimizer step, `time` in Unix seconds,
+`tokens` generated and trained so far, `generation_s` spent in TRL's own generation so far.
 """
 
 import os
@@ -30,7 +30,7 @@ ROWS = 32
 
 class StepLog(TrainerCallback):
     def __init__(self, path: Path):
-        self.path, self.tokens = path, 0
+        self.path, self.tokens, self.generation_s = path, 0, 0.0
         self.rewards: list[float] = []
 
     def on_step_end(self, arguments, state, control, **_) -> None:
@@ -39,10 +39,23 @@ class StepLog(TrainerCallback):
             "time": time.time(),
             "reward": sum(self.rewards) / len(self.rewards),
             "tokens": self.tokens,
+            "generation_s": self.generation_s,
         }
         self.rewards.clear()
         with self.path.open("ab") as file:
             file.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
+
+
+class TimedTrainer(GRPOTrainer):
+    """Says how long it generates."""
+
+    step_log: StepLog
+
+    def _generate_single_turn(self, *given):
+        began = time.perf_counter()
+        answer = super()._generate_single_turn(*given)
+        self.step_log.generation_s += time.perf_counter() - began
+        return answer
 
 
 def main(settings: dict, log_path: Path) -> None:
@@ -89,7 +102,7 @@ def main(settings: dict, log_path: Path) -> None:
             disable_tqdm=True,
         )
         model = AutoModelForCausalLM.from_pretrained(settings["policy"], dtype=torch.float32)
-        trainer = GRPOTrainer(
+        trainer = TimedTrainer(
             model=model,
             reward_funcs=reward,
             args=arguments,
@@ -98,6 +111,7 @@ def main(settings: dict, log_path: Path) -> None:
             callbacks=[log],
             optimizers=optimizer_and_schedule(model, settings),
         )
+        trainer.step_log = log
         trainer.train()
 
 

@@ -25,7 +25,7 @@ import orjson
 
 import april
 from april import wire
-from april.connections.broker import HEARTBEAT_S, BrokerConnection
+from april.connections.broker import BrokerConnection
 from april.data.arithmetic import ALPHABET
 from april.policy.model import build_tokenizer
 from april.security.keygen import make_folder
@@ -182,22 +182,16 @@ def measure_with_pings(
 
 
 class Member:
-    """A connection that says once a second that its owner is alive."""
+    """A connection that is left in order."""
 
     def __init__(self, door: Door, role: str, name: str):
         keys = load_keys(door.keys, role)
         self.connection = BrokerConnection(door.address, role, name, uuid.uuid4().hex, PATIENCE_S, keys)
         self.connection.hello([])
-        self._next_beat = time.monotonic()
-
-    def beat(self, leases: list[int]) -> None:
-        if time.monotonic() >= self._next_beat:
-            self._next_beat += HEARTBEAT_S
-            self.connection.beat(leases)
 
     def leave(self) -> None:
         """Say goodbye and read on until nothing comes: what is unread at the end would take the goodbye with it."""
-        self.connection.send(wire.Goodbye())
+        self.connection.goodbye()
         while any(True for _ in self.connection.receive(LEAVE_MS)):
             pass
         self.connection.close()
@@ -214,7 +208,7 @@ def produce(ready, window: Window, door: Door, number: int, in_flight: int, fron
     submit_ms = []
     ready()
     while not window.over():
-        member.beat(list(sent_at))
+        connection.hold(sent_at)
         if held.step != frontier.value:
             held = Version(0, frontier.value)
             connection.send(wire.Holding(held, in_flight))
@@ -250,7 +244,6 @@ def consume(ready, window: Window, door: Door, frontier) -> list[tuple[float, in
     connection.send(wire.Fetch(0))
     ready()
     while not window.over():
-        member.beat([])
         for received in connection.receive(POLL_MS):
             match received.message:
                 case wire.Batch() as batch:

@@ -8,14 +8,17 @@ snapshot would have been due. Its pages are dropped from the system's cache befo
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import orjson
 
 from april import wire
-from april.broker.journal.journal import SUFFIX, Journal
+from april.broker.journal.files import SUFFIX
+from april.broker.journal.journal import Journal
 from april.broker.prompts import PromptBook
 from april.broker.service import Service
+from april.broker.snapshots import LOOK_S
 from april.config import Config, load
 from april.connections.broker import BrokerConnection
 from april.processes import clock
@@ -62,6 +65,19 @@ def make_journal(folder: Path, size_bytes: int, samples: int) -> tuple[Path, int
 
 
 def _write_and_die(pipe, config: Config, size_bytes: int) -> None:
+    service = open_service(config)
+    for _ in grow(service):
+        service.end_file()
+        while max(service.snapshots.store.positions(), default=0) < service.journal.file_begins:
+            service.snapshots.follow(service.journal.file_begins, service.journal.let_go, clock.now())
+            time.sleep(LOOK_S)
+        if service.journal.end >= size_bytes and is_nearly_full(service.journal):
+            pipe.send(service.ledger.tokens["open"])
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def open_service(config: Config) -> Service:
+    """Of a new run, with every sample that its schedule opens in a worker's hands."""
     config.run_dir.mkdir(parents=True)
     journal = Journal(
         config.run_dir / "journal", config.broker.journal_file_mb << 20, config.broker.journal_file_records
@@ -71,22 +87,25 @@ def _write_and_die(pipe, config: Config, size_bytes: int) -> None:
     service.tick(clock.now())
     while sample := service.schedule.next_sample(ledger, 0):
         ledger.lease(sample, f"worker-{sample.index}", 0, clock.now() + 60)
+    return service
+
+
+def grow(service: Service) -> Iterator[int]:
+    """All samples in a worker's hands by a chunk, again and again; after each sync, how many rows it has covered."""
     payload = os.urandom(8 * CHUNK_TOKENS)
-    length, leases = 0, list(ledger.leases)
+    length, rows, leases = 0, 0, list(service.ledger.leases)
     while True:
         for first in range(0, len(leases), TABLE_ROWS):
-            rows = [
+            table = [
                 chunk_row(lease_id, length, CHUNK_TOKENS, Version(0, 0), "", payload)
                 for lease_id in leases[first : first + TABLE_ROWS]
             ]
-            ledger.add_chunks(pack_rows(rows), len(rows) * payload)
-            if journal.unsynced_bytes < SYNC_BYTES:
-                continue
-            journal.sync()
-            service.take_snapshot()
-            if journal.end >= size_bytes and is_nearly_full(journal):
-                pipe.send(ledger.tokens["open"])
-                os.kill(os.getpid(), signal.SIGKILL)
+            service.ledger.add_chunks(pack_rows(table), len(table) * payload)
+            rows += len(table)
+            if service.journal.unsynced_bytes >= SYNC_BYTES:
+                service.journal.sync()
+                yield rows
+                rows = 0
         length += CHUNK_TOKENS
 
 

@@ -19,7 +19,7 @@ import zmq
 from zlib_ng.zlib_ng import crc32
 
 from april import wire
-from april.connections.broker import HEARTBEAT_S
+from april.connections.control import HEARTBEAT_S
 from april.wire.rows import TABLE
 from april.wire.version import Version
 

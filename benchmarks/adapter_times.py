@@ -1,0 +1,135 @@
+"""Seconds of an adapter in a step: its calls on batches that are there, before workers that take weights at once.
+
+    python benchmarks/adapter_times.py NAME CONFIG TOKENS
+
+TOKENS: of a batch, all responses equally long. Prints a list of JSON, an entry a step.
+"""
+
+import asyncio
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import orjson
+import pytest
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from april import config as configuration
+from april.config import Config
+from april.learner.batch import Batch, TrainSample
+from april.rollouts.aio import AsyncRollouts
+from april.rollouts.run import Rollouts
+from april.wire.version import Version
+
+STEPS = 6
+"""The first is a rehearsal."""
+PROMPT_TOKENS = 20
+
+
+class Instant:
+    """A broker and workers in memory that never let one wait."""
+
+    def __init__(self, config: Config, tokens: int):
+        self.schedule = config.schedule
+        length = tokens // (self.schedule.rollout_batch_size * self.schedule.n_samples_per_prompt)
+        ids, segments = np.full(PROMPT_TOKENS + length, 3, np.int32), ((0, length, Version(0, 0)),)
+        self.sample = TrainSample(ids, PROMPT_TOKENS, np.zeros(length, np.float32), 1.0, segments)
+        self.extras: list[bytes] = []
+
+    def start(self, checkpoint_step: int) -> tuple[int, int]:
+        return 0, 0
+
+    def fetch(self, step: int) -> Batch:
+        first = step * self.schedule.rollout_batch_size
+        groups = [[self.sample] * self.schedule.n_samples_per_prompt] * self.schedule.rollout_batch_size
+        return Batch(step, groups, list(enumerate(self.extras))[first : first + len(groups)])
+
+    def submit(self, first: int, prompts: list, ids: np.ndarray) -> int:
+        self.extras[first:] = [one.extra for one in prompts]
+        return len(self.extras)
+
+    def publish(self, *_) -> dict:
+        return {}
+
+    def alive(self) -> None: ...
+
+    def consumed(self, *_) -> None: ...
+
+    def durable(self, *_) -> None: ...
+
+
+def of_trl(config: Config, tokens: int) -> Callable[[], None]:
+    from april.adapters.trl import TrlRollouts, WeightsToApril
+
+    model = AutoModelForCausalLM.from_pretrained(config.model.path)
+    trainer = SimpleNamespace(model=model.train(), accelerator=SimpleNamespace(unwrap_model=lambda model: model))
+    source = Instant(config, tokens)
+    rollouts = TrlRollouts(Rollouts(config, 0, source, source), None)
+    rows = [""] * config.schedule.rollout_batch_size * config.schedule.n_samples_per_prompt
+
+    def step() -> None:
+        WeightsToApril(rollouts.run, trainer).sync_weights()
+        rollouts.generate(rows, trainer)
+
+    return step
+
+
+def of_slime(config: Config, tokens: int) -> Callable[[], None]:
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from tests.rollouts import slime_types
+
+    slime_types.install(pytest.MonkeyPatch())
+    from april.adapters.slime import SlimeRollouts
+
+    folder = Path(tempfile.mkdtemp(), "weight_v000001")
+    folder.mkdir()
+    model = AutoModelForCausalLM.from_pretrained(config.model.path)
+    save_file({name: tensor.clone() for name, tensor in model.named_parameters()}, folder / "model.safetensors")
+    args = SimpleNamespace(update_weight_disk_dir=str(folder.parent), save=None, reward_key=None)
+    source, prompts = Instant(config, tokens), slime_types.Source(config.schedule.n_samples_per_prompt)
+    owner = SlimeRollouts(args, Rollouts(config, 0, source, source))
+    return lambda: owner.generate(owner.run.step, prompts)
+
+
+def of_openrlhf(config: Config, tokens: int) -> Callable[[], None]:
+    from april.adapters.openrlhf import Engine
+
+    model, tokenizer = (auto.from_pretrained(config.model.path) for auto in (AutoModelForCausalLM, AutoTokenizer))
+    source, loop = Instant(config, tokens), asyncio.new_event_loop()
+    engine = Engine(lambda: AsyncRollouts(lambda: Rollouts(config, 0, source, source)), "none")
+    loop.run_until_complete(engine.start())
+    engine._receive = lambda tensor: None
+    weights = [(name, tensor.dtype, tensor.shape) for name, tensor in model.named_parameters()]
+
+    async def step() -> None:
+        rows = range(config.schedule.rollout_batch_size)
+        await asyncio.gather(*(engine.generate_responses(str(row), "", None, 0, tokenizer) for row in rows))
+        for name, dtype, shape in weights:
+            await engine.update_weight(name, dtype, shape, empty_cache=name == weights[-1][0])
+
+    return lambda: loop.run_until_complete(step())
+
+
+ADAPTERS = {"trl": of_trl, "slime": of_slime, "openrlhf": of_openrlhf}
+SUBMITTED = ["--data.source", "submitted"]
+WITHOUT_END = ["--schedule.max_steps", "1000"]
+
+
+def main(name: str, path: str, tokens: int) -> None:
+    config = configuration.load(path, [*WITHOUT_END, *([] if name == "trl" else SUBMITTED)])
+    step = ADAPTERS[name](config, tokens)
+    seconds = []
+    for _ in range(STEPS):
+        began = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - began)
+    print(orjson.dumps(seconds[1:]).decode())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
