@@ -39,17 +39,21 @@ def requests_of_many_shapes(count: int = 20, **options) -> list[Request]:
     ]
 
 
-def drive(engine, requests=(), steps: int | None = None, tokens: int | None = None) -> dict[int, Stream]:
+def drive(
+    engine, requests=(), steps: int | None = None, tokens: int | None = None, begun: bool = False
+) -> dict[int, Stream]:
     """Submit, then step until nothing is live, `steps` are done, or `tokens` have been generated from now on.
 
-    What has ended before, while weights were loaded, is handed over by the first step. No request may fail meanwhile.
+    With `begun`, until some of each of `requests` has been handed over, too. What has ended before, while weights were
+    loaded, is handed over by the first step. No request may fail meanwhile.
     """
     heard_at, generated = clock.now(), engine.generated_tokens
     for request in requests:
         engine.submit(request)
     chunks = defaultdict(list)
     enough = float("inf") if tokens is None else engine.generated_tokens + tokens
-    while steps != 0 and engine.generated_tokens < enough:
+    awaited = {request.id for request in requests} if begun else set()
+    while steps != 0 and (engine.generated_tokens < enough or awaited - chunks.keys()):
         for chunk in engine.step():
             chunks[chunk.id].append(chunk)
         assert engine.failures() == []
