@@ -1,6 +1,7 @@
 """OpenRLHF's scripts: `--section.name value`, given to openrlhf.cli.train_ppo_ray.
 
-Options and defaults as in OpenRLHF/OpenRLHF at 3c3be6234, openrlhf/cli/train_ppo_ray.py.
+Options and defaults as in openrlhf/cli/train_ppo_ray.py of OpenRLHF/OpenRLHF at 3c3be6234, and of its 0.11.2, which has
+other names for the correction of stale tokens.
 """
 
 from collections.abc import Mapping
@@ -35,12 +36,18 @@ ESTIMATORS = {
     "reinforce_baseline": "reinforce_pp_baseline",
 }
 """advantage by --algo.advantage.estimator"""
+MEANS = {"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean"}
+SCHEMES = {"tis": ("token", "clip"), "icepop": ("token", "mask"), "seq-mask-tis": ("seq", "mask")}
+"""level and mode by is_correction_type"""
+UNBOUNDED = 1e9
+"""above any ratio that April or OpenRLHF computes"""
 
 TABLE: dict[str, Rule] = {
     "actor.model_name_or_path": To("model.path"),
     "actor.gradient_checkpointing_enable": To("learner.activation_checkpointing"),
     "actor.gradient_checkpointing_reentrant": Apart(MEMORY),
     "actor.policy_loss_type": To("algorithm.loss", one_of(ppo="ppo", gspo="gspo")),
+    "actor.loss_agg_mode": JOINT,
     "actor.eps_clip": JOINT,
     "actor.eps_clip_low_high": JOINT,
     "actor.dual_clip": To("algorithm.dual_clip"),
@@ -85,12 +92,11 @@ TABLE: dict[str, Rule] = {
     "algo.advantage.no_std_norm": JOINT,
     "algo.advantage.gamma": Lacks("April does not discount", off=(1,)),
     "algo.advantage.lambd": Apart("of a critic"),
-    f"{IS}enable": JOINT,
-    f"{IS}type": JOINT,
-    f"{IS}threshold": JOINT,
+    f"{IS}*": JOINT,
     "algo.kl.use_loss": JOINT,
     "algo.kl.init_coef": JOINT,
     "algo.kl.estimator": JOINT,
+    "algo.kl.unbiased_gradient": JOINT,
     "algo.kl.target": Lacks("April's coefficient of the KL is constant"),
     "algo.kl.horizon": Apart("of a target for the KL"),
     "reward.remote_url": JOINT,
@@ -142,6 +148,7 @@ TABLE: dict[str, Rule] = {
 
 DEFAULTS: dict[str, Any] = {
     "actor.policy_loss_type": "ppo",
+    "actor.loss_agg_mode": "token-mean",
     "actor.eps_clip": 0.2,
     "actor.adam.lr": 1e-6,
     "actor.adam.betas": [0.9, 0.95],
@@ -161,6 +168,9 @@ DEFAULTS: dict[str, Any] = {
     "algo.dynamic_filtering_range": [0, 1],
     "algo.advantage.estimator": "gae",
     f"{IS}type": "tis",
+    f"{IS}level": "off",
+    f"{IS}mode": "mask",
+    f"{IS}gating": "ratio",
     f"{IS}threshold": [0.5, 5.0],
     "algo.kl.init_coef": 0.01,
     "algo.kl.estimator": "k1",
@@ -176,7 +186,7 @@ DEFAULTS: dict[str, Any] = {
 
 
 class OpenRLHF(Framework):
-    source = "OpenRLHF/OpenRLHF at 3c3be6234"
+    source = "OpenRLHF/OpenRLHF at 3c3be6234, and 0.11.2"
     table, defaults = TABLE, DEFAULTS
 
     def read(self, path: Path, text: str, environment: Mapping[str, str]) -> Options:
@@ -260,27 +270,51 @@ def loss(said: Translation) -> None:
     given = "actor.eps_clip_low_high" if both else "actor.eps_clip"
     said.say("algorithm.clip_low", low, given)
     said.say("algorithm.clip_high", high, given)
-    of_responses = said.value("actor.policy_loss_type") == "gspo"
-    said.say("algorithm.normalisation", "sequence_mean" if of_responses else "token_mean", "actor.policy_loss_type")
+    if said.value("actor.policy_loss_type") == "gspo":
+        said.say("algorithm.normalisation", "sequence_mean", "actor.policy_loss_type")
+    elif mean := MEANS.get(said.value("actor.loss_agg_mode")):
+        said.say("algorithm.normalisation", mean, "actor.loss_agg_mode")
+    else:
+        said.differ("actor.loss_agg_mode", f"April's normalisations are those of {', '.join(MEANS)}")
     used = bool(said.value("algo.kl.use_loss"))
     reference(said, used, "algo.kl.init_coef", "algo.kl.estimator")
+    if used and said.value("algo.kl.unbiased_gradient"):
+        # Where a batch is one step, its gradient is that of k2.
+        said.say("algorithm.kl_estimator", "k2", "algo.kl.unbiased_gradient")
     if not used and said.value("algo.kl.init_coef"):
         said.differ("algo.kl.init_coef", IN_LOSS)
 
 
 def stale_tokens(said: Translation) -> None:
-    said.say("algorithm.proximal", "recomputed")
     said.say("algorithm.behaviour_coef", 0.0)
-    enabled, kind = said.value(f"{IS}enable"), said.value(f"{IS}type")
+    names, level, mode = (f"{IS}level", f"{IS}mode"), said.value(f"{IS}level"), said.value(f"{IS}mode")
+    if said.value(f"{IS}enable"):
+        names = f"{IS}enable", f"{IS}type"
+        level, mode = SCHEMES.get(said.value(f"{IS}type"), (None, None))
+    by_ratio = said.value("actor.policy_loss_type") == "gspo" and level != "off"
+    said.say("algorithm.proximal", "behaviour" if by_ratio else "recomputed", *names if by_ratio else ())
+    if by_ratio or level == "off":
+        said.say("algorithm.corrections", [], *names)
+        return
     both = said.value(f"{IS}threshold")
-    low, high = both if isinstance(both, list) and len(both) == 2 else (None, None)
-    correction = {"tis": "truncated", "icepop": "icepop"}.get(kind) if enabled else None
-    said.say("algorithm.corrections", [correction] if correction else [], f"{IS}enable", f"{IS}type")
-    if correction == "truncated":
-        said.say("algorithm.truncation", high, f"{IS}threshold")
-        said.differ(f"{IS}threshold", "April's `truncated` has no lower bound") if low else None
-    elif correction:
+    bounds = both if isinstance(both, list) else [both]
+    low, high = bounds if len(bounds) == 2 else (0.0, bounds[0])
+    gating = said.value(f"{IS}gating")
+    if gating != "ratio" or level is None:
+        said.say("algorithm.corrections", [], *names)
+        name = f"{IS}type" if level is None else f"{IS}gating"
+        said.differ(name, "April's corrections are in docs/algorithms.md; this one is none of them")
+    elif level == "seq":
+        said.say("algorithm.corrections", ["truncated", "geometric"], *names)
+        said.say("algorithm.truncation", UNBOUNDED, *names)
+        said.say("algorithm.geometric_low", low, f"{IS}threshold")
+        said.say("algorithm.geometric_high", high, f"{IS}threshold")
+    elif mode == "mask":
+        said.say("algorithm.corrections", ["icepop"], *names)
         said.say("algorithm.icepop_low", low, f"{IS}threshold")
         said.say("algorithm.icepop_high", high, f"{IS}threshold")
-    elif enabled:
-        said.differ(f"{IS}type", "April's corrections are in docs/algorithms.md; this one is none of them")
+    else:
+        said.say("algorithm.corrections", ["truncated"], *names)
+        said.say("algorithm.truncation", high, f"{IS}threshold")
+        if low:
+            said.differ(f"{IS}threshold", "April's `truncated` has no lower bound")

@@ -35,6 +35,7 @@ MEANS = {
     "bnpo": "token_mean",
     "dr_grpo": "constant",
     "cispo": "token_mean",
+    "vespo": "token_mean",
 }
 """normalisation by loss_type"""
 LEVELS = {"token": "ppo", "sequence": "gspo", "sequence_token": "gspo_token"}
@@ -45,6 +46,13 @@ CORRECTIONS = {
     "token_mask": ("icepop", "icepop_high"),
 }
 """correction and the key of its bound, by vllm_importance_sampling_mode"""
+VESPO = {
+    "vespo_k_pos": "vespo_k_positive",
+    "vespo_lambda_pos": "vespo_lambda_positive",
+    "vespo_k_neg": "vespo_k_negative",
+    "vespo_lambda_neg": "vespo_lambda_negative",
+}
+"""keys of the weights of loss_type = vespo"""
 ENGINE = "of how TRL runs its engine"
 
 TABLE: dict[str, Rule] = {
@@ -85,6 +93,7 @@ TABLE: dict[str, Rule] = {
     "delta": To("algorithm.dual_clip"),
     "importance_sampling_level": JOINT,
     "loss_type": JOINT,
+    "vespo_*": JOINT,
     "scale_rewards": JOINT,
     "normalize_advantages": Lacks("April whitens with reinforce_pp and reinforce_pp_baseline alone"),
     "reward_clip_range": Lacks("April takes rewards as they come"),
@@ -179,6 +188,10 @@ DEFAULTS: dict[str, Any] = {
     "epsilon": 0.2,
     "importance_sampling_level": "token",
     "loss_type": "dapo",
+    "vespo_k_pos": 2.0,
+    "vespo_lambda_pos": 3.0,
+    "vespo_k_neg": 3.0,
+    "vespo_lambda_neg": 2.0,
     "scale_rewards": "group",
     "entropy_coef": 0.0,
     "vllm_importance_sampling_correction": True,
@@ -295,7 +308,9 @@ def loss(said: Translation, leave_one_out: bool) -> None:
         )
     else:
         said.open["algorithm.loss"] = f"April has no loss_type = {kind!r}; choose one"
-    if kind == "cispo":
+    if kind == "vespo":
+        said.say("algorithm.loss", "cispo", "loss_type")
+    elif kind == "cispo":
         said.say("algorithm.loss", "cispo", "loss_type")
         said.say("algorithm.clip_low", 1.0, "loss_type")
         bound = said.number("epsilon_high") or said.number("epsilon")
@@ -324,6 +339,13 @@ def stale_tokens(said: Translation) -> None:
     name, mode = "vllm_importance_sampling_mode", said.value("vllm_importance_sampling_mode")
     if not (said.value("use_vllm") and said.value("vllm_importance_sampling_correction")):
         said.say("algorithm.corrections", [], "vllm_importance_sampling_correction")
+    elif said.value("loss_type") == "vespo":
+        said.say("algorithm.corrections", ["vespo"], "loss_type")
+        for option, key in VESPO.items():
+            said.say(f"algorithm.{key}", said.value(option), option)
+        for bound in ("clip_min", "clip_max"):
+            if said.value(f"vllm_importance_sampling_{bound}") is not None:
+                said.differ(f"vllm_importance_sampling_{bound}", "April's vespo takes each token's ratio as it is")
     elif mode in CORRECTIONS:
         correction, bound = CORRECTIONS[mode]
         said.say("algorithm.corrections", [correction], name)

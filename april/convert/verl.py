@@ -37,6 +37,7 @@ ESTIMATORS = {
 }
 """advantage by algorithm.adv_estimator"""
 LOSSES = {"vanilla": "ppo", "gspo": "gspo", "cispo": "cispo"}
+DPPO = "dppo_tv"
 MEANS = {"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean", "seq-mean-token-sum-norm": "constant"}
 
 TABLE: dict[str, Rule] = {
@@ -90,8 +91,8 @@ TABLE: dict[str, Rule] = {
     f"{ACTOR}loss_agg_mode": JOINT,
     f"{ACTOR}loss_scale_factor": To("algorithm.constant_tokens"),
     f"{ACTOR}clip_ratio": Apart("clip_ratio_low and clip_ratio_high are what verl reads"),
-    f"{ACTOR}clip_ratio_low": To("algorithm.clip_low", lambda width: min(float(width), 1.0)),
-    f"{ACTOR}clip_ratio_high": To("algorithm.clip_high"),
+    f"{ACTOR}clip_ratio_low": JOINT,
+    f"{ACTOR}clip_ratio_high": JOINT,
     f"{ACTOR}clip_ratio_c": JOINT,
     f"{ACTOR}use_kl_loss": JOINT,
     f"{ACTOR}kl_loss_coef": JOINT,
@@ -123,6 +124,7 @@ TABLE: dict[str, Rule] = {
     f"{IMPORTANCE}rollout_is_threshold": JOINT,
     f"{IMPORTANCE}rollout_rs": Lacks("April masks responses by algorithm.corrections = ['geometric'], another rule"),
     f"{IMPORTANCE}bypass_mode": JOINT,
+    f"{IMPORTANCE}loss_type": JOINT,
     f"{IMPORTANCE}rollout_is_batch_normalize": Lacks("April does not normalise these weights"),
     f"{IMPORTANCE}*": Apart("of a correction that is off"),
     "reward.custom_reward_function.*": JOINT,
@@ -267,12 +269,22 @@ def loss(said: Translation) -> None:
     else:
         said.open["algorithm.advantage"] = f"April has no {name} = {said.value(name)!r}; choose one"
     mode, mean = said.value(f"{ACTOR}policy_loss.loss_mode"), said.value(f"{ACTOR}loss_agg_mode")
-    if mode in LOSSES:
+    bypass = said.value(f"{IMPORTANCE}bypass_mode")
+    low, high, most = (said.number(f"{ACTOR}clip_ratio_{end}") for end in ("low", "high", "c"))
+    if mode == DPPO and not bypass:
+        said.say("algorithm.loss", "cispo", f"{ACTOR}policy_loss.loss_mode")
+        said.say("algorithm.dppo_fall", low, f"{ACTOR}clip_ratio_low")
+        said.say("algorithm.dppo_rise", high, f"{ACTOR}clip_ratio_high")
+    elif mode in LOSSES:
         said.say("algorithm.loss", LOSSES[mode], f"{ACTOR}policy_loss.loss_mode")
+        said.say("algorithm.clip_low", None if low is None else min(float(low), 1.0), f"{ACTOR}clip_ratio_low")
+        said.say("algorithm.clip_high", high, f"{ACTOR}clip_ratio_high")
+    elif mode == DPPO:
+        said.open["algorithm.loss"] = "verl's bypass_mode brings its own loss in the place of dppo_tv; choose one"
     else:
         said.open["algorithm.loss"] = f"April has no policy_loss.loss_mode = {mode!r}; choose one"
     if mode == "vanilla":
-        said.say("algorithm.dual_clip", said.value(f"{ACTOR}clip_ratio_c"), f"{ACTOR}clip_ratio_c")
+        said.say("algorithm.dual_clip", most, f"{ACTOR}clip_ratio_c")
     if mean in MEANS:
         said.say("algorithm.normalisation", MEANS[mean], f"{ACTOR}loss_agg_mode")
     else:
@@ -281,15 +293,28 @@ def loss(said: Translation) -> None:
 
 
 def stale_tokens(said: Translation) -> None:
-    name, threshold = f"{IMPORTANCE}rollout_is", said.number(f"{IMPORTANCE}rollout_is_threshold")
+    name, mode, bypassing = f"{IMPORTANCE}rollout_is", f"{ACTOR}policy_loss.loss_mode", f"{IMPORTANCE}bypass_mode"
+    said.say("algorithm.behaviour_coef", 0.0)
+    if said.value(bypassing):
+        said.say("algorithm.proximal", "behaviour", bypassing)
+        said.say("algorithm.corrections", [], bypassing)
+        if said.value(f"{IMPORTANCE}loss_type") not in (None, "ppo_clip"):
+            said.differ(f"{IMPORTANCE}loss_type", "around the behaviour policy April clips the ratio")
+        return
+    said.say("algorithm.proximal", "recomputed", bypassing)
     correction = {"token": "truncated", "sequence": "truncated_sequence"}.get(said.value(name))
-    said.say("algorithm.corrections", [correction] if correction else [], name)
+    if said.value(mode) == DPPO:
+        said.say("algorithm.corrections", [correction or "truncated", DPPO], mode, name)
+        said.differ(mode, "verl measures from its policy at the start of the batch, April from the one that sampled")
+        if not correction:
+            said.say("algorithm.truncation", said.number(f"{ACTOR}clip_ratio_c"), f"{ACTOR}clip_ratio_c")
+    else:
+        said.say("algorithm.corrections", [correction] if correction else [], name)
     if correction:
         key = "truncation" if correction == "truncated" else "sequence_truncation"
-        said.say(f"algorithm.{key}", threshold, f"{IMPORTANCE}rollout_is_threshold")
-    bypass = said.value(f"{IMPORTANCE}bypass_mode")
-    said.say("algorithm.proximal", "behaviour" if bypass else "recomputed", f"{IMPORTANCE}bypass_mode")
-    said.say("algorithm.behaviour_coef", 0.0)
+        said.say(
+            f"algorithm.{key}", said.number(f"{IMPORTANCE}rollout_is_threshold"), f"{IMPORTANCE}rollout_is_threshold"
+        )
 
 
 def server(said: Translation) -> None:

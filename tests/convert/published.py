@@ -210,6 +210,21 @@ VERL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "sampling.max_response_tokens": 8192, "data.epochs": 10, "evaluation.every": 10,
         },
     ),
+    "dppo_trainer/run_qwen3_30b_a3b_megatron": (
+        GSM8K | QWEN_8B | LONG
+        | {
+            "algorithm.norm_adv_by_std_in_grpo": False, f"{ACTOR}policy_loss.loss_mode": "dppo_tv",
+            f"{ACTOR}loss_agg_mode": "seq-mean-token-sum-norm", f"{ACTOR}clip_ratio_low": 0.15,
+            f"{ACTOR}clip_ratio_high": 0.15, f"{ACTOR}clip_ratio_c": 10000.0, f"{ACTOR}ppo_mini_batch_size": 32,
+            f"{ACTOR}use_kl_loss": False, f"{ROLLOUT}n": 16, "data.train_batch_size": 256,
+            "data.max_response_length": 8192, "model_engine": "megatron",
+        },
+        {
+            "algorithm.loss": "cispo", "algorithm.corrections": ("truncated", "dppo_tv"), "algorithm.truncation": 1e4,
+            "algorithm.dppo_fall": 0.15, "algorithm.dppo_rise": 0.15, "algorithm.normalisation": "constant",
+            "algorithm.advantage": "dr_grpo", "algorithm.proximal": "recomputed", "algorithm.dual_clip": None,
+        },
+    ),
     "rloo_trainer/run_qwen3_8b_fsdp": (
         GSM8K | TWO_FILES | QWEN_8B | LONG | LENGTHS
         | {
