@@ -11,6 +11,7 @@ from april import wire
 from april.agents.gateway import Gateway, task_of
 from april.agents.host import Begin
 from april.agents.link import Link, Said
+from april.agents.listening import Addresses
 from april.agents.programs import Runner
 from april.agents.rendering import Renderer
 from april.agents.session import AgentSession
@@ -31,7 +32,7 @@ class Agents:
         self.gateway = gateway
         self.renderer = renderer
         self.sessions: dict[int, AgentSession] = {}
-        self.base_url = ""
+        self.addresses: Addresses
         self.runner: Runner
         self.link: Link
         self.over = asyncio.Event()
@@ -109,7 +110,8 @@ class Agents:
 
     def _run(self, session: AgentSession) -> None:
         key = self.gateway.admit(session)
-        order = Begin(session.told.lease_id, self.base_url, key, task_of(session), session.replaying)
+        near, public = self.addresses.near, self.addresses.public
+        order = Begin(session.told.lease_id, near, key, task_of(session), session.replaying, public)
         self.runner.begin(order)
 
     def _overdue(self, lease_id: int) -> None:

@@ -8,6 +8,7 @@ from aiohttp import web
 
 from april.agents.gateway import Gateway, answer, read_body
 from april.agents.host import Begin
+from april.agents.listening import AttachKey
 from april.agents.programs import Audience
 from april.agents.session import Refusal
 
@@ -19,13 +20,15 @@ LONGEST_WAIT_S = 60.0
 class AttachedRunner:
     """Offers sessions over HTTP.
 
-    POST   /v1/sessions           {"wait_s": 30} -> 201 with all that an agent is told, or 204: none in that time
+    POST   /v1/sessions           {"wait_s": 30} -> 201 with all that an agent is told, or 204: none in that time;
+                                  with the key of agent.attach_keyfile, if there is one
     POST   /v1/session/reward     {"reward": 1.0}, with the session's key
     DELETE /v1/session            ends it, with its key
     """
 
     audience: Audience
     gateway: Gateway
+    attach_key: AttachKey
     offered: deque[Begin] = field(default_factory=deque)
     taken: dict[str, int] = field(default_factory=dict)
     """session by key"""
@@ -50,6 +53,8 @@ class AttachedRunner:
         self.offered.clear()
 
     async def _take(self, request: web.Request) -> web.Response:
+        if not self.attach_key.opens(self.gateway.key_of(request)):
+            raise Refusal("invalid_api_key", "this key opens no sessions; show that of agent.attach_keyfile", 401)
         wait_s = (await read_body(request)).get("wait_s", 0) if request.can_read_body else 0
         if not isinstance(wait_s, int | float) or not 0 <= wait_s <= LONGEST_WAIT_S:
             raise Refusal("invalid_value", f"'wait_s' = {wait_s!r} is not from 0 to {LONGEST_WAIT_S:g} seconds")
@@ -63,7 +68,8 @@ class AttachedRunner:
         order = self.offered.popleft()
         self.taken[order.api_key] = order.key
         self.audience.began(order.key)
-        told = {"base_url": order.base_url, "root_url": order.base_url.removesuffix("/v1"), "api_key": order.api_key}
+        url = order.public_url
+        told = {"base_url": url, "root_url": url.removesuffix("/v1"), "api_key": order.api_key}
         return answer(told | {"task": order.task, "replaying": order.replaying}, 201)
 
     async def _end(self, request: web.Request) -> web.Response:

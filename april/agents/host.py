@@ -33,6 +33,8 @@ class Begin(msgspec.Struct, tag=True, array_like=True):
     api_key: str
     task: dict[str, Any]
     replaying: bool
+    public_url: str
+    """of the API for others than this machine's"""
 
 
 class Cease(msgspec.Struct, tag=True, array_like=True):
@@ -58,6 +60,8 @@ class Session:
     """`messages` and `label` of the row; `group`, `index` and `evaluation` of the sample"""
     replaying: bool
     """it was run before, and what it asks first is answered from the journal"""
+    public_url: str = ""
+    """of the same API, for what the program starts in containers or on other machines"""
 
     @property
     def root_url(self) -> str:
@@ -109,7 +113,7 @@ class Host:
             task.cancel()
 
     async def _run(self, order: Begin) -> None:
-        session = Session(order.base_url, order.api_key, order.task, order.replaying)
+        session = Session(order.base_url, order.api_key, order.task, order.replaying, order.public_url)
         try:
             if self.is_async:
                 reward = await self.program(session)

@@ -3,11 +3,13 @@
 import asyncio
 import logging
 import signal
+import ssl
 import sys
 from collections import Counter
 from typing import NoReturn
 
 from april.agents import PROGRAMS
+from april.agents.listening import AttachKey, listen, tls_of
 from april.config import Config, ConfigError
 from april.connections.broker import AccessDenied, BrokerConnection
 from april.connections.identity import new_uid
@@ -26,10 +28,13 @@ def run_agents(config: Config, address: str, name: str) -> NoReturn:
         PROGRAMS.find(config.agent.program)
     log_to_stderr(name, config.operations.log_format, run=config.run.name, worker=name)
     keys = load_keys(config.security.keys, "agents")
-    end(asyncio.run(serve(config, address, name, keys)))
+    tls, attach_key = tls_of(config.agent), AttachKey(config.agent.attach_keyfile)
+    end(asyncio.run(serve(config, address, name, keys, tls, attach_key)))
 
 
-async def serve(config: Config, address: str, name: str, keys: Keys | None) -> int:
+async def serve(
+    config: Config, address: str, name: str, keys: Keys | None, tls: ssl.SSLContext | None, attach_key: AttachKey
+) -> int:
     """Until the run is over; the exit status."""
     from aiohttp import web
 
@@ -53,13 +58,11 @@ async def serve(config: Config, address: str, name: str, keys: Keys | None) -> i
     elif section.command:
         agents.runner = CommandRunner(section.command, config.run_dir / "logs" / f"{name}-programs.log", agents)
     else:
-        agents.runner = AttachedRunner(agents, gateway)
+        agents.runner = AttachedRunner(agents, gateway, attach_key)
     http = web.AppRunner(gateway.app, access_log=None, handler_cancellation=True)
     await http.setup()
-    host, _, port = section.listen.rpartition(":")
-    site = web.TCPSite(http, host, int(port))
     try:
-        await site.start()
+        agents.addresses = await listen(http, section, tls)
         await agents.runner.start()
     except OSError as error:
         print(f"april agents: key 'agent.listen' = {section.listen!r}: {error.strerror}", file=sys.stderr)
@@ -67,9 +70,7 @@ async def serve(config: Config, address: str, name: str, keys: Keys | None) -> i
     except (TimeoutError, asyncio.IncompleteReadError):
         print(f"april agents: the process of agent.program = {section.program!r} did not start", file=sys.stderr)
         return 1
-    bound = http.addresses[0]
-    agents.base_url = f"http://{host}:{bound[1]}/v1"
-    log.info("the API is at %s; connecting to %s", agents.base_url, address)
+    log.info("the API is at %s; connecting to %s", agents.addresses.public, address)
     connection = BrokerConnection(address, "agents", name, new_uid(name), config.broker.patience_s, keys)
     agents.link = Link(connection, section.sessions, agents)
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -165,7 +165,7 @@ class CommandRunner:
         told = {
             "OPENAI_BASE_URL": order.base_url, "OPENAI_API_KEY": order.api_key, "ANTHROPIC_BASE_URL": root,
             "ANTHROPIC_API_KEY": order.api_key, "APRIL_TASK": orjson.dumps(order.task).decode(),
-            "APRIL_REPLAYING": str(int(order.replaying)),
+            "APRIL_REPLAYING": str(int(order.replaying)), "APRIL_PUBLIC_URL": order.public_url,
         }  # fmt: skip
         with self.log.open("ab") as log:
             try:

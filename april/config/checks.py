@@ -9,7 +9,7 @@ from april.config.algorithm import AlgorithmSection
 from april.config.data import DataSection
 from april.config.lora import check_lora
 from april.config.sections import AUTO, BrokerSection, Config, EvaluationSection, ScheduleSection
-from april.config.workers import EnvironmentSection
+from april.config.workers import AgentSection, EnvironmentSection
 from april.errors import ConfigError
 from april.registry import ROOMS, registry_of
 from april.wire.limits import TOP_K
@@ -281,12 +281,44 @@ def check_agent(config: Config) -> None:
             "key 'data.source' = 'submitted' brings token ids, and an agent says itself what the policy is told; "
             "give its tasks in data.path"
         )
+    check_listening(agent)
+
+
+def check_listening(agent: AgentSection) -> None:
+    """What agents send and are sent is read by nobody else, and nobody else comes for their sessions."""
     address = re.fullmatch(r"([^:/\s]+):(\d+)", agent.listen)
     if not address or int(address[2]) > LARGEST_PORT:
         raise ConfigError(f"key 'agent.listen' = {agent.listen!r} is no address; use HOST:PORT, port 0 for a free one")
-    if not is_loopback(address[1]):
+    if bool(agent.ssl_certfile) != bool(agent.ssl_keyfile):
+        here, other = ("certfile", "keyfile") if agent.ssl_certfile else ("keyfile", "certfile")
         raise ConfigError(
-            f"key 'agent.listen' = {agent.listen!r} would carry keys over the network unencrypted; keep to 127.0.0.1"
+            f"key 'agent.ssl_{here}' = {str(getattr(agent, f'ssl_{here}'))!r} needs agent.ssl_{other} beside it; give "
+            "both, or neither"
+        )
+    url = re.fullmatch(r"(https?)://([^/\s?#@:]+)(:\d+)?(/[^\s?#]*)?", agent.public_url)
+    near = is_loopback(address[1])
+    if agent.public_url:
+        if not url or (url[1] == "http" and not is_loopback(url[2])):
+            raise ConfigError(
+                f"key 'agent.public_url' = {agent.public_url!r} is no address of TLS; give https://HOST:PORT, as "
+                "others reach the API"
+            )
+        if address[2] == "0":
+            raise ConfigError(
+                f"key 'agent.listen' = {agent.listen!r} takes any port, and agent.public_url is that of one; give "
+                "a port"
+            )
+        near = near and is_loopback(url[2])
+    if not (near or agent.ssl_certfile or agent.public_url.startswith("https:")):
+        raise ConfigError(
+            f"key 'agent.listen' = {agent.listen!r} would carry keys over the network unencrypted; give "
+            "agent.ssl_certfile and agent.ssl_keyfile, or the https address of a proxy that ends TLS as "
+            "agent.public_url, or keep to 127.0.0.1"
+        )
+    if agent.attach and not near and not agent.attach_keyfile:
+        raise ConfigError(
+            f"key 'agent.attach' = true with agent.listen = {agent.listen!r} would give sessions to anybody on the "
+            "network; name a file with a random text as agent.attach_keyfile, such as that of `openssl rand -hex 32`"
         )
 
 

@@ -145,7 +145,17 @@ class AgentSection(Section):
     attach: bool = Field(False, description="an outside harness comes for the sessions over HTTP")
     count: int = Field(1, ge=1, description="agents processes that `april run` starts")
     sessions: int = Field(64, ge=1, description="sessions that one of them has open at a time")
-    listen: str = Field("127.0.0.1:0", description="HOST:PORT of the API; port 0: any that is free")
+    listen: str = Field(
+        "127.0.0.1:0", description="HOST:PORT of the API; port 0: any that is free; beyond this machine over TLS alone"
+    )
+    ssl_certfile: Path | None = Field(None, description="PEM file of the API's certificate, and of those that sign it")
+    ssl_keyfile: Path | None = Field(None, description="PEM file of the certificate's key, without a passphrase")
+    public_url: str = Field(
+        "", description="https://HOST:PORT that others reach the API under; with no certificate a proxy ends TLS there"
+    )
+    attach_keyfile: Path | None = Field(
+        None, description="file of mode 0600 with the key that a harness shows when it comes for sessions"
+    )
     timeout_s: float = Field(600.0, gt=0, description="a session is ended after this long (seconds)")
     chat_template: str = Field("", description="Jinja text in place of the tokeniser's own chat template")
     response_template: dict[str, Any] = Field(

@@ -101,7 +101,7 @@ async def converse(config: Config, tokenizer: Tokenizer, one: Seen, log: Path, p
     try:
         await runner.start()
         base_url = f"http://127.0.0.1:{http.addresses[0][1]}/v1"
-        runner.begin(Begin(KEY, base_url, gateway.admit(session), task_of(session), False))
+        runner.begin(Begin(KEY, base_url, gateway.admit(session), task_of(session), False, base_url))
         began = time.monotonic()
         while not ending.over and time.monotonic() - began < (patience_s if ending.turns else FIRST_S):
             await asyncio.sleep(POLL_S)

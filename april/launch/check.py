@@ -13,6 +13,7 @@ from typing import Any
 import orjson
 
 from april.agents import PROGRAMS
+from april.agents.listening import AttachKey, tls_of
 from april.broker.fingerprints import tensors_of
 from april.broker.prompts import PromptBook
 from april.broker.submitted import open_prompts
@@ -166,8 +167,10 @@ def check_weights(folder: Path) -> None:
 
 
 def check_agent(config: Config) -> None:
-    """That its program can be found. Raises ConfigError."""
+    """That its program can be found, and what its API shows to others. Raises ConfigError."""
     agent = config.agent
+    tls_of(agent)
+    AttachKey(agent.attach_keyfile)
     if agent.program and not inspect.isclass(PROGRAMS.find(agent.program)) and agent.options:
         raise ConfigError(
             f"key 'agent.options' = {agent.options!r} is for a program that is a class, and agent.program = "

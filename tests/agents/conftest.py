@@ -12,14 +12,17 @@ from april import wire
 from april.agents.attached import AttachedRunner
 from april.agents.dialects import DIALECTS
 from april.agents.gateway import Gateway
+from april.agents.listening import AttachKey, listen, tls_of
 from april.agents.rendering import Renderer
 from april.agents.session import AgentSession
+from april.config import AgentSection
 from april.data.tokenizer import Tokenizer
 from april.wire.rows import chunk_row
 from april.wire.version import Version
 
 SESSION = 7 * wire.BRANCHES
 PLAIN = "{% for message in messages %}{{ message.content }}{% endfor %}"
+PLAINLY = AgentSection()
 
 
 class Policy:
@@ -77,7 +80,7 @@ def meet(loop, policy_folder):
     tokenizer, runners, clients = Tokenizer(policy_folder), [], []
 
     def begin(*lines, pieces=1, ignores=False, max_tokens=64, template=PLAIN, response_template=None, attached=False,
-              rendered=False):  # fmt: skip
+              rendered=False, section=PLAINLY):  # fmt: skip
         policy = Policy(tokenizer, *lines, pieces=pieces)
         told = wire.Session(SESSION, 3, 1, False, '"12*3="', "63", max_tokens, 1.0)
         renderer = Renderer(tokenizer, template, {}, response_template or {})
@@ -86,18 +89,17 @@ def meet(loop, policy_folder):
 
         if attached:
             begin.seen = []
-            begin.runner = AttachedRunner(Audience(begin.seen), gateway)
+            begin.runner = AttachedRunner(Audience(begin.seen), gateway, AttachKey(section.attach_keyfile))
 
         async def serve():
             runner = web.AppRunner(gateway.app, handler_cancellation=True)
             await runner.setup()
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
             runners.append(runner)
-            return runner.addresses[0][1]
+            return await listen(runner, section, tls_of(section))
 
-        port = asyncio.run_coroutine_threadsafe(serve(), loop).result()
+        begin.addresses = asyncio.run_coroutine_threadsafe(serve(), loop).result()
         key = gateway.admit(session)
-        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=key, max_retries=0, timeout=30)
+        client = openai.OpenAI(base_url=begin.addresses.near, api_key=key, max_retries=0, timeout=30)
         client.loop = loop
         clients.append(client)
         return client, policy, session, gateway

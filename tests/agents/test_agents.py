@@ -11,6 +11,7 @@ from april.agents.dialects import Chat
 from april.agents.gateway import Gateway
 from april.agents.host import Begin, Ended
 from april.agents.link import Link
+from april.agents.listening import Addresses
 from april.agents.programs import CommandRunner, ProgramRunner
 from april.agents.rendering import Renderer
 from april.config import ConfigError
@@ -19,7 +20,7 @@ from april.data.tokenizer import Tokenizer
 from april.launch.check import check_agent
 
 SESSION = wire.BRANCHES
-TELL_AND_EXIT = 'echo "$OPENAI_BASE_URL $APRIL_TASK"; exit $(echo $APRIL_TASK | tr -dc 0-9)'
+TELL_AND_EXIT = 'echo "$OPENAI_BASE_URL $APRIL_PUBLIC_URL $APRIL_TASK"; exit $(echo $APRIL_TASK | tr -dc 0-9)'
 TOLD = wire.Session(SESSION, 3, 1, False, '"12*3="', "63", 64, 1.0)
 
 
@@ -39,6 +40,7 @@ def agents(policy_folder):
     tokenizer = Tokenizer(policy_folder)
     agents = Agents(AgentSection(attach=True, timeout_s=0.05), Gateway([Chat(tokenizer, "run", False)]),
                     Renderer(tokenizer, "", {}, {}))  # fmt: skip
+    agents.addresses = Addresses("http://127.0.0.1:1/v1", "http://127.0.0.1:1/v1")
     agents.runner, closings, left = Runner(), [], []
     agents.link = SimpleNamespace(
         say=None, close_session=closings.append, leave=left.append, closings=closings, left=left
@@ -134,7 +136,7 @@ class Audience:
 
 
 def order(key, task=None):
-    return Begin(key, "http://127.0.0.1:1/v1", "key", task or {}, False)
+    return Begin(key, "http://127.0.0.1:1/v1", "key", task or {}, False, "https://here:1/v1")
 
 
 def test_functions_run_in_a_process_that_is_replaced_when_it_dies():
@@ -197,4 +199,4 @@ def test_a_command_is_a_process_for_each_session(tmp_path):
 
     good, bad, missing, log = asyncio.run(play())
     assert good == Ended(1) and "status 3" in bad.error and "'no-such-command' cannot be started" in missing.error
-    assert 'http://127.0.0.1:1/v1 {"status":0}' in log
+    assert 'http://127.0.0.1:1/v1 https://here:1/v1 {"status":0}' in log

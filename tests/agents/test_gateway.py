@@ -331,7 +331,7 @@ def test_a_harness_comes_for_a_session_and_says_what_it_was_worth(meet, loop):
     client, _, session, gateway = meet("11", attached=True)
     url = str(client.base_url).removesuffix("/")
     assert call("POST", f"{url}/sessions", {}) == (204, None), "nothing is offered yet"
-    order = Begin(SESSION, url, gateway.admit(session), task_of(session), False)
+    order = Begin(SESSION, url, gateway.admit(session), task_of(session), False, url)
     loop.call_soon_threadsafe(meet.runner.begin, order)
     status, told = call("POST", f"{url}/sessions", {"wait_s": 20})
     assert status == 201 and told["task"]["messages"] == [{"role": "user", "content": "12*3="}]

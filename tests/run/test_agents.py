@@ -1,8 +1,17 @@
 """Agents in a real run: whatever is killed under them, they read the same answers, and nothing said is lost."""
 
+import contextlib
+import json
+import re
+import ssl
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+import openai
 import pytest
 
 from april.report.samples import read_step
+from tests.agents.certificate import make_attach_key, make_certificate
 from tests.agents.read import agree, executions
 from tests.run.processes import APRIL, assert_closed, wait_until
 
@@ -54,3 +63,43 @@ def test_an_environment_of_verifiers_is_trained_on_by_name(start, finish_run, ru
         number = int(sample["prompt"][1])
         assert sample["reward"] == sample["response"].endswith(str(number % 2)), "the rubric's"
         assert f"+{number}=" in sample["response"], "what the environment says"
+
+
+@pytest.mark.full
+def test_a_harness_elsewhere_comes_over_tls_with_its_key_and_is_trained_on(start_run, run_dir, tmp_path):
+    certificate, key = make_certificate(tmp_path)
+    job = start_run(
+        *AGENT, "--agent.attach", "true", "--agent.attach_keyfile", str(make_attach_key(tmp_path)),
+        "--agent.ssl_certfile", str(certificate), "--agent.ssl_keyfile", str(key), "--agent.listen", "127.0.0.1:0",
+        "--worker.count", "1", "--learner.ranks", "1",
+    )  # fmt: skip
+    log, trust = run_dir / "logs/agents-0.log", ssl.create_default_context(cafile=certificate)
+    wait_until(lambda: log.exists() and "the API is at" in log.read_text(), job)
+    [base] = set(re.findall(r"the API is at (https://\S+/v1);", log.read_text()))
+
+    def call(method, path, key, body=None):
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(f"{base}{path}", data, {"Authorization": f"Bearer {key}"}, method=method)
+        with urllib.request.urlopen(request, timeout=90, context=trust) as response:
+            return json.loads(response.read() or "null")
+
+    def harness():
+        """Runs agents until the run has come to its end, perhaps between two calls."""
+        while job.process.poll() is None:
+            with contextlib.suppress(OSError, openai.APIError):
+                if told := call("POST", "/sessions", 32 * "k", {"wait_s": 1}):
+                    assert told["base_url"] == base
+                    client = openai.OpenAI(base_url=base, api_key=told["api_key"], http_client=http, timeout=170)
+                    reply = client.chat.completions.create(model="any", messages=told["task"]["messages"], max_tokens=4)
+                    reward = float(len(reply.choices[0].message.content) % 2)
+                    call("POST", "/session/reward", told["api_key"], {"reward": reward})
+                    call("DELETE", "/session", told["api_key"])
+
+    http = openai.DefaultHttpxClient(verify=trust)
+    with ThreadPoolExecutor(8) as pool:
+        agents = [pool.submit(harness) for _ in range(8)]
+        assert job.wait() == 0, job.output
+        assert [one.result() for one in agents] == 8 * [None]
+    summary = assert_closed(run_dir)
+    assert (summary["steps"], summary["state"]) == (3, "finished")
+    assert "agent_failed" not in summary["tokens"]["discarded"]

@@ -1,0 +1,22 @@
+"""A certificate of this machine, signed by itself, as an operator makes one."""
+
+import subprocess
+
+
+def make_certificate(folder):
+    """(certificate, its key) as PEM files"""
+    certificate, key = folder / "april.pem", folder / "april-key.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
+         "-subj", "/CN=april", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1", "-out", certificate,
+         "-keyout", key], check=True, capture_output=True,
+    )  # fmt: skip
+    return certificate, key
+
+
+def make_attach_key(folder):
+    """A file with 32 times k."""
+    file = folder / "harness.key"
+    file.write_text(32 * "k" + "\n")
+    file.chmod(0o600)
+    return file

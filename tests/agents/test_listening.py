@@ -1,0 +1,134 @@
+"""Who can reach the gateway, and what is refused: plain HTTP is for this machine alone."""
+
+import ssl
+import subprocess
+import urllib.error
+import urllib.request
+
+import openai
+import pytest
+
+from april import config as configuration
+from april.agents.host import Begin
+from april.agents.listening import AttachKey, tls_of
+from april.config import AgentSection, ConfigError
+from tests.agents.certificate import make_attach_key, make_certificate
+from tests.agents.conftest import SESSION
+
+
+@pytest.fixture
+def certificate(tmp_path):
+    return make_certificate(tmp_path)
+
+
+@pytest.fixture
+def section(certificate):
+    """section(**more) -> AgentSection that is reached over TLS"""
+    files = {"ssl_certfile": certificate[0], "ssl_keyfile": certificate[1]}
+    return lambda **more: AgentSection(**files | more)
+
+
+@pytest.fixture
+def attach_keyfile(tmp_path):
+    return make_attach_key(tmp_path)
+
+
+def ask(client):
+    reply = client.chat.completions.create(model="run", messages=[{"role": "user", "content": "12*3="}])
+    return reply.choices[0].message.content
+
+
+def over_tls(client, url, certificate):
+    trust = ssl.create_default_context(cafile=certificate)
+    return client.with_options(base_url=url, http_client=openai.DefaultHttpxClient(verify=trust))
+
+
+def test_others_speak_over_tls_and_programs_of_this_machine_without(meet, section, certificate):
+    client, _, session, gateway = meet("11", "2", section=section())
+    addresses = meet.addresses
+    assert addresses.public.startswith("https://127.0.0.1:") and addresses.near.startswith("http://127.0.0.1:")
+    for url in (addresses.public, addresses.public.replace("127.0.0.1", "localhost")):
+        with over_tls(client, url, certificate[0]) as one:
+            assert ask(one.with_options(api_key=gateway.admit(session))) == "11"
+    near = client.with_options(api_key=gateway.admit(session))
+    assert ask(near) == "11" and ask(near) == "2"
+    for stranger in (addresses.public, addresses.public.replace("https", "http")):
+        with pytest.raises(openai.APIConnectionError):
+            ask(client.with_options(base_url=stranger))
+
+
+def test_a_harness_shows_its_key_and_is_told_the_public_address(meet, section, certificate, attach_keyfile, loop):
+    public = "https://agents.example.org"
+    attached = section(attach=True, attach_keyfile=attach_keyfile, public_url=f"{public}/", listen="127.0.0.1:0")
+    client, _, session, gateway = meet(attached=True, section=attached)
+    assert meet.addresses.public == f"{public}/v1" and meet.addresses.near.startswith("https://127.0.0.1:")
+    order = Begin(SESSION, meet.addresses.near, gateway.admit(session), {}, False, meet.addresses.public)
+    loop.call_soon_threadsafe(meet.runner.begin, order)
+    trust = ssl.create_default_context(cafile=certificate[0])
+
+    def come(key):
+        request = urllib.request.Request(
+            f"{meet.addresses.near}/sessions", b'{"wait_s": 30}', {"Authorization": f"Bearer {key}"}
+        )
+        return urllib.request.urlopen(request, timeout=60, context=trust).status
+
+    for key in ("", client.api_key, 31 * "k"):
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            come(key)
+    assert come(32 * "k") == 201 and gateway.refusals == {"invalid_api_key": 3}
+
+
+BEYOND = ["--agent.listen", "0.0.0.0:8443"]
+FILES = ["--agent.ssl_certfile", "april.pem", "--agent.ssl_keyfile", "april-key.pem"]
+PROXY = ["--agent.public_url", "https://agents.example.org/one"]
+
+
+@pytest.mark.parametrize(
+    "overrides, says",
+    [
+        (BEYOND, r"'agent.listen' = '0.0.0.0:8443' would carry keys over the network unencrypted; give agent.ssl_cert"),
+        ([*BEYOND, "--agent.public_url", "http://127.0.0.1:1"], "'agent.listen' = .* unencrypted"),
+        (FILES[:2], r"'agent.ssl_certfile' = '/.*april.pem' needs agent.ssl_keyfile beside it"),
+        (FILES[2:], r"'agent.ssl_keyfile' = '/.*april-key.pem' needs agent.ssl_certfile beside it"),
+        (["--agent.public_url", "http://10.0.0.5:80"], "'agent.public_url' = 'http://10.0.0.5:80' is no addr"),
+        (["--agent.public_url", "agents.example.org"], "'agent.public_url' = 'agents.example.org' is no addr"),
+        (PROXY, r"'agent.listen' = '127.0.0.1:0' takes any port"),
+    ],
+)  # fmt: skip
+def test_what_would_be_read_by_others_is_refused(config_file, overrides, says):
+    with pytest.raises(ConfigError, match=says):
+        configuration.load(config_file, ["--agent.program", "my_agent:run", *overrides])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("overrides", [[*BEYOND, *FILES], [*BEYOND, *PROXY], ["--agent.listen", "127.0.0.1:1", *PROXY]])
+def test_sessions_are_given_to_nobody_who_shows_no_key(config_file, overrides):
+    assert configuration.load(config_file, ["--agent.program", "my_agent:run", *overrides])
+    attached = ["--agent.attach", "true", *overrides]
+    with pytest.raises(ConfigError, match=r"'agent.attach' = true .* would give sessions to anybody"):
+        configuration.load(config_file, attached)
+    assert configuration.load(config_file, [*attached, "--agent.attach_keyfile", "harness.key"])
+
+
+@pytest.mark.full
+def test_files_that_are_no_certificate_and_no_key_are_named(section, certificate, attach_keyfile, tmp_path):
+    _, key = certificate
+    locked = tmp_path / "locked.pem"
+    subprocess.run(["openssl", "pkey", "-in", key, "-aes256", "-passout", "pass:secret", "-out", locked], check=True)
+    for more, says in (
+        ({"ssl_keyfile": tmp_path / "none"}, "'agent.ssl_keyfile' = .*No such file"),
+        ({"ssl_certfile": key}, "'agent.ssl_certfile' = .* is no certificate of the key in"),
+        ({"ssl_keyfile": locked}, "is no certificate of the key in .*without a passphrase"),
+        ({"ssl_keyfile": attach_keyfile}, "is no certificate of the key in"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            tls_of(section(**more))
+    attach_keyfile.chmod(0o640)
+    with pytest.raises(ConfigError, match="can be read by others; run `chmod 600"):
+        AttachKey(attach_keyfile)
+    attach_keyfile.chmod(0o600)
+    attach_keyfile.write_text("short")
+    with pytest.raises(ConfigError, match="holds no key of 32 characters"):
+        AttachKey(attach_keyfile)
+    with pytest.raises(ConfigError, match=r"cannot be read .*openssl rand -hex 32"):
+        AttachKey(tmp_path / "none")
