@@ -38,6 +38,7 @@ def file(tmp_path):
         (["--nonsense", "1"], ["nonsense", "1"]),
         (["--learner.lr", "fast"], ["learner.lr", "fast", "number"]),
         (["--over-sampling-batch-size", "0"], ["schedule.over_sampling_batch_size", "0", "greater than or equal to 1"]),
+        (["--learner.minibatches", "33"], ["learner.minibatches", "33", "32 groups", "schedule.rollout_batch_size"]),
         (["--n-samples-per-prompt", "1"], ["schedule.n_samples_per_prompt", "1", "2 or more"]),
         (["--over-sampling-batch-size", "193"], ["over_sampling_batch_size", "193", "192", "max_staleness"]),
         (["--schedule.overlap", "--over-sampling-batch-size", "161"], ["161", "160", "with overlap"]),

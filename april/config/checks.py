@@ -32,6 +32,7 @@ def check(config: Config, inputs: Collection[str] = INPUTS) -> None:
     """
     check_names(config)
     check_schedule(config.schedule, imported=is_shipped(config, "schedule.kind"))
+    check_minibatches(config)
     check_sampling(config)
     check_evaluation(config.evaluation)
     check_algorithm(config.algorithm, imported=False)
@@ -108,6 +109,15 @@ def check_automatic(schedule: ScheduleSection, wanted: str | None) -> None:
         raise ConfigError(
             f"key 'schedule.{key}' = 'auto' is not what schedule.kind = {schedule.kind!r} goes by; "
             f"set schedule.{wanted} = 'auto'"
+        )
+
+
+def check_minibatches(config: Config) -> None:
+    if config.learner.minibatches > config.schedule.rollout_batch_size:
+        raise ConfigError(
+            f"key 'learner.minibatches' = {config.learner.minibatches} is more than the "
+            f"{config.schedule.rollout_batch_size} groups of a batch, each of which is in one minibatch; set it to at "
+            "most schedule.rollout_batch_size"
         )
 
 

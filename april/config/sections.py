@@ -169,6 +169,10 @@ class LearnerSection(Section):
     )
     weight_decay: float = Field(0.0, ge=0, description="AdamW weight decay")
     warmup_steps: int = Field(0, ge=0, description="optimizer steps of linear warm-up")
+    minibatches: int = Field(
+        1, ge=1, description="optimizer steps that share a batch; a group is in one of them, at random"
+    )
+    epochs: int = Field(1, ge=1, description="how often a batch is trained")
     grad_clip: float = Field(1.0, gt=0, description="largest gradient norm")
     microbatch_tokens: int = Field(8192, ge=1, description="tokens packed into one forward pass of a rank")
     compute: Literal["auto", "fp32", "bf16"] = Field(

@@ -14,7 +14,7 @@ EFFECTIVE = {"ess": ("ratio_mean", "ratio_square"), "weight_ess": ("weight_mean"
 
 
 class TokenTotals:
-    """Sums over the trained tokens of this rank."""
+    """Sums over the trained tokens of this rank in an optimizer step; over those of all ranks once `reduced`."""
 
     def __init__(self, device: torch.device):
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
@@ -41,30 +41,47 @@ class TokenTotals:
         ratios = ratios.double()
         self.sequences += torch.stack([torch.ones_like(ratios).sum(), ratios.sum(), ratios.square().sum()])
 
-    def reduced(self) -> dict[str, float]:
-        """`loss`, `trained_tokens`, and means over them, over all ranks; NAME_age_A of the ages that there are.
+    def reduced(self) -> "TokenTotals":
+        """Over all ranks. Collective."""
+        packed = torch.cat([self.loss[None], self.sequences, self.sums.flatten()])
+        dist.all_reduce(packed)
+        dist.all_reduce(self.ratio_max, dist.ReduceOp.MAX)
+        self.loss, self.sequences, self.sums = packed[0], packed[1:4], packed[4:].view(AGES, len(SUMS))
+        return self
+
+    @classmethod
+    def over(cls, steps: list["TokenTotals"], epochs: int) -> "TokenTotals":
+        """Of a batch, by those of the optimizer steps in which each token was trained `epochs` times: the steps' mean
+        loss, and means over the tokens as they were seen in all epochs."""
+        whole = cls(steps[0].sums.device)
+        for step in steps:
+            whole.loss += step.loss / len(steps)
+            whole.sums += step.sums / epochs
+            whole.sequences += step.sequences / epochs
+            whole.ratio_max = torch.maximum(whole.ratio_max, step.ratio_max)
+            whole.has_reference |= step.has_reference
+        return whole
+
+    def figures(self) -> dict[str, float]:
+        """`loss`, `trained_tokens`, and means over them; NAME_age_A of the ages that there are.
 
         `ess` and `weight_ess` are the effective sample sizes of the ratios and of the weights that were applied, as
         shares of the tokens, `sequence_ess` that of the responses' ratios, as a share of the responses;
         `off_policy_share` the share of tokens older than the weights at hand. Means are absent when no token was
         trained, `reference_kl` also where there is no reference.
         """
-        packed = torch.cat([self.loss[None], self.sequences, self.sums.flatten()])
-        dist.all_reduce(packed)
-        dist.all_reduce(self.ratio_max, dist.ReduceOp.MAX)
-        loss, by_age = packed[0].item(), packed[4:].view(AGES, len(SUMS))
-        tokens = by_age[:, 0].sum().item()
-        result = {"loss": loss, "trained_tokens": tokens}
+        tokens = self.sums[:, 0].sum().item()
+        result = {"loss": self.loss.item(), "trained_tokens": tokens}
         if not tokens:
             return result
-        whole = means(by_age.sum(0))
+        whole = means(self.sums.sum(0))
         result |= {name: whole[name] for name in (*MEANS, *EFFECTIVE)}
-        result["sequence_ess"] = effective_share(*packed[1:4].tolist())
+        result["sequence_ess"] = effective_share(*self.sequences.tolist())
         if self.has_reference:
             result["reference_kl"] = whole["reference_kl"]
         result["ratio_max"] = self.ratio_max.item()
-        result["off_policy_share"] = 1 - by_age[0, 0].item() / tokens
-        for age, row in enumerate(by_age):
+        result["off_policy_share"] = 1 - self.sums[0, 0].item() / tokens
+        for age, row in enumerate(self.sums):
             if row[0]:
                 bucket, found = age_name(age), means(row)
                 result[f"trained_tokens_age_{bucket}"] = row[0].item()

@@ -6,10 +6,13 @@ micro-batch, whose shares add up to the loss of the global batch:
     sum over tokens of weight * (correction * policy loss + behaviour_coef * (log pi - log behaviour)^2 / 2
                                  + kl_coef * KL(pi || reference) - entropy_coef * entropy)
 
-where tokens without an advantage have no pull towards their behaviour policy, so that they need not be computed;
-with one optimizer step a batch, so that pi at hand is also the policy at the start of the step.
+where tokens without an advantage have no pull towards their behaviour policy, so that they need not be computed.
+With one optimizer step a batch, pi at hand is also the policy at the start of the step. With several, "the global
+batch" is the minibatch of a step, and what depends on the policy at the start is taken from a pass over all of the
+batch before the first (`OfBatch`).
 """
 
+import random
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,6 +34,7 @@ from april.learner.losses.divergence import KL_ESTIMATORS, k1, k2, k3
 from april.learner.losses.normalisation import token_weights
 from april.learner.losses.policy import Clip
 from april.learner.losses.ranks import Ranks
+from april.learner.minibatches import minibatches
 
 MAX_VERSIONS = 64
 """policy versions whose share of a batch is told apart; metrics of a step are limited in number"""
@@ -49,6 +53,8 @@ class Prepared:
     """float64, one a sample: what each of its tokens weighs in the loss"""
     places: list[int]
     """of the samples among those of the batch"""
+    minibatches: list[int]
+    """the one that each sample is trained in"""
     of_batch: np.ndarray
     """float64, the advantage of every sample of the batch"""
     metrics: dict[str, float]
@@ -89,9 +95,11 @@ class ResponseTokens:
 
 @dataclass(frozen=True, eq=False)
 class OfBatch:
-    """What the loss of a micro-batch of K tokens takes from all tokens of its batch."""
+    """What the loss of a micro-batch of K tokens takes from all tokens of its batch, before its first step."""
 
     clip: Clip
+    proximal: Tensor
+    """float32 [K], as of `Objective.proximal`"""
     weight: Tensor
     """float32 [K], as of `Objective.correction`"""
     truncated: Tensor
@@ -105,14 +113,16 @@ class Objective:
         """Raises ConfigError for a loss or correction that cannot be found."""
         self.section = config.algorithm
         self.max_response_tokens = config.sampling.max_response_tokens
+        self.seed, self.learner = config.seed, config.learner
         check_algorithm(self.section)
         self.policy_loss = LOSSES.find(self.section.loss)
         self.corrections = [CORRECTIONS.find(name) for name in self.section.corrections]
         self.clip = Clip(self.section.clip_low, self.section.clip_high, self.section.dual_clip)
         self.clip_of_batch = getattr(self.policy_loss, "clip_of_batch", None)
         over_the_batch = [getattr(correction, "over_the_batch", False) for correction in self.corrections]
-        self.needs_batch = bool(self.clip_of_batch) or any(over_the_batch)
-        """a part looks at all tokens of a batch before the first of them is trained"""
+        steps = self.learner.minibatches * self.learner.epochs
+        self.needs_batch = bool(self.clip_of_batch) or any(over_the_batch) or steps > 1
+        """something is taken from all tokens of a batch before the first of them is trained"""
         self.step_scale = STEP_SCALES.find(self.section.step_scale) if self.section.step_scale else lambda figures: 1.0
         """of a step's figures: what its learning rate is multiplied by"""
         self.needs_reference = self.section.kl_coef > 0
@@ -133,27 +143,31 @@ class Objective:
         ]
         trained = [samples[place] for place in places]
         group_of = [number for number, group in enumerate(batch.groups) for _ in group]
-        tokens = sum(sample.sampled_tokens for sample in samples)
         every = [rows for group in groups for rows in group]
-        sequences = sum(tokens_of(rows) > 0 for rows in every)
+        chance = random.Random(f"{self.seed} {batch.step}")
+        of_group = np.array(minibatches(len(groups), self.learner.minibatches, chance), np.int64)
+        tokens = [sum(map(tokens_of, group)) for group in groups]
+        sequences = [sum(tokens_of(rows) > 0 for rows in group) for group in groups]
+        minibatch_of = of_group[[group_of[place] for place in places]]
         weights = token_weights(
             self.section.normalisation,
             of_session[places].astype(np.int64),
-            max(1, tokens),
-            max(1, sequences),
+            np.bincount(of_group, tokens)[minibatch_of],
+            np.bincount(of_group, sequences)[minibatch_of],
             self.section.constant_tokens or self.max_response_tokens,
         )
         metrics = {
             "reward": float(np.mean([rows[0].reward for rows in every])) if every else 0.0,
             "samples": float(len(every)),
-            "tokens": float(tokens),
+            "tokens": float(sum(tokens)),
             "groups": float(len(batch.groups)),
             "zero_spread_groups": float(sum(not has_spread(group) for group in rewards)),
             "looping_share": sum(loops(s.tokens[s.prompt_tokens :]) for s in samples) / max(1, len(samples)),
             "gradient_groups": float(len({group_of[place] for place in places})),
             **version_shares(samples),
         }
-        return Prepared(batch.step, trained, of_batch[places], weights, places, of_batch, metrics)
+        divided = minibatch_of.tolist()
+        return Prepared(batch.step, trained, of_batch[places], weights, places, divided, of_batch, metrics)
 
     def tokens(self, prepared: Prepared, indices: list[int], device: torch.device) -> ResponseTokens:
         """The sampled tokens of the prepared samples `indices`, end to end in that order; at least one sample."""
@@ -178,11 +192,12 @@ class Objective:
         weights at hand, before the step. Collective, where `needs_batch`."""
         tokens = ResponseTokens.joined([part for part, _ in scored], device)
         logprobs = torch.cat([torch.zeros(0, device=device), *(found for _, found in scored)])
-        stale = self.stale(logprobs, self.proximal(logprobs, tokens), tokens)
+        proximal = self.proximal(logprobs, tokens)
+        stale = self.stale(logprobs, proximal, tokens)
         clip = self.clip_of_batch(stale, self.clip, self.section) if self.clip_of_batch else self.clip
         lengths = [len(found) for _, found in scored]
-        weights, truncated = (column.split(lengths) for column in self.correction(stale))
-        return [OfBatch(clip, *columns) for columns in zip(weights, truncated, strict=True)] if scored else []
+        columns = (column.split(lengths) for column in (proximal, *self.correction(stale)))
+        return [OfBatch(clip, *each) for each in zip(*columns, strict=True)] if scored else []
 
     def loss(
         self,
@@ -198,9 +213,8 @@ class Objective:
         logprobs, entropies float32 [K] with gradients; `reference_logprobs` where `needs_reference`, `of_batch` where
         `needs_batch`.
         """
-        proximal = self.proximal(logprobs, tokens)
-        of_batch = of_batch or OfBatch(self.clip, *self.correction(self.stale(logprobs.detach(), proximal, tokens)))
-        correction = of_batch.weight
+        of_batch = of_batch or self.of_batch([(tokens, logprobs.detach())], logprobs.device)[0]
+        correction, proximal = of_batch.weight, of_batch.proximal
         token_losses, clipped = self.policy_loss(logprobs, proximal, tokens.advantages, tokens.spans, of_batch.clip)
         token_losses = correction * token_losses
         if self.section.behaviour_coef:
@@ -232,10 +246,8 @@ class Objective:
         return loss
 
     def proximal(self, logprobs: Tensor, tokens: ResponseTokens) -> Tensor:
-        """log-probabilities of the policy around which the loss clips; [K], no gradient.
-
-        With one optimizer step a batch, the proximal policy recomputed at the start of the step is the one at hand.
-        """
+        """log-probabilities of the policy around which the loss clips, by those of the weights before the first
+        optimizer step; [K], no gradient."""
         if self.section.proximal == "behaviour":
             return tokens.behaviour_logprobs
         if self.section.proximal == "recomputed":

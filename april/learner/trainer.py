@@ -1,14 +1,17 @@
-"""One optimizer step a batch: advantages, plan, packed forward and backward passes, clipping, AdamW.
+"""A batch's optimizer steps: advantages, plan, packed forward and backward passes, clipping, AdamW.
 
-The same batch, checkpoint and number of ranks give bitwise the same weights on CPU.
+One, or `learner.epochs` times `learner.minibatches`. Then all tokens are scored under the weights before the first:
+the proximal policy and the corrections are of those, and so is what is reported and kept of how the learner saw each
+token. The same batch, checkpoint and number of ranks give bitwise the same weights on CPU.
 """
 
+import logging
 import math
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from statistics import fmean
 
 import numpy as np
 import torch
@@ -28,19 +31,50 @@ from april.processes.pulse import MAIN
 from april.weights.canary import Canary, canary_tokens
 from april.wire.version import Version
 
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class Micro:
+    """What goes through the model at a time."""
+
+    indices: list[int]
+    """of its samples among those prepared"""
+    packed: MicroBatch
+    tokens: ResponseTokens | None
+    """what the loss needs of them; None for a dummy"""
+
 
 @dataclass(frozen=True, eq=False)
 class ReadyBatch:
     """A batch as this rank trains it."""
 
     prepared: Prepared
-    micro_batches: list[tuple[MicroBatch, ResponseTokens | None]]
-    indices: list[list[int]]
-    """of the prepared samples in each micro-batch"""
+    minibatches: list[list[Micro]]
+    """of each optimizer step of an epoch, as many on every rank; none where no sample has a gradient"""
     operations: float
     """floating-point operations of the model's step, over all ranks"""
     seconds: float
     """that it took to make"""
+
+    @property
+    def micros(self) -> list[Micro]:
+        return [micro for minibatch in self.minibatches for micro in minibatch]
+
+
+@dataclass(frozen=True, eq=False)
+class Update:
+    """What came of an optimizer step."""
+
+    totals: TokenTotals
+    lr: float
+    grad_norm: float
+    updated: bool
+    finite: bool
+
+
+See = Callable[[list[int], Tensor, Tensor, ResponseTokens], None]
+"""is shown the samples of a micro-batch, log-probabilities and entropies of their tokens, and what was known of them"""
 
 
 class Trainer:
@@ -91,25 +125,26 @@ class Trainer:
         began = time.perf_counter()
         prepared = self.objective.prepare(batch)
         costs = [self.cost.of(input_tokens(sample), sample.sampled_tokens) for sample in prepared.samples]
-        indices = self.planned(prepared, costs)
-        micro_batches = self.micro_batches(prepared, indices)
+        members: list[list[int]] = [[] for _ in range(1 + max(prepared.minibatches, default=0))]
+        for i, number in enumerate(prepared.minibatches):
+            members[number].append(i)
+        minibatches = [self.micros(prepared, each, costs) for each in members]
         passes = flops.ADAPTER_PASSES if self.config.lora.is_set else flops.PASSES
-        passes += (self.reference is not None) + self.objective.needs_batch
-        return ReadyBatch(prepared, micro_batches, indices, passes * sum(costs), time.perf_counter() - began)
+        passes = self.config.learner.epochs * (passes + (self.reference is not None)) + self.objective.needs_batch
+        return ReadyBatch(prepared, minibatches, passes * sum(costs), time.perf_counter() - began)
 
     def step(self, batch: Batch, ready: "ReadyBatch | None" = None) -> dict[str, float]:
         """Train on `batch`, which `ready` was made from, and return metrics, equal on all ranks but for speeds.
 
         Samples without a gradient are not computed, though their tokens count in the loss's normalisation; figures
-        of tokens are over the `trained_tokens` that were, and absent when there were none. Then, or when loss or
-        gradient are not finite (`nonfinite` 1), the weights stay as they are (`update_skipped` 1) and the batch
-        counts as consumed.
+        of tokens are over the `trained_tokens` that were, and absent when there were none. An optimizer step without
+        any, or whose loss or gradient is not finite, leaves the weights as they are; `update_skipped` is the share of
+        those. Where the weights are the same behind all of them and one was not finite, `nonfinite` is 1. The batch
+        counts as consumed in any case.
         """
         ready = ready or self.prepare(batch)
-        micro_batches, began = ready.micro_batches, time.perf_counter()
-        seconds = PhaseSeconds(self.device)
-        self.optimizer.zero_grad(set_to_none=True)
-        totals, gaps = TokenTotals(self.device), EngineGaps(ready.prepared.samples, self.device)
+        began, seconds = time.perf_counter(), PhaseSeconds(self.device)
+        gaps = EngineGaps(ready.prepared.samples, self.device)
         kept = keeps(self.config.samples, batch)
         self.seen = seen = SeenTokens(ready.prepared.samples, self.device) if kept else None
 
@@ -118,98 +153,100 @@ class Trainer:
             if seen:
                 seen.add(indices, logprobs, entropies)
 
-        with seconds("forward_s"):
-            of_batch = self.of_batch(micro_batches)
-        for (micro, tokens), indices, given in zip(micro_batches, ready.indices, of_batch, strict=True):
-            MAIN.at("forward and backward")
+        given: dict[Micro, OfBatch] = {}
+        if self.objective.needs_batch:
             with seconds("forward_s"):
-                loss = self.micro_loss(micro, tokens, totals, partial(see, indices), given)
-            with seconds("backward_s"):
-                loss.backward()
-        MAIN.at("updating the weights")
+                given, see = self.of_batch(ready.micros, see), unseen
+        updates = []
+        for epoch in range(self.config.learner.epochs):
+            updates += [self.optimize(micros, given, unseen if epoch else see, seconds) for micros in ready.minibatches]
         with seconds("metrics_s"):
-            metrics = totals.reduced() | gaps.reduced()
+            metrics = TokenTotals.over([each.totals for each in updates], self.config.learner.epochs).figures()
+            metrics |= gaps.reduced()
             if seen:
                 seen.reduce()
-        with seconds("optimizer_s"):
-            lr = self.next_lr() * self.objective.step_scale(metrics)
-            grad_norm = self.clip_gradients() if micro_batches else 0.0
-            finite = math.isfinite(grad_norm) and math.isfinite(metrics["loss"])
-            updated = bool(micro_batches) and finite
-            if updated:
-                self.update(lr)
         self.step_count += 1
+        updated, finite = [each.updated for each in updates], [each.finite for each in updates]
+        if not all(finite):
+            log.warning("%d of %d optimizer steps were not finite", finite.count(False), len(updates))
         return {
             **metrics,
             **ready.prepared.metrics,
-            "grad_norm": grad_norm,
-            "lr": lr,
-            "micro_batches": float(len(micro_batches)),
+            "grad_norm": fmean(each.grad_norm for each in updates),
+            "lr": updates[-1].lr,
+            "micro_batches": float(len(ready.micros)),
             "optimizer_steps": float(self.optimizer_steps),
-            "update_skipped": float(not updated),
-            "nonfinite": float(not finite),
+            "update_skipped": updated.count(False) / len(updates),
+            "nonfinite": float(not any(updated) and not all(finite)),
             "prepare_s": ready.seconds,
             **self.speed(ready.operations, time.perf_counter() - began),
             **seconds.spent,
         }
+
+    def optimize(self, micros: list[Micro], given: dict[Micro, OfBatch], see: See, seconds: "PhaseSeconds") -> Update:
+        """One optimizer step. Collective."""
+        self.optimizer.zero_grad(set_to_none=True)
+        totals = TokenTotals(self.device)
+        for micro in micros:
+            MAIN.at("forward and backward")
+            with seconds("forward_s"):
+                loss = self.micro_loss(micro, totals, see, given.get(micro))
+            with seconds("backward_s"):
+                loss.backward()
+        MAIN.at("updating the weights")
+        with seconds("metrics_s"):
+            figures = totals.reduced().figures()
+        with seconds("optimizer_s"):
+            lr = self.next_lr() * self.objective.step_scale(figures)
+            grad_norm = self.clip_gradients() if micros else 0.0
+            finite = math.isfinite(grad_norm) and math.isfinite(figures["loss"])
+            updated = bool(micros) and finite
+            if updated:
+                self.update(lr)
+        return Update(totals, lr, grad_norm, updated, finite)
 
     def speed(self, operations: float, seconds: float) -> dict[str, float]:
         """What the model's operations come to on each rank, and their share of the device's peak, if that is known."""
         reached = operations / dist.get_world_size() / seconds / 1e12
         return {"tflop_per_s": reached} | ({"mfu": reached / self.peak_tflops} if self.peak_tflops else {})
 
-    def planned(self, prepared: Prepared, costs: list[float]) -> list[list[int]]:
-        """The samples of this rank's micro-batches; of as many on every rank."""
-        lengths = [input_tokens(sample) for sample in prepared.samples]
-        planned = plan(lengths, dist.get_world_size(), self.config.learner.microbatch_tokens, costs)
-        return [side_by_side[dist.get_rank()] for side_by_side in planned]
+    def micros(self, prepared: Prepared, members: list[int], costs: list[float]) -> list[Micro]:
+        """This rank's micro-batches of the minibatch that has the samples `members`; of as many on every rank."""
+        lengths = [input_tokens(prepared.samples[i]) for i in members]
+        budget = self.config.learner.microbatch_tokens
+        planned = plan(lengths, dist.get_world_size(), budget, [costs[i] for i in members])
+        found = []
+        for side_by_side in planned:
+            indices = [members[i] for i in side_by_side[dist.get_rank()]]
+            packed = pack([prepared.samples[i] for i in indices], self.device)
+            tokens = self.objective.tokens(prepared, indices, self.device) if indices else None
+            found.append(Micro(indices, packed, tokens))
+        return found
 
-    def micro_batches(
-        self, prepared: Prepared, planned: list[list[int]]
-    ) -> list[tuple[MicroBatch, ResponseTokens | None]]:
-        """Those of the `planned` samples, with what the loss needs of them (None for a dummy)."""
-        return [
-            (
-                pack([prepared.samples[i] for i in indices], self.device),
-                self.objective.tokens(prepared, indices, self.device) if indices else None,
-            )
-            for indices in planned
-        ]
-
-    def micro_loss(
-        self,
-        micro: MicroBatch,
-        tokens: ResponseTokens | None,
-        totals: TokenTotals,
-        see: Callable[[Tensor, Tensor, ResponseTokens], None],
-        of_batch: OfBatch | None,
-    ) -> Tensor:
-        """This micro-batch's share of the loss; a dummy takes part in the collectives and weighs nothing. `see` is
-        shown log-probabilities and entropies of the tokens, and what was known of them before."""
+    def micro_loss(self, micro: Micro, totals: TokenTotals, see: See, given: OfBatch | None) -> Tensor:
+        """This micro-batch's share of the loss; a dummy takes part in the collectives and weighs nothing."""
         reference_logprobs = None
         if self.reference is not None:
             with torch.no_grad():
-                reference_logprobs, _ = self.reference(micro)
-        logprobs, entropies = self.policy(micro)
-        if tokens is None:
+                reference_logprobs, _ = self.reference(micro.packed)
+        logprobs, entropies = self.policy(micro.packed)
+        if micro.tokens is None:
             return 0.0 * logprobs.sum()
-        see(logprobs, entropies, tokens)
-        return self.objective.loss(logprobs, entropies, tokens, totals, reference_logprobs, of_batch)
+        see(micro.indices, logprobs, entropies, micro.tokens)
+        return self.objective.loss(logprobs, entropies, micro.tokens, totals, reference_logprobs, given)
 
-    def of_batch(self, micro_batches: list[tuple[MicroBatch, ResponseTokens | None]]) -> list[OfBatch | None]:
-        """For each micro-batch, what its loss takes from all tokens of the batch: a forward pass of all of them, where
-        the algorithm has a part that looks at those."""
-        if not self.objective.needs_batch:
-            return [None] * len(micro_batches)
+    def of_batch(self, micros: list[Micro], see: See) -> dict[Micro, OfBatch]:
+        """What the loss of each takes from all tokens of the batch: a forward pass of all of them. Collective."""
         scored: list[tuple[ResponseTokens, Tensor]] = []
-        for micro, tokens in micro_batches:
+        for micro in micros:
             MAIN.at("scoring the batch")
             with torch.no_grad():
-                logprobs, _ = self.policy(micro)
-            if tokens is not None:
-                scored.append((tokens, logprobs))
-        found = iter(self.objective.of_batch(scored, self.device))
-        return [None if tokens is None else next(found) for _, tokens in micro_batches]
+                logprobs, entropies = self.policy(micro.packed)
+            if micro.tokens is not None:
+                see(micro.indices, logprobs, entropies, micro.tokens)
+                scored.append((micro.tokens, logprobs))
+        found = self.objective.of_batch(scored, self.device)
+        return dict(zip([micro for micro in micros if micro.tokens is not None], found, strict=True))
 
     def clip_gradients(self) -> float:
         """Scale gradients to a global norm of at most `learner.grad_clip`; the norm before that."""
@@ -289,6 +326,10 @@ class Trainer:
         checkpoint.export(self.policy, self.config.model.path, self.config.exported_policy)
         if self.config.lora.is_set:
             checkpoint.export_adapter(self.policy, self.adapter, self.config.model.path, self.config.exported_adapter)
+
+
+def unseen(indices: list[int], logprobs: Tensor, entropies: Tensor, tokens: ResponseTokens) -> None:
+    """A `See` of what has been shown before."""
 
 
 def uses_bf16(section: LearnerSection, device: torch.device) -> bool:

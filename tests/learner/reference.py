@@ -1,7 +1,7 @@
 """One learner step in plain PyTorch: one process, no packing, no sharding, no micro-batches, nothing left out.
 
 The pipeline is tested against this page. It shares no code with it. Read it from `step` on: rewards become
-advantages, each response gets its loss token by token, and one AdamW step follows.
+advantages, each response gets its loss token by token, and one AdamW step follows, or one for each minibatch.
 """
 
 import copy
@@ -68,6 +68,14 @@ class StepResult:
 
 
 @dataclass
+class Delivered:
+    """Of all samples of a batch, under the weights before its first optimizer step."""
+
+    advantages: list[float]
+    logprobs: list[torch.Tensor]
+
+
+@dataclass
 class Scored:
     """What the policy sampled of a response, under the current weights: [K] each, with gradients."""
 
@@ -85,31 +93,45 @@ class ReferenceLearner:
             self.lm.parameters(), lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay
         )
 
-    def step(self, groups, step: int = 0) -> StepResult:
-        """groups: lists of samples as the pipeline gets them. Weights `step` become weights `step` + 1."""
-        result = self.gradients(groups, step)
-        if result.means:
-            torch.nn.utils.clip_grad_norm_(self.lm.parameters(), self.settings.grad_clip)
-            share = result.means["sequence_ess"] ** 0.5 if self.settings.step_scale == "root_ess" else 1.0
-            self.optimizer.param_groups[0]["lr"] = self.settings.lr * share
-            self.optimizer.step()
+    def step(self, groups, step: int = 0, minibatches=None, epochs: int = 1) -> StepResult:
+        """groups: lists of samples as the pipeline gets them. Weights `step` become weights `step` + 1.
+
+        minibatches: the places of the groups of each optimizer step. The result is of the last one.
+        """
+        delivered = self.deliver(groups, step)
+        for _ in range(epochs):
+            for places in minibatches or [range(len(groups))]:
+                result = self.gradients(groups, step, delivered, places)
+                if result.means:
+                    torch.nn.utils.clip_grad_norm_(self.lm.parameters(), self.settings.grad_clip)
+                    share = result.means["sequence_ess"] ** 0.5 if self.settings.step_scale == "root_ess" else 1.0
+                    self.optimizer.param_groups[0]["lr"] = self.settings.lr * share
+                    self.optimizer.step()
         return result
 
-    def gradients(self, groups, step: int = 0) -> StepResult:
-        self.optimizer.zero_grad()
+    def deliver(self, groups, step: int) -> Delivered:
         samples = [sample for group in groups for sample in group]
         with torch.no_grad():
-            before_the_step = self.score(self.lm, samples)
+            logprobs = [scored.logprobs for scored in self.score(self.lm, samples)]
+        advantages = self.advantages(groups)
+        self.look_at_the_batch(samples, step, advantages, logprobs)
+        return Delivered(advantages, logprobs)
+
+    def gradients(self, groups, step: int = 0, delivered: Delivered | None = None, places=None) -> StepResult:
+        """Of the groups at `places`, all of them unless said."""
+        self.optimizer.zero_grad()
+        delivered = delivered or self.deliver(groups, step)
+        of_group = [place for place, group in enumerate(groups) for _ in group]
+        chosen = [i for i, place in enumerate(of_group) if places is None or place in places]
+        every = [sample for group in groups for sample in group]
+        samples = [every[i] for i in chosen]
         now, reference = self.score(self.lm, samples), self.score(self.start, samples)
         total, summed, figures = torch.zeros(()), 0.0, []
-        advantages = self.advantages(groups)
-        self.look_at_the_batch(samples, step, advantages, before_the_step)
-        for i, advantage in enumerate(advantages):
+        for i, place in enumerate(chosen):
             if not sampled(samples[i]):
                 continue
-            losses, seen = self.token_losses(
-                samples[i], step, advantage, now[i], before_the_step[i].logprobs, reference[i].logprobs
-            )
+            advantage, before = delivered.advantages[place], delivered.logprobs[place]
+            losses, seen = self.token_losses(samples[i], step, advantage, now[i], before, reference[i].logprobs)
             total = total + self.share(losses, samples)
             summed += self.share(losses.detach().abs(), samples).item()
             if advantage or self.settings.kl_coef or self.settings.entropy_coef:
@@ -153,11 +175,11 @@ class ReferenceLearner:
     def look_at_the_batch(self, samples, step, advantages, before) -> None:
         """The most that a token may have moved (M2PO), and the bounds of the ratio (BAPO)."""
         s, moved, contributions = self.settings, [], []
-        for sample, advantage, scored in zip(samples, advantages, before, strict=True):
+        for sample, advantage, logprobs in zip(samples, advantages, before, strict=True):
             if advantage and sampled(sample):
-                mu, proximal = self.policies(sample, step, scored.logprobs, scored.logprobs)
-                moved += (scored.logprobs - mu).double().square().tolist()
-                contributions += [(r, advantage) for r in (scored.logprobs - proximal).double().exp().tolist()]
+                mu, proximal = self.policies(sample, step, logprobs)
+                moved += (logprobs - mu).double().square().tolist()
+                contributions += [(r, advantage) for r in (logprobs - proximal).double().exp().tolist()]
         moved.sort()
         while moved and statistics.mean(moved) >= s.m2po_threshold:
             moved.pop()
@@ -182,8 +204,8 @@ class ReferenceLearner:
         """[K] losses, and figures about the tokens."""
         s, logprobs = self.settings, now.logprobs
         fixed, ages = logprobs.detach(), ages_of(sample, step)
-        mu, proximal = self.policies(sample, step, fixed, before)
-        weight, capped = self.correction(proximal - mu, fixed - mu, ages, advantage, mu)
+        mu, proximal = self.policies(sample, step, before)
+        weight, capped = self.correction(proximal - mu, before - mu, ages, advantage, mu)
         losses, clipped = self.policy_loss(logprobs, proximal, advantage)
         losses = weight * losses + s.behaviour_coef * (logprobs - mu) ** 2 / 2 * (advantage != 0)
         if s.kl_coef:
@@ -206,10 +228,10 @@ class ReferenceLearner:
         }
         return losses, figures
 
-    def policies(self, sample, step, current, before) -> tuple[torch.Tensor, torch.Tensor]:
+    def policies(self, sample, step, before) -> tuple[torch.Tensor, torch.Tensor]:
         """[K] each: log-probabilities of the tokens by what sampled them, and by the policy of the ratio."""
         mu, ages = torch.tensor(sample.logprobs)[sampled(sample)], ages_of(sample, step)
-        choices = {"behaviour": mu, "recomputed": before, "interpolated": self.one_version_before(current, mu, ages)}
+        choices = {"behaviour": mu, "recomputed": before, "interpolated": self.one_version_before(before, mu, ages)}
         return mu, choices[self.settings.proximal]
 
     def one_version_before(self, current, mu, ages):

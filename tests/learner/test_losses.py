@@ -235,5 +235,5 @@ def test_k1_and_k3_estimate_the_divergence_of_two_distributions():
     [("token_mean", [1 / 20, 1 / 20]), ("sequence_mean", [1 / 8, 1 / 24]), ("constant", [1 / 400, 1 / 400])],
 )
 def test_token_weights_refer_to_the_whole_batch(kind, weights):
-    found = token_weights(kind, np.array([2, 6]), batch_tokens=20, batch_sequences=4, constant_tokens=100)
+    found = token_weights(kind, np.array([2, 6]), np.array([20, 20]), np.array([4, 4]), constant_tokens=100)
     assert found.tolist() == pytest.approx(weights)

@@ -12,6 +12,7 @@ from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import orjson
 import pytest
 import torch
@@ -51,7 +52,8 @@ def our_loss(algorithm, entropies=None):
     """(loss, its gradient with respect to each log-probability) of the recorded columns."""
     config = make_config(Path("unused"), Path("unused"), algorithm=algorithm)
     tokens, constant = int(LENGTHS.sum()), algorithm.get("constant_tokens", 0)
-    weights = token_weights(config.algorithm.normalisation, LENGTHS.numpy(), tokens, len(LENGTHS), constant)
+    of_all = np.full((2, len(LENGTHS)), [[tokens], [len(LENGTHS)]])
+    weights = token_weights(config.algorithm.normalisation, LENGTHS.numpy(), *of_all, constant)
     known = ResponseTokens(
         behaviour_logprobs=column("behaviour"),
         advantages=column("advantages"),

@@ -1,0 +1,77 @@
+"""Several optimizer steps a batch: those of the reference, around a policy that is fixed at delivery."""
+
+import random
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from learner_setup import SHIPPED, job, make_config, settings, stale_batch, uneven_batch
+from ranks import run_ranks
+from reference import ReferenceLearner
+
+from april.learner.batch import Batch
+from april.learner.minibatches import minibatches
+from april.learner.trainer import Trainer
+
+
+@pytest.mark.parametrize("groups, count", [*product(range(6), (1, 2, 3, 7))])
+def test_each_group_is_in_one_minibatch_and_they_are_of_one_size(groups, count):
+    of_group = minibatches(groups, count, random.Random(0))
+    assert len(of_group) == groups
+    sizes = np.bincount(of_group, minlength=min(count, groups))
+    assert len(sizes) == min(count, groups) and (groups == 0 or sizes.max() - sizes.min() <= 1)
+    assert of_group == minibatches(groups, count, random.Random(0))
+
+
+def test_which_groups_meet_differs_from_batch_to_batch():
+    assert len({tuple(minibatches(8, 4, random.Random(seed))) for seed in range(20)}) > 10
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_weights_are_those_of_the_reference_s_steps(policy_folder, tmp_path, ranks):
+    """With stale tokens, a group without spread in a minibatch of its own, and a ratio that leaves its bounds."""
+    config = make_config(
+        policy_folder, tmp_path / "run", algorithm=SHIPPED, lr=3e-3, minibatches=4, epochs=3, microbatch_tokens=64
+    )
+    batch = stale_batch(policy_folder)
+    result, again = run_ranks(ranks, [job(config, [batch]), job(config, [batch])], tmp_path)
+    reference = ReferenceLearner(policy_folder, settings(config))
+    of_group = minibatches(4, 4, random.Random(f"{config.seed} {batch.step}"))
+    order = [[of_group.index(number)] for number in range(4)]
+    reference.step(batch.groups, batch.step, order, epochs=3)
+    metrics = result["metrics"][0]
+    assert result["optimizer_steps"] == 9 and metrics["update_skipped"] == 1 / 4 and metrics["clip_fraction"] > 0
+    for name, parameter in reference.lm.named_parameters():
+        off = (result["weights"][name] - parameter.detach()).abs()
+        assert off.mean() < 1e-3 * config.learner.lr and off.max() < 0.2 * config.learner.lr, name
+        assert torch.equal(result["weights"][name], again["weights"][name]), "the same batch gives the same weights"
+
+
+def test_what_is_told_of_the_tokens_is_of_the_weights_that_the_batch_was_delivered_under(
+    one_rank, policy_folder, tmp_path
+):
+    batch, found = uneven_batch(0, policy_folder), []
+    for steps in ({}, {"minibatches": 2, "epochs": 2}):
+        trainer = Trainer(make_config(policy_folder, tmp_path / "run", algorithm=SHIPPED, **steps), torch.device("cpu"))
+        metrics = trainer.step(batch)
+        figures = ("trained_tokens", "tokens", "off_policy_share", "weight_mean", "truncated_fraction")
+        found.append(({name: metrics[name] for name in figures}, trainer.seen.of_samples()))
+    (once, seen), (often, seen_often) = found
+    assert often == pytest.approx(once, rel=1e-6)
+    for one, other in zip(seen, seen_often, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_a_minibatch_that_is_not_finite_costs_itself_alone(one_rank, policy_folder, tmp_path):
+    batch = uneven_batch(0, policy_folder)
+    first, *others = batch.groups
+    broken = [replace(sample, logprobs=np.full_like(sample.logprobs, np.nan)) for sample in first]
+    steps = {"minibatches": 2, "epochs": 2}
+    trainer = Trainer(make_config(policy_folder, tmp_path / "run", algorithm=SHIPPED, **steps), torch.device("cpu"))
+    metrics = trainer.step(Batch(0, [broken, *others]))
+    assert (metrics["update_skipped"], metrics["nonfinite"], trainer.optimizer_steps) == (0.5, 0, 2)
+    metrics = trainer.step(Batch(1, [broken]))
+    assert (metrics["update_skipped"], metrics["nonfinite"], trainer.step_count) == (1, 1, 2)
+    assert all(value.isfinite().all() for value in trainer.weights().values())
