@@ -62,10 +62,14 @@ class Framework:
         return said
 
 
-def one_step(said: Translation, name: str, responses: int | None, whole: int | None) -> None:
-    """`name` has so many responses in an optimizer step, of a batch of `whole`: April takes one step a batch."""
-    if responses and whole and responses != whole:
-        said.differ(name, f"April takes one optimizer step for the {whole} responses of a batch")
+def optimizer_steps(said: Translation, name: str, responses: int | None, groups: int | None, n: int | None) -> None:
+    """`name` has so many responses in an optimizer step, of a batch of `groups` of `n` each."""
+    if not responses or not groups or not n or responses == groups * n:
+        return
+    if groups * n % responses or responses % n:
+        said.differ(name, f"April's optimizer steps have as many whole groups each, of the {groups} groups of {n}")
+    else:
+        said.say("learner.minibatches", groups * n // responses, name)
 
 
 def clip(said: Translation, low: str, high: str) -> None:

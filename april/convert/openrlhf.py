@@ -20,7 +20,7 @@ from april.convert.framework import (
     SHARDING,
     Framework,
     adapter,
-    one_step,
+    optimizer_steps,
     placed,
     reference,
 )
@@ -112,7 +112,7 @@ TABLE: dict[str, Rule] = {
     "train.async_queue_size": JOINT,
     "train.partial_rollout_enable": JOINT,
     "train.batch_size": JOINT,
-    "train.max_epochs": Lacks("April takes one optimizer step a batch", off=(1,)),
+    "train.max_epochs": To("learner.epochs"),
     "train.num_episodes": To("data.epochs"),
     "train.max_tokens_per_gpu": To("learner.microbatch_tokens"),
     "train.seed": To("seed"),
@@ -228,7 +228,7 @@ def schedule(said: Translation) -> None:
     if filtered and list(said.value("algo.dynamic_filtering_range") or ()) != [0, 1]:
         said.differ("algo.dynamic_filtering_range", "April replaces groups that are all right or all wrong")
     per_prompt = said.number("rollout.n_samples_per_prompt")
-    one_step(said, "train.batch_size", said.number("train.batch_size"), n * per_prompt if n and per_prompt else None)
+    optimizer_steps(said, "train.batch_size", said.number("train.batch_size"), n, per_prompt)
 
 
 def data(said: Translation) -> None:

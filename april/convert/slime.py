@@ -21,7 +21,7 @@ from april.convert.framework import (
     SHARDING,
     Framework,
     clip,
-    one_step,
+    optimizer_steps,
     placed,
     reference,
 )
@@ -246,11 +246,11 @@ def schedule(said: Translation) -> None:
         said.differ("dynamic-sampling-filter-path", "write it as a filter of April's, schedule.group_filter")
     else:
         said.say("schedule.dynamic_sampling", bool(chosen), "dynamic-sampling-filter-path")
-    per_prompt = said.number("n-samples-per-prompt")
-    whole = n * per_prompt if n and per_prompt else None
-    one_step(said, "global-batch-size", said.number("global-batch-size"), whole)
-    if (said.number("num-steps-per-rollout") or 1) != 1:
-        said.differ("num-steps-per-rollout", "April takes one optimizer step a batch")
+    per_prompt, steps = said.number("n-samples-per-prompt"), said.number("num-steps-per-rollout")
+    if n and per_prompt and steps:
+        optimizer_steps(said, "num-steps-per-rollout", n * per_prompt // steps, n, per_prompt)
+    else:
+        optimizer_steps(said, "global-batch-size", said.number("global-batch-size"), n, per_prompt)
 
 
 def data(said: Translation) -> None:

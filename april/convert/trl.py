@@ -20,7 +20,7 @@ from april.convert.framework import (
     SINKS,
     Framework,
     adapter,
-    one_step,
+    optimizer_steps,
     placed,
 )
 from april.convert.options import Options, of_file, of_script
@@ -81,7 +81,7 @@ TABLE: dict[str, Rule] = {
     "gradient_accumulation_steps": JOINT,
     "steps_per_generation": JOINT,
     "generation_batch_size": JOINT,
-    "num_iterations": Lacks("April takes one optimizer step a batch", off=(1,)),
+    "num_iterations": To("learner.epochs"),
     "max_steps": JOINT,
     "num_train_epochs": JOINT,
     "max_staleness": To("schedule.max_staleness"),
@@ -266,7 +266,7 @@ def batch(said: Translation) -> None:
     if whole and n:
         names = ("per_device_train_batch_size", "steps_per_generation", "WORLD_SIZE", "num_generations")
         said.say("schedule.rollout_batch_size", whole // n, *names)
-        one_step(said, "steps_per_generation", step, whole)
+        optimizer_steps(said, "steps_per_generation", step, whole // n, n)
     else:
         said.open["schedule.rollout_batch_size"] = (
             "it depends on how many processes the script is launched with; say so with --set WORLD_SIZE=N"

@@ -20,7 +20,7 @@ from april.convert.framework import (
     SINKS,
     Framework,
     adapter,
-    one_step,
+    optimizer_steps,
     placed,
     reference,
 )
@@ -85,7 +85,7 @@ TABLE: dict[str, Rule] = {
     ),
     f"{ROLLOUT}*": Apart("of how verl runs its engine"),
     f"{ACTOR}ppo_mini_batch_size": JOINT,
-    f"{ACTOR}ppo_epochs": Lacks("April takes one optimizer step a batch", off=(None, 1)),
+    f"{ACTOR}ppo_epochs": To("learner.epochs"),
     f"{ACTOR}ppo_max_token_len_per_gpu": To("learner.microbatch_tokens"),
     f"{ACTOR}policy_loss.loss_mode": JOINT,
     f"{ACTOR}loss_agg_mode": JOINT,
@@ -236,8 +236,7 @@ def data(said: Translation) -> None:
     said.say("schedule.last_batch", "drop", "data.train_batch_size")
     name = f"{ACTOR}ppo_mini_batch_size"
     n, groups, mini = said.number(f"{ROLLOUT}n"), said.number("data.train_batch_size"), said.number(name)
-    if mini and n and groups:
-        one_step(said, name, mini * n, groups * n)
+    optimizer_steps(said, name, mini and n and mini * n, groups, n)
 
 
 def reward(said: Translation) -> None:
