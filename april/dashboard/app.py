@@ -23,7 +23,7 @@ from april.dashboard.door import Door
 from april.dashboard.folder import Runs, WatchedRun
 from april.dashboard.index import SampleIndex
 from april.dashboard.pieces import Pieces
-from april.dashboard.steps import evaluations
+from april.dashboard.steps import evaluations, short
 from april.dashboard.timeline import timeline
 from april.report.facts import ledger_of
 from april.report.run_folder import Run, read_summary
@@ -120,7 +120,7 @@ class Desk:
         asked = request.query_params
         names = ["step", *asked["columns"].split(",")] if "columns" in asked else None
         after = int(query.number("after", asked.get("after", "0")))
-        return run.steps.table(names, after) if run.steps else {}
+        return {name: short(column) for name, column in run.steps.table(names, after).items()} if run.steps else {}
 
     def timeline(self, request: Request) -> dict[str, Any]:
         run, _ = self._folder(request)

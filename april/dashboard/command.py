@@ -34,8 +34,10 @@ def serve(options: argparse.Namespace) -> int:
             f"the dashboard needs the package {error.name}, which is not installed; "
             "run `pip install 'april-rl[dashboard]'`"
         ) from None
+    from april.dashboard import memory
     from april.dashboard.folder import Runs
 
+    memory.settle()
     token = options.token or ("" if is_loopback(options.host) else secrets.token_urlsafe(24))
     listener = listen(options.host, options.port)
     app = make_app(Runs(options.run, options.keys), token)

@@ -19,7 +19,7 @@ def shared_prompts(one: SampleIndex, other: SampleIndex, offset: int = 0) -> dic
     difference = rewards_b[at_b] - rewards_a[at_a]
     order = np.argsort(-np.abs(difference), kind="stable")[offset : offset + MOST_PROMPTS]
     with one.lock:
-        places = [(int(one.column("step")[row]), int(one.column("place")[row])) for row in where[at_a[order]]]
+        places = [one.place(row) for row in where[at_a[order]].tolist()]
     texts = excerpts(one.run_dir, places)
     return {
         "total": len(both),

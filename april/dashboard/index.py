@@ -2,6 +2,7 @@
 memory, file by file as they are read, the newest first."""
 
 import logging
+import mmap
 import threading
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -19,7 +20,6 @@ KNOWN = {
     "group": np.int64,
     "index": np.int32,
     "branch": np.int16,
-    "place": np.int32,
     "reward": np.float64,
     "advantage": np.float32,
     "trained": np.int8,
@@ -30,9 +30,8 @@ KNOWN = {
     "staleness": np.int16,
     "prompt": np.uint64,
 }
-"""columns of every sample: `branch`, of the session of an agent; `place`, its row in its file; `tokens`, those that the
-policy has sampled; `oldest` and `newest`, steps of its versions; `staleness`, of its oldest token; `prompt`, a digest
-of its prompt's text"""
+"""columns of every sample: `branch`, of the session of an agent; `tokens`, those that the policy has sampled; `oldest`
+and `newest`, steps of its versions; `staleness`, of its oldest token; `prompt`, a digest of its prompt's text"""
 WORDS = ("finish_reason", "discarded", "worker")
 """columns of few different words, where they are there"""
 READ = ("group", "index", "reward", "advantage", "trained", "segments", "prompt")
@@ -46,7 +45,7 @@ GONE = -1
 """step of a row whose file is no longer there"""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Stamp:
     """Of a file, as it was read."""
 
@@ -65,7 +64,7 @@ class SampleIndex:
     def __init__(self, run_dir: Path):
         self.run_dir = run_dir
         self.count = 0
-        self.columns: dict[str, np.ndarray] = {name: np.empty(0, kind) for name, kind in KNOWN.items()}
+        self.columns: dict[str, np.ndarray] = {name: room(0, np.dtype(kind)) for name, kind in KNOWN.items()}
         self.words: dict[str, list[str]] = {}
         """of each column of words, in the order of their numbers"""
         self.unreadable: dict[int, str] = {}
@@ -136,14 +135,14 @@ class SampleIndex:
         end = self.count + more
         for name, values in columns.items():
             if name not in self.columns and (name in WORDS or len(self.columns) < len(KNOWN) + MOST_FURTHER):
-                self.columns[name] = np.full(len(self.columns["step"]), lacking(values.dtype), values.dtype)
+                self.columns[name] = room(len(self.columns["step"]), values.dtype)
+                self.columns[name][: self.count] = lacking(values.dtype)
         for name, column in self.columns.items():
             if end > len(column):
-                larger = np.full(max(end, int(len(column) * GROWTH)), lacking(column.dtype), column.dtype)
+                larger = room(max(end, int(len(column) * GROWTH)), column.dtype)
                 larger[: self.count] = column[: self.count]
                 self.columns[name] = column = larger
-            if name in columns:
-                column[self.count : end] = columns[name]
+            column[self.count : end] = columns.get(name, lacking(column.dtype))
         self.count = end
 
     def _numbered(self, name: str, texts: list[str | None]) -> np.ndarray:
@@ -168,7 +167,17 @@ class SampleIndex:
             if name in self.words:
                 value = self.words[name][value]
             row[name] = None if value != value else value
-        return row | {"prompt": f"{row['prompt']:016x}"}
+        return row | {"prompt": f"{row['prompt']:016x}", "place": self.place(number)[1]}
+
+    def place(self, number: int) -> tuple[int, int]:
+        """Of a row: its step, and which row of that step's file it is."""
+        step = self.columns["step"][number].item()
+        return step, number - self._read[step][1] if step != GONE else 0
+
+    def spans(self) -> list[tuple[int, int, int]]:
+        """(step, first row, end) of each file, the newest step first."""
+        with self.lock:
+            return sorted(((step, begin, end) for step, (_, begin, end) in self._read.items()), reverse=True)
 
 
 def stamp_of(path: Path) -> Stamp | None:
@@ -178,6 +187,13 @@ def stamp_of(path: Path) -> Stamp | None:
     except FileNotFoundError:
         return None
     return Stamp(found.st_mtime_ns, found.st_size)
+
+
+def room(count: int, kind: np.dtype) -> np.ndarray:
+    """Of the system's own pages: what is not written yet takes no memory, and a column that was too short gives all of
+    its back."""
+    pages = mmap.mmap(-1, max(1, count * kind.itemsize), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return np.frombuffer(pages, kind, count)
 
 
 def lacking(kind: np.dtype) -> Any:
@@ -198,7 +214,6 @@ def describe(path: Path, step: int) -> tuple[dict[str, np.ndarray], dict[str, li
         table = file.read([*READ, *branch, *words, *further, *times, *stays], use_threads=False).combine_chunks()
     columns = {
         "step": np.full(len(table), step, np.int32),
-        "place": np.arange(len(table), dtype=np.int32),
         "group": numbers(table, "group", np.int64),
         "index": numbers(table, "index", np.int32),
         "branch": numbers(table, "branch", np.int16) if branch else np.zeros(len(table), np.int16),

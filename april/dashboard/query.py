@@ -115,7 +115,9 @@ def first(rows: np.ndarray, keys: list[tuple[np.ndarray, bool]], count: int) -> 
         if len(rest) <= missing:
             break
         values = rising(column[rest], falling)
-        edge = np.partition(values, missing - 1)[missing - 1]
+        values.partition(missing - 1)
+        edge = values[missing - 1]
+        values = rising(column[rest], falling)
         chosen.append(rest[values < edge])
         missing -= len(chosen[-1])
         rest = rest[values == edge]
@@ -124,9 +126,12 @@ def first(rows: np.ndarray, keys: list[tuple[np.ndarray, bool]], count: int) -> 
 
 
 def rising(values: np.ndarray, falling: bool) -> np.ndarray:
-    """Smallest first; what is not a number comes last."""
-    values = values.astype(np.float64)
-    return np.nan_to_num(-values if falling else values, nan=np.inf, posinf=np.inf, neginf=-np.inf)
+    """Of a copy, which may be changed: smallest first; what is not a number comes last."""
+    values = values.astype(np.float64, copy=False)
+    if falling:
+        np.negative(values, out=values)
+    values[np.isnan(values)] = np.inf
+    return values
 
 
 def column_of(index: SampleIndex, name: str) -> np.ndarray:
@@ -139,20 +144,15 @@ def search(index: SampleIndex, query: Query) -> Iterator[dict[str, Any]]:
     """Samples with the text in prompt or response, whatever its case, newest step first: {"row": …} as each is found,
     {"searched": step} now and then, and last {"done": whether all was looked at, "before": step to go on from}."""
     rows = matching(index, query)
-    with index.lock:
-        steps, places = index.column("step")[rows], index.column("place")[rows]
-    order = np.lexsort([places, -steps])
-    steps, places, rows = steps[order], places[order], rows[order]
-    wanted, begins = np.unique(-steps, return_index=True)
-    ends = [*begins[1:], len(rows)]
     deadline, hits, looked_at = time.monotonic() + SEARCH_S, 0, 0
-    for step, begin, end in zip((-wanted).tolist(), begins.tolist(), ends, strict=True):
-        if query.before is not None and step >= query.before:
+    for step, begin, end in index.spans():
+        inside = rows[slice(*np.searchsorted(rows, (begin, end)))]
+        if not len(inside) or (query.before is not None and step >= query.before):
             continue
-        for place in having(index.run_dir, step, places[begin:end], query.text):
+        for number in having(index.run_dir, step, inside - begin, query.text):
             hits += 1
             with index.lock:
-                found = index.row(int(rows[begin + place]))
+                found = index.row(int(inside[number]))
             yield {"row": found}
         looked_at += 1
         if looked_at % 50 == 0:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import orjson
 
 from april.formats.metrics import is_step
@@ -88,15 +89,12 @@ class Steps:
         if raised := record.get("alarms"):
             self.alarms[step] = raised
 
-    def table(self, names: list[str] | None = None, after: int = 0) -> dict[str, Any]:
-        """Columns by name, all or those asked for, of the steps after one; None where a value is lacking."""
+    def table(self, names: list[str] | None = None, after: int = 0) -> dict[str, np.ndarray | None]:
+        """Columns by name, all or those asked for, of the steps after one; NaN where a value is lacking."""
         with self._lock:
             rows = [row for step, row in sorted(self._rows.items()) if step > after]
             wanted = self.columns if names is None else {name: self.columns.get(name) for name in names}
-            return {
-                name: None if column is None else [known(column[row]) for row in rows]
-                for name, column in wanted.items()
-            }
+            return {name: None if column is None else np.array(column)[rows] for name, column in wanted.items()}
 
     def between(self, begin_s: float, end_s: float, most: int) -> Iterator[dict[str, Any]]:
         """At most so many whole lines, evenly spread over those whose step ended in a time (Unix seconds), or was the
@@ -128,11 +126,11 @@ def figures(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float
             yield prefix + key, float(value)
 
 
-def known(value: float) -> float | None:
-    """Fractions with seven digits, or None."""
-    if not math.isfinite(value):
-        return None
-    return float(f"{value:.7g}") if abs(value) < 1e6 else value
+def short(column: np.ndarray | None) -> np.ndarray | None:
+    """With seven digits, where nothing in it needs more."""
+    if column is None or (np.abs(column) >= 1e6).any():
+        return column
+    return column.astype(np.float32)
 
 
 def evaluations(run_dir: Path) -> list[dict[str, Any]]:

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import numpy as np
+
 from april.dashboard.steps import Steps
 from april.report.lanes import make_lanes, merge_spans, thin
 
@@ -17,8 +19,9 @@ STEPS_AT_FIRST = 8
 def timeline(steps: Steps, begin_s: float | None, end_s: float | None) -> dict[str, Any]:
     """Lanes between two times (Unix seconds), by default of the last few steps."""
     table = steps.table(["step", "time", "learner.train_s"])
-    times, trained_s = table["time"] or [], table["learner.train_s"] or [None] * len(table["step"])
-    ended = [(at, step, train_s) for at, step, train_s in zip(times, table["step"], trained_s, strict=True) if at]
+    nothing = np.zeros_like(table["step"])
+    columns = [np.nan_to_num(nothing if column is None else column).tolist() for column in table.values()]
+    ended = [(at, step, train_s) for step, at, train_s in zip(*columns, strict=True) if at]
     if not ended:
         return {"begin": 0, "end": 0, "lanes": [], "learner": [], "steps": [], "whole": True}
     if begin_s is None or end_s is None:
