@@ -10,8 +10,12 @@ from april.broker.ledger.events import GroupOpened, Leased, RowsAccepted
 from april.data.support import Support
 from april.data.tokenizer import Tokenizer
 from april.report.run_folder import read_records
+from april.report.samples import files, read_step
 from april.wire.rows import CHUNK
+from tests.agents.program import TURNS
+from tests.agents.read import executions
 from tests.run.processes import assert_closed, steps_recorded, wait_until
+from tests.run.test_agents import AGENT
 from tests.run.test_environments import assert_every_answer_fits_its_turn
 
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.sglang]
@@ -96,6 +100,27 @@ def mean_support(run_dir):
                     counts += words[2 * count : 3 * count].tolist()
     journal.close()
     return sum(counts) / len(counts)
+
+
+def test_agents_speak_with_it_through_openai_s_sdk_whole_and_streamed(run, run_dir, tmp_path, monkeypatch):
+    """What each has read is what is trained of its session, token by token, on the weights that were published."""
+    read = tmp_path / "read"
+    read.mkdir()
+    monkeypatch.setenv("READ_BY_AGENTS", str(read))
+    job = run("--engine.weights", "broadcast", "--sampling.max_response_tokens", "48", *AGENT,
+              "--agent.program", "tests.agents.program:in_three_turns")  # fmt: skip
+    assert job.wait(PATIENCE_S) == 0, job.output
+    found = assert_closed(run_dir)
+    assert (found["steps"], found["state"]) == (4, "finished")
+    assert not {"agent_failed", "superseded"} & found["tokens"]["discarded"].keys()
+    heard, steps = dict(executions(read)), files(run_dir)
+    trained = [sample for step in steps for sample in read_step(run_dir, step)]
+    for sample in trained:
+        [said] = heard[f"{sample['group']}-{sample['index']}"]
+        assert len(said) == TURNS and sample["response"].endswith("+1=".join(said))
+    assert len(steps) == 4 and len(trained) == 32
+    learner = [step["learner"] for step in read_records(run_dir / "metrics.jsonl")]
+    assert max(step["k3_age_0"] for step in learner if "k3_age_0" in step) < 1e-7
 
 
 def test_a_server_that_cannot_start_ends_the_run_with_its_own_words(run):
