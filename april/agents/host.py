@@ -20,6 +20,7 @@ from april.agents import PROGRAMS
 from april.processes.blame import raised
 from april.processes.frames import LENGTH_BYTES, READY, frame, private_pipes, send
 from april.processes.lifetime import die_with_parent, end
+from april.wire.limits import REWARD, is_reward
 
 BEAT_S = 1.0
 ERROR_CHARACTERS = 2000
@@ -109,8 +110,8 @@ class Host:
     def _take(self, order: Begin | Cease) -> None:
         if isinstance(order, Begin):
             self.running[order.key] = asyncio.create_task(self._run(order))
-        elif task := self.running.get(order.key):
-            task.cancel()
+        elif self.is_async and (task := self.running.get(order.key)):
+            task.cancel()  # a thread cannot be: if it does not end by itself, the process is
 
     async def _run(self, order: Begin) -> None:
         session = Session(order.base_url, order.api_key, order.task, order.replaying, order.public_url)
@@ -129,9 +130,9 @@ class Host:
 
     def _ended(self, key: int, reward: Any) -> Ended:
         is_number = isinstance(reward, int | float) or hasattr(reward, "__float__")
-        if reward is None or is_number:
+        if reward is None or (is_number and is_reward(float(reward))):
             return Ended(key, None if reward is None else float(reward))
-        return Ended(key, error=f"it returned {reward!r}, which is neither a number nor None")
+        return Ended(key, error=f"it returned {reward!r}, which is neither a finite number up to {REWARD:g} nor None")
 
     async def _beat(self) -> None:
         while True:

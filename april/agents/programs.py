@@ -19,6 +19,7 @@ import orjson
 from april.agents.host import Begin, Cease, Ended
 from april.processes.frames import LENGTH_BYTES, frame
 from april.processes.lifetime import SUPERVISED, end_with_parent
+from april.processes.tree import end_marked, new_mark
 
 GRACE_S = 5.0
 """for a program that is told to end"""
@@ -61,6 +62,7 @@ class ProgramRunner:
         self.place, self.options, self.threads, self.audience = place, options, threads, audience
         self.running: set[int] = set()
         self.ceasing: dict[int, asyncio.TimerHandle] = {}
+        self.mark = new_mark()
         self.process: asyncio.subprocess.Process | None = None
         self._reading: asyncio.Task[None] | None = None
         self._closed = False
@@ -70,7 +72,8 @@ class ProgramRunner:
         self.process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "april.agents.host", self.place, orjson.dumps(self.options).decode(),
             str(self.threads), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, start_new_session=True,
-            env=os.environ | {SUPERVISED: str(os.getpid()), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            env=os.environ | self.mark
+            | {SUPERVISED: str(os.getpid()), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )  # fmt: skip
         assert self.process.stdout
         await asyncio.wait_for(self.process.stdout.readexactly(LENGTH_BYTES), START_S)
@@ -117,6 +120,7 @@ class ProgramRunner:
     async def _replace(self, process: asyncio.subprocess.Process, why: str) -> None:
         self._kill()
         status = await process.wait()
+        await asyncio.to_thread(end_marked, self.mark)
         for timer in self.ceasing.values():
             timer.cancel()
         gone = sorted(self.running - set(self.ceasing))
@@ -137,6 +141,7 @@ class ProgramRunner:
         self._kill()
         if self.process:
             await self.process.wait()
+            await asyncio.to_thread(end_marked, self.mark)
         if self._reading:
             self._reading.cancel()
 
@@ -149,19 +154,22 @@ class CommandRunner:
         self.command, self.audience = list(command), audience
         self.log = log
         self.processes: dict[int, asyncio.subprocess.Process] = {}
+        self.wanted: set[int] = set()
+        """sessions, those included whose process is being started"""
         self.tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         self.log.parent.mkdir(parents=True, exist_ok=True)
 
     def begin(self, order: Begin) -> None:
+        self.wanted.add(order.key)
         task = asyncio.create_task(self._run(order))
         self.audience.began(order.key)
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
 
     async def _run(self, order: Begin) -> None:
-        root = order.base_url.removesuffix("/v1")
+        root, mark = order.base_url.removesuffix("/v1"), new_mark()
         told = {
             "OPENAI_BASE_URL": order.base_url, "OPENAI_API_KEY": order.api_key, "ANTHROPIC_BASE_URL": root,
             "ANTHROPIC_API_KEY": order.api_key, "APRIL_TASK": orjson.dumps(order.task).decode(),
@@ -170,25 +178,29 @@ class CommandRunner:
         with self.log.open("ab") as log:
             try:
                 process = await asyncio.create_subprocess_exec(
-                    *self.command, env=os.environ | told, stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log,
-                    start_new_session=True, preexec_fn=end_with_parent,
+                    *self.command, env=os.environ | told | mark, stdin=asyncio.subprocess.DEVNULL, stdout=log,
+                    stderr=log, start_new_session=True, preexec_fn=end_with_parent,
                 )  # fmt: skip
             except OSError as error:
                 return self.audience.ended(order.key, None, f"{self.command[0]!r} cannot be started: {error.strerror}")
         self.processes[order.key] = process
+        if order.key not in self.wanted:
+            self.cease(order.key)
         status = await process.wait()
         kill_group(process.pid)
+        await asyncio.to_thread(end_marked, mark)
         if self.processes.get(order.key) is process:
-            del self.processes[order.key]
+            self.cease(order.key)
             said = "" if status == 0 else f"its process ended with status {status}; {self.log} has what it wrote"
             self.audience.ended(order.key, None, said)
 
     def cease(self, key: int) -> None:
+        self.wanted.discard(key)
         if process := self.processes.pop(key, None):
             kill_group(process.pid)
 
     async def close(self) -> None:
-        for key in list(self.processes):
+        for key in list(self.wanted):
             self.cease(key)
         await asyncio.gather(*self.tasks, return_exceptions=True)
 

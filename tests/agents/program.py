@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import os
 import random
+import subprocess
+import threading
 import uuid
 from functools import partial
 from pathlib import Path
@@ -89,6 +91,10 @@ def write(task, line):
 
 def as_told(session):
     """A plain function."""
+    if "hangs" in session.task:
+        tool = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+        Path(session.task["hangs"]).write_text(f"{tool.pid}\n")
+        threading.Event().wait()
     if "exits" in session.task:
         os._exit(session.task["exits"])
     if "raises" in session.task:

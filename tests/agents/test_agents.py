@@ -1,11 +1,13 @@
 """What an agents process does with its sessions, whatever becomes of their programs."""
 
 import asyncio
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from april import wire
+from april.agents import programs
 from april.agents.agents import MOST_DEATHS, Agents
 from april.agents.dialects import Chat
 from april.agents.gateway import Gateway
@@ -18,6 +20,7 @@ from april.config import ConfigError
 from april.config.workers import AgentSection
 from april.data.tokenizer import Tokenizer
 from april.launch.check import check_agent
+from april.processes.tree import environment_of
 
 SESSION = wire.BRANCHES
 TELL_AND_EXIT = 'echo "$OPENAI_BASE_URL $APRIL_PUBLIC_URL $APRIL_TASK"; exit $(echo $APRIL_TASK | tr -dc 0-9)'
@@ -150,17 +153,74 @@ def test_functions_run_in_a_process_that_is_replaced_when_it_dies():
         raised = await audience.next()
         runner.begin(order(3, {"returns": "much"}))
         nonsense = await audience.next()
+        runner.begin(order(6, {"returns": float("nan")}))
+        no_number = await audience.next()
         runner.begin(order(4, {"exits": 1}))
         died = await audience.next()
         runner.begin(order(5, {"returns": None}))
         again = await audience.next()
         await runner.close()
-        return returned, raised, nonsense, died, again
+        return returned, raised, nonsense, no_number, died, again
 
-    returned, raised, nonsense, died, again = asyncio.run(play())
+    returned, raised, nonsense, no_number, died, again = asyncio.run(play())
     assert (returned.key, returned.reward, again) == (1, 0.5, Ended(5))
-    assert raised.error.startswith("ValueError: no\n") and "neither a number" in nonsense.error
+    assert raised.error.startswith("ValueError: no\n") and "neither a finite number" in nonsense.error
+    assert "it returned nan, which is neither a finite number" in no_number.error
     assert died[0] == [4] and "status" in died[1]
+
+
+async def pid_in(file):
+    async with asyncio.timeout(60):
+        while not (file.exists() and file.read_text().endswith("\n")):
+            await asyncio.sleep(0.01)
+    return int(file.read_text())
+
+
+async def until_ended(pid):
+    async with asyncio.timeout(60):
+        while any(environment_of(Path(f"/proc/{pid}"))):
+            await asyncio.sleep(0.01)
+
+
+def test_a_plain_function_that_hangs_is_ended_with_its_process_and_all_it_has_started(monkeypatch, tmp_path):
+    """A thread cannot be ended alone; others of the process are run again."""
+    monkeypatch.setattr(programs, "GRACE_S", 0.1)
+
+    async def play():
+        audience, tools = Audience(), [tmp_path / "1", tmp_path / "2"]
+        runner = ProgramRunner("tests.agents.program:as_told", {}, 4, audience)
+        await runner.start()
+        for number, tool in enumerate(tools, 1):
+            runner.begin(order(number, {"hangs": str(tool)}))
+        pids = [await pid_in(tool) for tool in tools]
+        runner.cease(1)
+        heard = await audience.next()
+        for pid in pids:
+            await until_ended(pid)
+        await runner.close()
+        return heard, audience.heard
+
+    (died, why), more = asyncio.run(play())
+    assert died == [2] and "status -9" in why and more == []
+
+
+@pytest.mark.full
+def test_a_command_that_takes_too_long_is_ended_with_what_has_left_its_group(tmp_path):
+    async def play():
+        audience, tool = Audience(), tmp_path / "tool"
+        told = f"setsid sh -c 'echo $$ > {tool}; exec sleep 1000' & sleep 1000"
+        runner = CommandRunner(["sh", "-c", told], tmp_path / "programs.log", audience)
+        await runner.start()
+        runner.begin(order(1))
+        pid = await pid_in(tool)
+        runner.cease(1)
+        runner.begin(order(2))
+        runner.cease(2)
+        await until_ended(pid)
+        await runner.close()
+        return audience.heard
+
+    assert asyncio.run(play()) == []
 
 
 @pytest.mark.parametrize("times, ends", [(3, Ended(1, 1.5)), ("much", "TypeError: can only concatenate")])

@@ -11,11 +11,12 @@ from april.wire.rows import CHUNK, OBSERVATION
 from april.wire.version import Version
 from tests.broker.conversation import Conversation, FakeAgents, FakeLearner, FakeWorker, chunk, chunk_arrays
 
+AGENTS = ["--evaluation.prompts", "1", "--agent.command", '["true"]', "--sampling.max_response_tokens", "32"]
+
 
 @pytest.fixture
 def talk(config_file):
-    overrides = ["--evaluation.prompts", "1", "--agent.command", '["true"]', "--sampling.max_response_tokens", "32"]
-    return Conversation(configuration.load(config_file, overrides))
+    return Conversation(configuration.load(config_file, AGENTS))
 
 
 @pytest.fixture
@@ -189,6 +190,32 @@ def test_every_session_of_a_batch_reaches_the_learner_and_the_ledger_closes(talk
     assert len(heads) == talk.config.schedule.rollout_batch_size * talk.config.schedule.n_samples_per_prompt
     assert all(head.segments == [(3, 7, Version(0, 0))] for head in heads)
     assert all(group.prompt_tokens == 0 for group in batch.groups) and talk.ledger.closed
+
+
+def test_when_no_batch_will_follow_agents_are_left_with_the_evaluation_alone(config_file):
+    """What the others ask would never be answered."""
+    talk = Conversation(configuration.load(config_file, [*AGENTS, "--schedule.max_steps", "1"]))
+    agents, worker, learner = FakeAgents(talk), FakeWorker(talk), FakeLearner(talk)
+    agents.join(capacity=1000)
+    worker.join(capacity=1000)
+    learner.join()
+    told = {(one.group, one.index): one for one in agents.listen()}
+    for one in told.values():
+        agents.say_to_policy(one.lease_id, 0, 3)
+    grants, batch = [grant for grant in worker.grants() if not told[grant.group, grant.index].evaluation], None
+    for grant in grants:
+        if batch is None:
+            worker.chunk(grant, 3, 4, "stop")
+            agents.score(told[grant.group, grant.index], 0.5)
+            batch = learner.fetch(0)
+    kept = {lease_id for received in agents.take(wire.Cancel) for lease_id in received.message.leases}
+    trained = {(group.group, head.index) for group in batch[0].groups for head in group.samples}
+    assert kept == {one.lease_id for place, one in told.items() if not one.evaluation and place not in trained} != set()
+    held = [lease.sample for lease in talk.ledger.leases.values() if lease.agent]
+    assert held and all(sample.group.evaluation for sample in held) and talk.ledger.closed
+    assert all(sample_of(talk, one).attempts == 0 for one in told.values())
+    agents.listen()
+    assert set(agents.sessions) == {one.lease_id for one in told.values()}, "none of them is given out again"
 
 
 def test_a_drained_run_has_no_turn_under_way_and_its_sessions_stay(talk, worker, agents, told):

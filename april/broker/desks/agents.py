@@ -92,6 +92,8 @@ class AgentDesk(HolderDesk):
         """Fill every process as far as it has room, the emptiest first; nothing while the broker is drained."""
         if self.ledger.draining or not self.ledger.rules.agents:
             return
+        if self.books.schedule.finished(self.ledger):
+            self._recall_training()
         able = [session for session in self.sessions.of("agents") if self._has_room(session)]
         while able:
             session = min(able, key=lambda one: self._load(one) / one.capacity)
@@ -102,12 +104,23 @@ class AgentDesk(HolderDesk):
             self._send_session(session, lease)
             able = [session for session in able if self._has_room(session)]
 
+    def _recall_training(self) -> None:
+        """No batch will follow, so what agents still ask would never be answered, and whoever waits for that begins no
+        evaluation. The sessions stay open, for a run that is resumed."""
+        for session in self.sessions.of("agents"):
+            for lease in self.leases_of(session.uid):
+                if not lease.sample.group.evaluation:
+                    self.ledger.end_lease(lease.id, "leave")
+                    self.cancel(session, lease.id)
+
     def _choose(self, able: list[Session]) -> Sample | None:
         """Evaluation first, up to its share of all sessions; beyond that it gets what would otherwise stay idle."""
         held = [lease for session in self.sessions.of("agents") for lease in self.leases_of(session.uid)]
         evaluated = sum(lease.sample.group.evaluation for lease in held)
         room = sum(session.capacity for session in self.sessions.of("agents"))
         queue, schedule = self.ledger.queue, self.books.schedule
+        if schedule.finished(self.ledger):
+            return queue.take_for_agent(True)
         share_left = evaluated < self.config.evaluation.share * room
         return (
             (queue.take_for_agent(True) if share_left else None)
