@@ -115,7 +115,33 @@ def of_openrlhf(config: Config, tokens: int) -> Callable[[], None]:
     return lambda: loop.run_until_complete(step())
 
 
-ADAPTERS = {"trl": of_trl, "slime": of_slime, "openrlhf": of_openrlhf}
+def of_areal(config: Config, tokens: int) -> Callable[[], None]:
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from tests.rollouts import areal_types
+
+    areal_types.install(pytest.MonkeyPatch())
+    from april.adapters.areal import Engine, Rows
+
+    folder = Path(tempfile.mkdtemp())
+    model = AutoModelForCausalLM.from_pretrained(config.model.path)
+    weights = {name: tensor.clone() for name, tensor in model.named_parameters()}
+    source, size = Instant(config, tokens), config.schedule.rollout_batch_size
+    engine = Engine(
+        Rollouts(config, 0, source, source), lambda version: str(folder / str(version)), lambda: (0, folder)
+    )
+    rows = Rows(areal_types.Loader([{"messages": [3] * PROMPT_TOKENS}] * size, size))
+    for version in range(1, STEPS + 1):  # AReaL's actor has left them
+        (folder / str(version)).mkdir()
+        save_file(weights, folder / str(version) / "model.safetensors")
+
+    def step() -> None:
+        engine.prepare_batch(rows)
+        engine.set_version(engine.run.step)
+
+    return step
+
+
+ADAPTERS = {"trl": of_trl, "slime": of_slime, "openrlhf": of_openrlhf, "areal": of_areal}
 SUBMITTED = ["--data.source", "submitted"]
 WITHOUT_END = ["--schedule.max_steps", "1000"]
 

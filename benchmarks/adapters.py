@@ -22,7 +22,7 @@ from april.report.run_folder import read_records
 
 STEPS, SEEDS = 8, 3
 RANKS = ["--learner.ranks", "1"]
-ADAPTERS = "trl", "slime", "openrlhf"
+ADAPTERS = "trl", "slime", "openrlhf", "areal"
 """whose own time is measured, over a step of TRL's with April"""
 
 

@@ -3,6 +3,7 @@
 import ast
 import re
 import runpy
+import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -120,6 +121,37 @@ def test_trl_trains_on_behaviour_log_probabilities_and_goes_on_from_its_own_chec
     assert before[gone_on_from:] == after[: len(before) - gone_on_from], "the same batches and weights"
     ratios = figures(again.output, "sampling/importance_sampling_ratio/max")
     assert max(ratios) > 1.0, "tokens of older weights are corrected"
+
+
+SMALL = {
+    "rollout_batch_size = 32": "rollout_batch_size = 4", "sampling_batch_size = 48": "sampling_batch_size = 6",
+    "n_samples_per_prompt = 8": "n_samples_per_prompt = 2", "num_generations=8": "num_generations=2",
+    "device_train_batch_size=32": "device_train_batch_size=8", "accumulation_steps=8": "accumulation_steps=1",
+    "max_steps = 32": "max_steps = 2", "max_steps=32": "max_steps=2", "save_steps=8": "save_steps=1",
+    "response_tokens = 512": "response_tokens = 24", "completion_length=512": "completion_length=24",
+}  # fmt: skip
+"""the sizes of TRL's page, and those of a test"""
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_what_trl_s_page_says_runs_in_a_folder_that_has_nothing_else(tmp_path, policy_folder, data_folder):
+    page = (EXAMPLES.parent / "docs/trl.md").read_text()
+    for number in SMALL:
+        assert page.count(number) == 1, number
+        page = page.replace(number, SMALL[number])
+    for name, language in (("my-run.toml", "toml"), ("train.py", "python")):
+        (tmp_path / name).write_text(re.search(rf"```{language}\n(.*?)```", page, re.S)[1])
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache/policy").symlink_to(policy_folder)
+    (tmp_path / "cache/data").symlink_to(data_folder)
+    job = Job([sys.executable, "train.py"], tmp_path / "log", start=partial(subprocess.Popen, cwd=tmp_path))
+    try:
+        assert job.wait(500) == 0, job.output
+    finally:
+        job.end()
+    assert assert_closed(tmp_path / "runs/trl")["state"] == "finished"
+    assert (tmp_path / "trl-checkpoints/checkpoint-2").is_dir() and (tmp_path / "runs/trl/report.html").is_file()
 
 
 @pytest.mark.full
