@@ -72,6 +72,11 @@ def optimizer_steps(said: Translation, name: str, responses: int | None, groups:
         said.say("learner.minibatches", groups * n // responses, name)
 
 
+def several_steps(said: Translation) -> bool:
+    """Whether a batch is more than one optimizer step, once that has been said."""
+    return any(said.keys.get(f"learner.{key}", (1, ""))[0] > 1 for key in ("minibatches", "epochs"))
+
+
 def clip(said: Translation, low: str, high: str) -> None:
     """Bounds of the ratio, the upper one as wide as the lower where it is not given."""
     width = said.value(low)

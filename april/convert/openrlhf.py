@@ -23,6 +23,7 @@ from april.convert.framework import (
     optimizer_steps,
     placed,
     reference,
+    several_steps,
 )
 from april.convert.options import Options, of_script
 from april.convert.translation import JOINT, Apart, Lacks, Rule, To, Translation, one_of, only
@@ -281,6 +282,8 @@ def loss(said: Translation) -> None:
     if used and said.value("algo.kl.unbiased_gradient"):
         # Where a batch is one step, its gradient is that of k2.
         said.say("algorithm.kl_estimator", "k2", "algo.kl.unbiased_gradient")
+        if several_steps(said):
+            said.differ("algo.kl.unbiased_gradient", "with several steps a batch April's k2 has no weight")
     if not used and said.value("algo.kl.init_coef"):
         said.differ("algo.kl.init_coef", IN_LOSS)
 

@@ -22,6 +22,7 @@ from april.convert.framework import (
     adapter,
     optimizer_steps,
     placed,
+    several_steps,
 )
 from april.convert.options import Options, of_file, of_script
 from april.convert.python import of_python
@@ -310,6 +311,8 @@ def loss(said: Translation, leave_one_out: bool) -> None:
         said.open["algorithm.loss"] = f"April has no loss_type = {kind!r}; choose one"
     if kind == "vespo":
         said.say("algorithm.loss", "cispo", "loss_type")
+        if several_steps(said):
+            said.differ("loss_type", "with several steps a batch April's vespo stays that of the batch's start")
     elif kind == "cispo":
         said.say("algorithm.loss", "cispo", "loss_type")
         said.say("algorithm.clip_low", 1.0, "loss_type")

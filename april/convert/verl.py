@@ -272,6 +272,8 @@ def loss(said: Translation) -> None:
     low, high, most = (said.number(f"{ACTOR}clip_ratio_{end}") for end in ("low", "high", "c"))
     if mode == DPPO and not bypass:
         said.say("algorithm.loss", "cispo", f"{ACTOR}policy_loss.loss_mode")
+        said.say("algorithm.clip_low", 1.0, f"{ACTOR}policy_loss.loss_mode")
+        said.say("algorithm.clip_high", max(most - 1, 0) if most else None, f"{ACTOR}clip_ratio_c")
         said.say("algorithm.dppo_fall", low, f"{ACTOR}clip_ratio_low")
         said.say("algorithm.dppo_rise", high, f"{ACTOR}clip_ratio_high")
     elif mode in LOSSES:
@@ -304,7 +306,9 @@ def stale_tokens(said: Translation) -> None:
     correction = {"token": "truncated", "sequence": "truncated_sequence"}.get(said.value(name))
     if said.value(mode) == DPPO:
         said.say("algorithm.corrections", [correction or "truncated", DPPO], mode, name)
-        said.differ(mode, "verl measures from its policy at the start of the batch, April from the one that sampled")
+        said.differ(
+            mode, "verl masks by what its steps move in a batch, April by what the batch's start is off its sampler"
+        )
         if not correction:
             said.say("algorithm.truncation", said.number(f"{ACTOR}clip_ratio_c"), f"{ACTOR}clip_ratio_c")
     else:

@@ -7,7 +7,12 @@ from april.convert.trl import TRL
 from april.convert.verl import ACTOR, IMPORTANCE, ROLLOUT, Verl
 from tests.convert.test_published import assert_says, converted, flags, python_script
 
-MODEL = {"actor.model_name_or_path": "m", "data.prompt_dataset": "d", "rollout.n_samples_per_prompt": 8}
+MODEL = {
+    "actor.model_name_or_path": "m",
+    "data.prompt_dataset": "d",
+    "rollout.n_samples_per_prompt": 8,
+    "train.batch_size": 8192,
+}
 MASK = {f"{IS}level": "token", f"{IS}threshold": "0.5 5.0"}
 CLIP = {f"{IS}level": "token", f"{IS}mode": "clip", f"{IS}threshold": "2.0"}
 SEQUENCES = {"corrections": ("truncated", "geometric"), "truncation": 1e9, "geometric_low": 0.9, "geometric_high": 1.1}
@@ -64,6 +69,8 @@ def test_trl_s_vespo_is_april_s_where_no_token_s_ratio_is_bounded(bound, tmp_pat
     says = {"loss": "cispo", "corrections": ("vespo",), "normalisation": "token_mean", "proximal": "recomputed"}
     assert_says(config, algorithm(says | {"vespo_k_positive": 2.0, "vespo_k_negative": 2.5}))
     assert own(said, "vllm_") == ([f"vllm_importance_sampling_clip_max = {bound}"] if bound else [])
+    again, _ = converted(TRL(), python_script("GRPO", VESPO | {"num_iterations": 2}), tmp_path, "mine.py")
+    assert own(again, "loss_type") and not own(said, "loss_type")
     _, alone = converted(TRL(), python_script("GRPO", VESPO | {"use_vllm": False}), tmp_path, "mine.py")
     assert_says(alone, algorithm({"loss": "cispo", "corrections": ()}))
 

@@ -50,7 +50,7 @@ def drive(
     heard_at, generated = clock.now(), engine.generated_tokens
     for request in requests:
         engine.submit(request)
-    chunks = defaultdict(list)
+    chunks: defaultdict[int, list[Chunk]] = defaultdict(list)
     enough = float("inf") if tokens is None else engine.generated_tokens + tokens
     awaited = {request.id for request in requests} if begun else set()
     while steps != 0 and (engine.generated_tokens < enough or awaited - chunks.keys()):
