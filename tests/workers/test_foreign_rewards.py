@@ -54,10 +54,37 @@ def parsed(completion, parser):
 '''
 
 
+TASKS = """
+import verifiers.v1 as vf
+
+class Sum(vf.TaskData):
+    answer: str
+
+class Adds(vf.Task[Sum]):
+    @vf.reward
+    async def right(self, trace):
+        return float(trace.last_reply == self.data.answer)
+
+    @vf.reward(weight=0.5)
+    async def keyed(self, task, trace):
+        return {"asked": float(task.prompt_text == "1+1="), "short": float(len(trace.last_reply) < 3)}
+
+    @vf.metric
+    async def length(self, trace):
+        return float(len(trace.last_reply))
+
+class InABox(vf.Task[Sum]):
+    @vf.reward
+    async def ran(self, runtime):
+        return 1.0
+"""
+
+
 @pytest.fixture(scope="module", autouse=True)
 def functions(tmp_path_factory):
     folder = tmp_path_factory.mktemp("functions")
     (folder / "theirs.py").write_text(FUNCTIONS)
+    (folder / "tasks.py").write_text(TASKS)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)
         importlib.invalidate_caches()
@@ -95,6 +122,16 @@ def test_a_function_of_another_framework_is_called_as_it_wants_to_be(which):
 
 def test_the_numbers_beside_verl_s_score_are_details():
     assert score("verl:theirs:compute_score", label=VERL).details == {"acc": 1.0, "index": 7.0, "over_limit": 0.0}
+
+
+def test_a_task_of_verifiers_is_worth_what_its_rewards_weigh_and_its_metrics_are_details():
+    check_verifier("verifiers:tasks:Adds")
+    given = score("verifiers:tasks:Adds")
+    assert (given.error, given.reward) == (None, 2.0)
+    assert given.details == {"right": 1.0, "asked": 1.0, "short": 1.0, "length": 1.0, "over_limit": 0.0}
+    assert score("verifiers:tasks:Adds", "11", '{"answer": "2"}').reward == 1.0
+    with pytest.raises(ConfigError, match="its reward 'ran' wants the runtime of a task"):
+        check_verifier("verifiers:tasks:InABox")
 
 
 def test_a_function_of_trl_may_see_the_whole_group():

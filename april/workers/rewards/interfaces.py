@@ -4,6 +4,7 @@
     reward.name = "trl_text:my_rewards:func"     # the same, where prompts and completions are texts
     reward.name = "verl:my_rewards:compute_score"       # verl: (data_source, solution_str, ground_truth, extra_info)
     reward.name = "verifiers:my_rewards:func"    # verifiers: of prompt, completion, answer, state, info, task
+    reward.name = "verifiers:my_environment:MyTask"     # its task: what its methods under @reward are worth together
 
 What they want of a row is in its label: `data.label_key = "data_source,reward_model.ground_truth"` makes a JSON
 object of several columns. Their forms as in huggingface/trl at f2cd57710 (GRPOTrainer._calculate_rewards),
@@ -12,13 +13,13 @@ verl-project/verl at 1dda039b9 (verl/experimental/reward_loop), PrimeIntellect-a
 
 import asyncio
 import inspect
-import json
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from april.workers.rewards.columns import columns_in
+from april.workers.rewards.tasks import verifier_of_task
+
 Function = Callable[..., Any]
-NAMES_OF_A_LABEL = ("label", "answer", "solution", "ground_truth", "target")
-"""under which a function with `**columns` finds a label that is no object"""
 TRAINERS_OWN = ("completion_ids", "completions_ids", "prompt_ids", "trainer_state", "environments")
 """what TRL hands to functions, and April does not have"""
 
@@ -96,6 +97,8 @@ def verl_of_one(function: Function) -> Function:
 
 
 def verifiers_of_one(function: Function) -> Function:
+    if inspect.isclass(function):
+        return verifier_of_task(function)
     parameters, any_name = parameters_of(function)
     known = ("prompt", "completion", "answer", "state", "info", "task")
     if wanted := next((name for name, needed in parameters.items() if needed and name not in known), None):
@@ -124,20 +127,6 @@ def parameters_of(function: Function) -> tuple[dict[str, bool], bool]:
     parameters = inspect.signature(function).parameters.values()
     named = [one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
     return {one.name: one.default is one.empty for one in named}, any(one.kind is one.VAR_KEYWORD for one in parameters)
-
-
-def columns_in(label: str, needed: Sequence[str], any_name: bool) -> dict[str, Any]:
-    """Those of a label that is a JSON object; of another one, it is the one column that the function needs."""
-    if label.startswith("{"):
-        try:
-            columns = json.loads(label)
-        except ValueError:
-            columns = None
-        if isinstance(columns, dict):
-            return columns
-    if len(needed) > 1:
-        raise ValueError(f"needs the columns {', '.join(needed)}; name them in data.label_key = {','.join(needed)!r}")
-    return dict.fromkeys(needed or (NAMES_OF_A_LABEL if any_name else ()), label)
 
 
 def said_by(role: str, content: str) -> dict[str, str]:
