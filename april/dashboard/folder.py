@@ -39,7 +39,7 @@ class WatchedRun:
         self.steps = Steps(path) if path else None
         self.index: SampleIndex | None = None
         self.problem = ""
-        """why its files are not followed any more"""
+        """why its files cannot be followed at the moment"""
         self.asked_at = time.monotonic()
         self.all_read = False
 
@@ -59,10 +59,11 @@ class WatchedRun:
 
     def read_on(self, budget_s: float) -> bool:
         """Read what is new of its files for about so long; whether that was all."""
-        if self.steps is None or self.problem:
+        if self.steps is None:
             return True
         try:
             whole = self.steps.follow(budget_s)
+            self.problem = ""
         except (ConfigError, OSError) as error:
             self.problem = str(error)
             return True

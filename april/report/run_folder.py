@@ -119,7 +119,7 @@ def read_records(path: Path) -> list[dict]:
 
 def records_from(path: Path, offset: int = 0, lines: int = 0) -> Iterator[tuple[dict, int, int]]:
     """Those of steps and of evaluations, from a byte on, before which lie so many lines; each with where it begins and
-    ends."""
+    ends. A line that ends without its end is being written, and the last for now."""
     if not path.exists():
         return
     with path.open("rb") as file:
@@ -134,6 +134,8 @@ def records_from(path: Path, offset: int = 0, lines: int = 0) -> Iterator[tuple[
             record = parse_json(line)
             if isinstance(record, dict) and isinstance(record.get("step"), int):
                 yield record, begin, offset
+            elif not line.endswith(b"\n"):
+                return
             else:
                 bad = number
 

@@ -1,5 +1,6 @@
 """What the dashboard tells the browser of a run is what its folder says; it writes nothing there."""
 
+import math
 import os
 import random
 import time
@@ -8,8 +9,10 @@ import orjson
 import pyarrow.parquet as parquet
 import pytest
 
+from april.dashboard.folder import WatchedRun
 from april.dashboard.index import SampleIndex
 from april.dashboard.query import Query, first, matching, page
+from april.launch.operate import Target
 from april.report.run_folder import read_run
 from tests.dashboard.runs import GROUPS, HOSTILE, SIZE, add_step, make_run, rows_of, tokenizer, write_rows
 
@@ -129,6 +132,18 @@ def test_files_that_are_replaced_thinned_out_or_damaged(tmp_path):
     (run / "samples/step_000003.parquet").write_bytes(whole)
     assert read() == ([1, 3], 2 * GROUPS * SIZE)
     assert not index.unreadable
+
+
+def test_steps_that_could_not_be_read_are_followed_once_they_can(tmp_path):
+    folder = make_run(tmp_path, steps=3)
+    run, metrics = WatchedRun("demo", folder, Target(folder, None, None)), folder / "metrics.jsonl"
+    with metrics.open("ab") as file:
+        file.write(b'{"step": 4, broken\n{"step": 5}\n')
+    run.read_on(math.inf)
+    assert "line 4 is not a JSON object" in run.news()["problem"] and run.news()["steps"] == 3
+    metrics.write_bytes(metrics.read_bytes().replace(b", broken", b"}"))
+    run.read_on(math.inf)
+    assert not run.news()["problem"] and run.news()["steps"] == 5
 
 
 def test_a_sample_has_every_token_and_its_turns(ask, runs_folder):

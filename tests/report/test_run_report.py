@@ -1,6 +1,8 @@
 """A run folder is read leniently where unfinished, strictly where wrong; table and report state it truly."""
 
+import io
 import re
+from types import SimpleNamespace
 
 import orjson
 import pytest
@@ -11,7 +13,7 @@ from april.config import ConfigError
 from april.launch.preflight import mark_ended
 from april.report.facts import facts, ledger_of
 from april.report.html import write_report
-from april.report.run_folder import read_run
+from april.report.run_folder import read_run, records_from
 from april.report.table import render_status
 
 
@@ -41,6 +43,17 @@ def test_a_torn_last_line_is_left_out(tmp_path):
     metrics = run_dir / "metrics.jsonl"
     metrics.write_bytes(metrics.read_bytes()[:-200])
     assert [step["step"] for step in read_run(run_dir).steps] == [1, 2, 3, 4]
+
+
+def test_a_line_that_is_being_written_is_left_for_later():
+    """It may grow between two reads of its reader."""
+
+    class Written(io.BytesIO):
+        def __iter__(self):
+            yield from (b'{"step": 1}\n', b'{"step": 2, "rew', b'ard": 0.5}\n')
+
+    path = SimpleNamespace(exists=lambda: True, open=lambda mode: Written())
+    assert [line for line, _, _ in records_from(path)] == [{"step": 1}]
 
 
 def test_a_damaged_line_in_the_middle_is_refused_with_its_number(tmp_path):
