@@ -140,7 +140,7 @@ def test_steps_that_could_not_be_read_are_followed_once_they_can(tmp_path):
     with metrics.open("ab") as file:
         file.write(b'{"step": 4, broken\n{"step": 5}\n')
     run.read_on(math.inf)
-    assert "line 4 is not a JSON object" in run.news()["problem"] and run.news()["steps"] == 3
+    assert "is not a JSON object with a step" in run.news()["problem"] and run.news()["steps"] == 3
     metrics.write_bytes(metrics.read_bytes().replace(b", broken", b"}"))
     run.read_on(math.inf)
     assert not run.news()["problem"] and run.news()["steps"] == 5
