@@ -77,15 +77,17 @@ class Agents:
             loop = asyncio.get_running_loop()
             self._timers[key] = loop.call_later(self.section.timeout_s, self._overdue, key)
 
-    def ended(self, key: int, reward: float | None, error: str) -> None:
+    def ended(self, key: int, reward: float | None, error: str, state: bytes = b"") -> None:
         session = self.sessions.get(key)
         if session is None:
             return
         if error:
             return self._give_back(key, error)
         reward = session.reward if reward is None else reward
-        behind = session.superseded()
-        closing = wire.Closed(key, behind) if reward is None else wire.Scored(key, [reward], [{}], behind)
+        behind, state = session.superseded(), state or session.state
+        closing: wire.Closing = wire.Closed(key, behind, state)
+        if reward is not None:
+            closing = wire.Scored(key, [reward], [{}], behind, state)
         self.completed += 1
         self._forget(key, "its agent has ended")
         self.link.close_session(closing)

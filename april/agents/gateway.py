@@ -14,6 +14,7 @@ from aiohttp import web
 
 from april.agents.dialects import Dialect
 from april.agents.dialects.base import Event
+from april.agents.host import packed
 from april.agents.rendering import BadMessages
 from april.agents.session import AgentSession, Refusal, Turn
 
@@ -47,6 +48,7 @@ class Gateway:
             self.app.router.add_post(dialect.path, self._converse)
         self.app.router.add_get("/v1/models", self._models)
         self.app.router.add_post("/v1/session/reward", self._reward)
+        self.app.router.add_post("/v1/session/state", self._state)
         self.app.router.add_get("/v1/session", self._session)
 
     def admit(self, session: AgentSession) -> str:
@@ -81,6 +83,14 @@ class Gateway:
             raise Refusal("invalid_value", f"'reward' = {reward!r} is no finite number up to 1e9")
         session.reward = float(reward)
         return answer({"reward": session.reward})
+
+    async def _state(self, request: web.Request) -> web.Response:
+        session, body = self.session_of(request), await read_body(request)
+        try:
+            session.state = packed(body.get("state"))
+        except (ValueError, TypeError) as error:
+            raise Refusal("invalid_value", f"'state': {error}") from None
+        return answer({"state": body.get("state")})
 
     async def _converse(self, request: web.Request) -> web.StreamResponse:
         dialect = self.of_path[request.path]

@@ -20,7 +20,7 @@ from april.agents import PROGRAMS
 from april.processes.blame import raised
 from april.processes.frames import LENGTH_BYTES, READY, frame, private_pipes, send
 from april.processes.lifetime import die_with_parent, end
-from april.wire.limits import REWARD, is_reward
+from april.wire.limits import LEFT_BYTES, REWARD, is_reward
 
 BEAT_S = 1.0
 ERROR_CHARACTERS = 2000
@@ -48,6 +48,8 @@ class Ended(msgspec.Struct, array_like=True):
     key: int
     reward: float | None = None
     error: str = ""
+    state: bytes = b""
+    """MessagePack of what the program has left"""
 
 
 @dataclass
@@ -63,6 +65,8 @@ class Session:
     """it was run before, and what it asks first is answered from the journal"""
     public_url: str = ""
     """of the same API, for what the program starts in containers or on other machines"""
+    state: Any = None
+    """what the program leaves to a verifier, which may be one of the whole group: anything that MessagePack holds"""
 
     @property
     def root_url(self) -> str:
@@ -120,7 +124,7 @@ class Host:
                 reward = await self.program(session)
             else:
                 reward = await asyncio.get_running_loop().run_in_executor(self.threads, self.program, session)
-            ended = self._ended(order.key, reward)
+            ended = self._ended(order.key, reward, packed(session.state))
         except asyncio.CancelledError:
             ended = Ended(order.key, error="it was cancelled")
         except BaseException as error:
@@ -128,16 +132,24 @@ class Host:
         self.running.pop(order.key, None)
         send(self.outgoing, frame(ended))
 
-    def _ended(self, key: int, reward: Any) -> Ended:
+    def _ended(self, key: int, reward: Any, state: bytes) -> Ended:
         is_number = isinstance(reward, int | float) or hasattr(reward, "__float__")
         if reward is None or (is_number and is_reward(float(reward))):
-            return Ended(key, None if reward is None else float(reward))
+            return Ended(key, None if reward is None else float(reward), state=state)
         return Ended(key, error=f"it returned {reward!r}, which is neither a finite number up to {REWARD:g} nor None")
 
     async def _beat(self) -> None:
         while True:
             send(self.outgoing, frame(Ended(0)))
             await asyncio.sleep(BEAT_S)
+
+
+def packed(state: Any) -> bytes:
+    """Raises ValueError and TypeError for what a session cannot leave."""
+    data = b"" if state is None else msgspec.msgpack.encode(state)
+    if len(data) > LEFT_BYTES:
+        raise ValueError(f"the state that is left has {len(data)} bytes, and {LEFT_BYTES} is the most")
+    return data
 
 
 def last_lines(error: BaseException) -> str:

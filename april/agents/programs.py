@@ -33,8 +33,8 @@ class Audience(Protocol):
     def began(self, key: int) -> None:
         """A session's program is under way: its time runs."""
 
-    def ended(self, key: int, reward: float | None, error: str) -> None:
-        """A session's program has ended."""
+    def ended(self, key: int, reward: float | None, error: str, state: bytes = b"") -> None:
+        """A session's program has ended; `state`: MessagePack of what it has left."""
 
     def died(self, keys: list[int], why: str) -> None:
         """The process of these sessions' programs is gone; none of them has ended."""
@@ -115,7 +115,7 @@ class ProgramRunner:
         if timer := self.ceasing.pop(ended.key, None):
             timer.cancel()
         else:
-            self.audience.ended(ended.key, ended.reward, ended.error)
+            self.audience.ended(ended.key, ended.reward, ended.error, ended.state)
 
     async def _replace(self, process: asyncio.subprocess.Process, why: str) -> None:
         self._kill()

@@ -112,6 +112,8 @@ class AgentSession:
         """why nothing can be asked any more"""
         self.reward: float | None = None
         """as the agent has said over HTTP"""
+        self.state = b""
+        """MessagePack of what it has left over HTTP"""
         self._of_key: defaultdict[bytes, list[Turn]] = defaultdict(list)
         self._asked: Counter[bytes] = Counter()
         """how often this execution of the agent has asked the same, on purpose"""

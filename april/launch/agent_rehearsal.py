@@ -44,7 +44,7 @@ class Ending:
     def began(self, key: int) -> None:
         pass
 
-    def ended(self, key: int, reward: float | None, error: str) -> None:
+    def ended(self, key: int, reward: float | None, error: str, state: bytes = b"") -> None:
         self.reward, self.error = reward, error
         self.over = True
 

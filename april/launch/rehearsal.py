@@ -73,9 +73,9 @@ class Rehearsal:
             by_verifier[one.row.reward or self.config.reward.name].append(number)
         by_verifier = {name: numbers for name, numbers in by_verifier.items() if self._is_there(name)}
         if self.config.environment.name:
-            by_verifier = {
-                name: numbers[:1] for name, numbers in by_verifier.items() if state is not None or not reads_state(name)
-            }
+            by_verifier = {name: numbers[:1] for name, numbers in by_verifier.items()}
+        if state is None and (self.config.environment.name or self.config.agent.is_set):
+            by_verifier = {name: numbers for name, numbers in by_verifier.items() if not reads_state(name)}
         scores = self._grade(by_verifier, seen, tokenizer, state or b"", patience_s)
         graded = {
             name: [(seen[number], scores[number]) for number in numbers if number in scores]

@@ -90,6 +90,8 @@ class Scored(msgspec.Struct, tag=True, array_like=True, frozen=True, forbid_unkn
     """what each reward is made of"""
     superseded: list[tuple[Number, Number]] = []
     """of a session: (branch, length) where an earlier execution of its agent has gone further than the last one"""
+    state: bytes = b""
+    """of a session: MessagePack, for a verifier that sees its whole group"""
 
 
 class GiveBack(msgspec.Struct, tag=True, array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -108,6 +110,8 @@ class Closed(msgspec.Struct, tag=True, array_like=True, frozen=True, forbid_unkn
     lease_id: int
     superseded: list[tuple[Number, Number]] = []
     """as in `Scored`"""
+    state: bytes = b""
+    """MessagePack of what the agent leaves to the verifier; empty for nothing"""
 
 
 Closing = Scored | GiveBack | Closed

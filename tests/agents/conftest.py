@@ -62,7 +62,7 @@ class Audience:
     def began(self, key):
         self.seen.append(("began", key))
 
-    def ended(self, key, reward, error):
+    def ended(self, key, reward, error, state=b""):
         self.seen.append(("ended", key, reward, error))
 
 

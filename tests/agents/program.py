@@ -89,12 +89,18 @@ def write(task, line):
         lines.write(orjson.dumps(line) + b"\n")
 
 
+def as_left(responses, label, states):
+    """A reward of a whole group, of the states that its agents have left."""
+    return [float(state["said"] % 2) for state in states]
+
+
 def as_told(session):
     """A plain function."""
     if "hangs" in session.task:
         tool = subprocess.Popen(["sleep", "1000"], start_new_session=True)
         Path(session.task["hangs"]).write_text(f"{tool.pid}\n")
         threading.Event().wait()
+    session.state = session.task.get("leaves")
     if "exits" in session.task:
         os._exit(session.task["exits"])
     if "raises" in session.task:

@@ -11,7 +11,7 @@ from april.agents import programs
 from april.agents.agents import MOST_DEATHS, Agents
 from april.agents.dialects import Chat
 from april.agents.gateway import Gateway
-from april.agents.host import Begin, Ended
+from april.agents.host import Begin, Ended, packed
 from april.agents.link import Link
 from april.agents.listening import Addresses
 from april.agents.programs import CommandRunner, ProgramRunner
@@ -120,8 +120,8 @@ class Audience:
     def began(self, key):
         pass
 
-    def ended(self, key, reward, error):
-        self.heard.append(Ended(key, reward, error))
+    def ended(self, key, reward, error, state=b""):
+        self.heard.append(Ended(key, reward, error, state))
         self.news.set()
 
     def died(self, keys, why):
@@ -157,13 +157,13 @@ def test_functions_run_in_a_process_that_is_replaced_when_it_dies():
         no_number = await audience.next()
         runner.begin(order(4, {"exits": 1}))
         died = await audience.next()
-        runner.begin(order(5, {"returns": None}))
+        runner.begin(order(5, {"returns": None, "leaves": {"tests": 3}}))
         again = await audience.next()
         await runner.close()
         return returned, raised, nonsense, no_number, died, again
 
     returned, raised, nonsense, no_number, died, again = asyncio.run(play())
-    assert (returned.key, returned.reward, again) == (1, 0.5, Ended(5))
+    assert (returned.key, returned.reward, again) == (1, 0.5, Ended(5, state=packed({"tests": 3})))
     assert raised.error.startswith("ValueError: no\n") and "neither a finite number" in nonsense.error
     assert "it returned nan, which is neither a finite number" in no_number.error
     assert died[0] == [4] and "status" in died[1]

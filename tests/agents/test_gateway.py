@@ -339,6 +339,9 @@ def test_a_harness_comes_for_a_session_and_says_what_it_was_worth(meet, loop):
     assert ask(client.with_options(api_key=key), "12*3=").choices[0].message.content == "11"
     assert call("POST", f"{url}/session/reward", {"reward": "much"}, key)[0] == 400
     assert call("POST", f"{url}/session/reward", {"reward": 0.5}, key) == (200, {"reward": 0.5})
+    assert call("POST", f"{url}/session/state", {"state": "s" * 5000}, key)[0] == 400
+    assert call("POST", f"{url}/session/state", {"state": {"tests": 3}}, key)[0] == 200
+    assert msgspec.msgpack.decode(session.state) == {"tests": 3}
     assert call("DELETE", f"{url}/session")[0] == 401
     assert call("DELETE", f"{url}/session", key=key)[0] == 204
     assert meet.seen == [("began", SESSION), ("ended", SESSION, None, "")] and session.reward == 0.5

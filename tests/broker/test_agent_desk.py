@@ -168,6 +168,35 @@ def test_a_worker_cannot_end_its_lease_as_an_agent_does(talk, worker, agents, to
     assert sample_of(talk, told).length == 4 and sample_of(talk, told).lease_id == grant.lease_id
 
 
+def test_a_group_reward_sees_the_state_that_each_agent_has_left(config_file):
+    """Also after a restart, and whether the agent has said a reward or not."""
+    talk = Conversation(configuration.load(config_file, [*AGENTS, "--reward.name", "group:tests.workers.x:y"]))
+    agents, worker = FakeAgents(talk), FakeWorker(talk)
+    agents.join(capacity=1000)
+    worker.join(capacity=1000)
+    told = [one for one in agents.listen() if not one.evaluation]
+    told = [one for one in told if one.group == told[0].group]
+    for one in told:
+        agents.say_to_policy(one.lease_id, 0, 3)
+    for grant in worker.grants():
+        worker.chunk(grant, 3, 4, "stop")
+    states = [msgspec.msgpack.encode({"tests": one.index}) for one in told]
+    first, second = (one.lease_id for one in told)
+    agents.report(closings=[wire.Closed(first, [], bytes(5000))])
+    assert agents.told("refused") == [(first, "bad closing: a state has at most 4096 bytes")]
+    agents.report(closings=[wire.Closed(first, [], states[0])])
+    talk.restart_broker()
+    agents, worker = FakeAgents(talk), FakeWorker(talk)
+    agents.join(1000, [second])
+    worker.join(capacity=1000)
+    agents.report(closings=[wire.Scored(second, [1.0], [{}], [], states[1])])
+    (grant,) = [grant for grant in worker.grants() if grant.scoring]
+    assert msgspec.msgpack.decode(grant.state) == states
+    worker.report(closings=[wire.Scored(grant.lease_id, [0.0, 1.0], [{}, {}])])
+    samples = [sample_of(talk, one) for one in told]
+    assert [sample.reward for sample in samples] == [0.0, 1.0] and not any(sample.left for sample in samples)
+
+
 def test_an_agent_samples_nothing(talk, agents, told):
     agents.report([chunk(told.lease_id, 0, Version(0, 0), chunk_arrays(0, 3), "")])
     ((_, reason),) = agents.told("refused")

@@ -102,7 +102,7 @@ class World:
             if self.chance.random() < 0.5:
                 verdict = self.ledger.score(lease.id, self.chance.random(), superseded=behind)
             else:
-                verdict = self.ledger.close_agent(lease.id, behind)
+                verdict = self.ledger.close_agent(lease.id, behind, b"left")
             if heard:
                 assert verdict is Verdict.OK and sample.length == heard, "it ends with a turn that was heard"
             if verdict is Verdict.OK:

@@ -71,7 +71,7 @@ def test_a_harness_elsewhere_comes_over_tls_with_its_key_and_is_trained_on(start
     job = start_run(
         *AGENT, "--agent.attach", "true", "--agent.attach_keyfile", str(make_attach_key(tmp_path)),
         "--agent.ssl_certfile", str(certificate), "--agent.ssl_keyfile", str(key), "--agent.listen", "127.0.0.1:0",
-        "--worker.count", "1", "--learner.ranks", "1",
+        "--reward.name", "group:tests.agents.program:as_left", "--worker.count", "1", "--learner.ranks", "1",
     )  # fmt: skip
     log, trust = run_dir / "logs/agents-0.log", ssl.create_default_context(cafile=certificate)
     wait_until(lambda: log.exists() and "the API is at" in log.read_text(), job)
@@ -91,8 +91,9 @@ def test_a_harness_elsewhere_comes_over_tls_with_its_key_and_is_trained_on(start
                     assert told["base_url"] == base
                     client = openai.OpenAI(base_url=base, api_key=told["api_key"], http_client=http, timeout=170)
                     reply = client.chat.completions.create(model="any", messages=told["task"]["messages"], max_tokens=4)
-                    reward = float(len(reply.choices[0].message.content) % 2)
-                    call("POST", "/session/reward", told["api_key"], {"reward": reward})
+                    said = {"said": len(reply.choices[0].message.content)}
+                    call("POST", "/session/state", told["api_key"], {"state": said})
+                    call("POST", "/session/reward", told["api_key"], {"reward": 5.0})
                     call("DELETE", "/session", told["api_key"])
 
     http = openai.DefaultHttpxClient(verify=trust)
@@ -103,3 +104,5 @@ def test_a_harness_elsewhere_comes_over_tls_with_its_key_and_is_trained_on(start
     summary = assert_closed(run_dir)
     assert (summary["steps"], summary["state"]) == (3, "finished")
     assert "agent_failed" not in summary["tokens"]["discarded"]
+    rewards = [sample["reward"] for sample in read_step(run_dir)]
+    assert set(rewards) <= {0.0, 1.0}, "of the states that they left, as the group's reward has it"

@@ -28,7 +28,8 @@ def send_grant(books: Books, session: Session, lease: Lease) -> None:
     if observations:
         state = payloads.environment_state(sample)
     if books.ledger.rules.agents:
-        request, state = msgspec.msgpack.decode(state, type=wire.TurnRequest), b""
+        request = msgspec.msgpack.decode(state, type=wire.TurnRequest)
+        state = msgspec.msgpack.encode([one.left for one in lease.samples]) if lease.on_group else lease.sample.left
         left, stops = min(left, request.max_tokens - (sample.length - turn_start)), request.stops
     elif lease.on_group:
         state = msgspec.msgpack.encode([payloads.environment_state(one) if one.observations else b"" for one in said])

@@ -108,7 +108,7 @@ class HolderDesk:
         if fault:
             return self.refuse(session, lease.id, f"bad score: {fault}")
         if lease.agent and lease.sample.group.together:
-            return self._close_agent(session, wire.Closed(lease.id, scored.superseded), now)
+            return self._close_agent(session, wire.Closed(lease.id, scored.superseded, scored.state), now)
         if lease.on_group:
             verdict = self.ledger.score_group(lease.id, scored.rewards, scored.details)
         else:
@@ -125,7 +125,9 @@ class HolderDesk:
             return self.refuse(session, lease.id, "bad closing: the lease is no session")
         if len(closed.superseded) > wire.BRANCHES:
             return self.refuse(session, lease.id, f"bad closing: {TOO_MANY}")
-        if self.ledger.close_agent(lease.id, closed.superseded) is Verdict.INVALID:
+        if len(closed.state) > limits.LEFT_BYTES:
+            return self.refuse(session, lease.id, f"bad closing: a state has at most {limits.LEFT_BYTES} bytes")
+        if self.ledger.close_agent(lease.id, closed.superseded, closed.state) is Verdict.INVALID:
             return self._agent_said_nothing(session, lease, now)
         self.sessions.acknowledge(session, lease.id)
 

@@ -122,7 +122,7 @@ def _of_sample(sample: Sample) -> tuple[Any, ...]:
     return (
         sample.state, sample.length, sample.segments.to_bytes(), sample.chunks.tobytes(), sample.lease_id,
         sample.attempts, sample.reward, sample.finish_reason, sample.last_error, sample.details, sample.home,
-        sample.agent_lease, beyond if sample.trunk else list(map(_of_sample, sample.branches)),
+        sample.agent_lease, sample.left, beyond if sample.trunk else list(map(_of_sample, sample.branches)),
     )  # fmt: skip
 
 

@@ -111,6 +111,8 @@ class AgentClosed(Event):
     lease_id: int
     superseded: list[tuple[int, int]] = []
     """(branch, length): what lies behind was said to an earlier execution of its agent, and the last knows it not"""
+    state: bytes = b""
+    """that the agent leaves to the verifier"""
 
 
 class RowsAccepted(Event):

@@ -147,17 +147,18 @@ class Ledger(LedgerState):
         self.expire_at(lease, expires_at)
         return lease
 
-    def close_agent(self, lease_id: int, superseded: Superseded = ()) -> Verdict:
+    def close_agent(self, lease_id: int, superseded: Superseded = (), state: bytes = b"") -> Verdict:
         """Its agent has nothing more to say; a verifier says what it was worth. Without a turn there is nothing to.
 
-        `superseded`: (branch, length) where an earlier execution of the agent has gone further than the last one.
+        `superseded`: (branch, length) where an earlier execution of the agent has gone further than the last one;
+        `state`: what the verifier is given of the agent.
         """
         lease = self.leases.get(lease_id)
         if lease is None:
             return Verdict.FENCED
         if not lease.agent or not was_heard(lease.sample, superseded):
             return Verdict.INVALID
-        self.commit(events.AgentClosed(lease_id, list(superseded)))
+        self.commit(events.AgentClosed(lease_id, list(superseded), state))
         return Verdict.OK
 
     def expire_at(self, lease: Lease, instant: float) -> None:

@@ -89,6 +89,8 @@ class Sample:
     """the worker that handed it back and has its prefix in cache until new weights come"""
     agent_lease: int = 0
     """of the session that its agent has with the policy, 0 for none"""
+    left: bytes = b""
+    """the state that its agent has left, until it is scored"""
     branches: "tuple[Sample, ...]" = ()
     """of its session, beside the one that it stands for itself: lines of conversation that did not follow its own"""
     trunk: "Sample | None" = None

@@ -318,13 +318,14 @@ class LedgerState:
         sample = lease.sample
         if lease.agent:
             self._end_session(sample, event.superseded)
-        sample.reward, sample.details = event.reward, event.details or None
+        sample.reward, sample.details, sample.left = event.reward, event.details or None, b""
         self.open_samples.turn(sample, SampleState.DONE)
         self._complete(sample.group)
 
     def _on_AgentClosed(self, event: events.AgentClosed, reference: Any) -> None:
         sample = self._release(event.lease_id).sample
         self._end_session(sample, event.superseded)
+        sample.left = event.state
         self.open_samples.turn(sample, SampleState.GENERATED)
         self.queue.push(sample)
 
@@ -357,7 +358,7 @@ class LedgerState:
     def _on_GroupScored(self, event: events.GroupScored, reference: Any) -> None:
         lease = self._release(event.lease_id)
         for sample, reward, details in zip(lease.samples, event.rewards, event.details, strict=True):
-            sample.reward, sample.details = reward, details or None
+            sample.reward, sample.details, sample.left = reward, details or None, b""
             self.open_samples.turn(sample, SampleState.DONE)
         self._complete(lease.sample.group)
 
