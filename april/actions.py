@@ -305,12 +305,21 @@ def trace_command(options, overrides: list[str]) -> int:
         from april.report.perfetto import export
         from april.report.run_folder import read_run
 
-        tracks = export(read_run(options.run), options.out)
+        tracks = export(read_run(options.run), Path(options.out))
         print(f"{options.out} has {tracks} tracks; open it at https://ui.perfetto.dev")
+        return 0
+    if options.what == "send":
+        from april.report.run_folder import read_run
+
+        try:
+            from april.report.spans import send
+        except ImportError as error:
+            raise ConfigError(f"sending needs the package {error.name}; `pip install 'april-rl[otel]'`") from None
+        print(f"{send(read_run(options.run), options.out)} traces were sent to {options.out}")
         return 0
     from april.simulate import command
 
-    command.trace(options.run, options.out)
+    command.trace(options.run, Path(options.out))
     return 0
 
 

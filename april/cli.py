@@ -162,11 +162,16 @@ def build_parser() -> argparse.ArgumentParser:
         commands, "trace", actions.trace_command, "write what a run did as a trace: for the simulator, or for Perfetto"
     )
     trace.add_argument(
-        "what", nargs="?", choices=("lengths", "export"), default="lengths",
-        help="lengths: of responses, for the simulator; export: lanes, steps and lives of samples, for Perfetto",
+        "what", nargs="?", choices=("lengths", "export", "send"), default="lengths",
+        help="lengths: of responses, for the simulator; export: lanes, steps and lives of samples, for Perfetto; "
+        "send: lives of samples, to a collector of OpenTelemetry",
     )  # fmt: skip
     trace.add_argument("run", type=Path, help="a run folder, such as runs/quickstart")
-    trace.add_argument("--out", type=Path, required=True, help="JSONL file of lengths, or Perfetto's file")
+    trace.add_argument(
+        "--out",
+        required=True,
+        help="JSONL file of lengths, Perfetto's file, or a collector's http://HOST:4318/v1/traces",
+    )
     calibrate = add(
         commands, "calibrate", actions.calibrate_command, "measure an engine, and fit the simulator's cost model",
         overrides=True,

@@ -1,6 +1,11 @@
 """Each sink gives its tool what metrics.jsonl says, evaluations too, in one run although the broker has restarted."""
 
+import os
+import re
+import signal
 import struct
+import subprocess
+import sys
 from importlib.util import find_spec
 
 import orjson
@@ -57,16 +62,38 @@ def read_trackio(run_dir):
     }
 
 
+@pytest.fixture
+def mlflow_server(tmp_path, monkeypatch):
+    """A real one on SQLite."""
+    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", "0", "--workers", "1"]
+    command += ["--backend-store-uri", f"sqlite:///{tmp_path}/mlflow.db"]
+    environment = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, **streams, env=environment, start_new_session=True) as server:
+        try:
+            found = (re.search(r"running on (http://[\d.:]+)", line) for line in server.stdout)
+            monkeypatch.setenv("MLFLOW_TRACKING_URI", next(match for match in found if match)[1])
+            yield
+        finally:
+            os.killpg(server.pid, signal.SIGTERM)
+
+
+@pytest.fixture
+def trackio_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr("trackio.sqlite_storage.TRACKIO_DIR", tmp_path / "trackio")
+
+
 TOOLS = {"wandb": read_wandb, "mlflow": read_mlflow, "trackio": read_trackio}
+NEEDS = {"wandb": "wandb", "mlflow": "flask", "trackio": "trackio"}
+"""packages; the client of MLflow comes without its server"""
+PLACES = {"mlflow": "mlflow_server", "trackio": "trackio_folder"}
+HERE = [tool for tool in TOOLS if find_spec(SINKS.find(tool).package) and find_spec(NEEDS[tool])]
 
 
-@pytest.mark.parametrize("tool", [tool for tool in TOOLS if find_spec(SINKS.find(tool).package)])
-def test_steps_and_evaluations_reach_the_tool_as_one_run(config_file, tmp_path, monkeypatch, tool):
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file://{tmp_path}/mlruns")
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    monkeypatch.setattr(
-        "trackio.sqlite_storage.TRACKIO_DIR", tmp_path / "trackio", raising=False
-    ) if tool == "trackio" else None
+@pytest.mark.parametrize("tool", HERE)
+def test_steps_and_evaluations_reach_the_tool_as_one_run(config_file, request, tool):
+    if tool in PLACES:
+        request.getfixturevalue(PLACES[tool])
     options = ["--evaluation.prompts", "1", "--schedule.max_steps", "2", "--operations.sinks", f'["{tool}"]']
     talk = Conversation(configuration.load(config_file, options))
     for step in range(2):
