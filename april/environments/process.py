@@ -13,7 +13,7 @@ from april.environments.messages import Answer, Call, EnvironmentRules
 from april.processes.blame import raised
 from april.processes.frames import LENGTH_BYTES, READY, frame, private_pipes, send
 from april.processes.memory import limit_memory
-from april.processes.pool import RETIRED
+from april.processes.pool import ORPHAN_MARGIN_S, RETIRED, START_LIMIT_S
 from april.wire.limits import STATE_BYTES, TEXT_CHARACTERS
 
 OBSERVATION_CHARACTERS = 1 << 18
@@ -26,8 +26,10 @@ def main(limit_s: float, rules: EnvironmentRules) -> None:
     calls = os.fdopen(pipe, "rb")
     limit_memory(rules.memory_mb)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, START_LIMIT_S + ORPHAN_MARGIN_S)
     with contextlib.suppress(Exception):
         ENVIRONMENTS.find(rules.name)
+    signal.setitimer(signal.ITIMER_REAL, 0)
     send(answers, READY)
     while length := int.from_bytes(calls.read(LENGTH_BYTES), "little"):
         call = msgspec.msgpack.decode(calls.read(length), type=Call)

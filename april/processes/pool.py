@@ -24,6 +24,7 @@ from april.processes.frames import LENGTH_BYTES, frame
 IN_FLIGHT_ITEMS = 4
 """Handed to a process at a time: one at work, the others so that it need not wait for the next poll."""
 START_LIMIT_S = 60.0
+"""a process that is not ready by then is replaced; one whose pool has died ends itself"""
 ORPHAN_MARGIN_S = 5.0
 """A process ends itself this long after the time limit, in case its pool is no longer there to do it."""
 RETIRED = 75

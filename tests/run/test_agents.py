@@ -35,7 +35,7 @@ def test_whatever_is_killed_agents_read_the_same_again_and_nothing_is_lost(
         wait_until(lambda before=before: sum(file.stat().st_size for file in read.iterdir()) > before + 600, job)
         job.kill(part)
     assert job.wait() == 0, job.output
-    assert job.descendants() == []
+    wait_until(lambda: job.descendants() == [])
     summary = assert_closed(run_dir)
     assert (summary["steps"], summary["state"], summary["starts"]["broker"]) == (3, "finished", 2)
     assert not {"agent_failed", "superseded"} & summary["tokens"]["discarded"].keys()

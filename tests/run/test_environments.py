@@ -53,7 +53,7 @@ def test_killed_in_the_midst_of_a_tool_call(start_run, run_dir, policy_folder, t
     wait_until(lambda: "broker ended with status" in job.output, job)
     (tmp_path / "open").touch()
     assert job.wait() == 0, job.output
-    assert job.descendants() == []
+    wait_until(lambda: job.descendants() == [])
     summary = assert_closed(run_dir)
     assert (summary["steps"], summary["state"], summary["starts"]["broker"]) == (3, "finished", 2)
     assert summary["tokens"]["refused"] == 0 and not summary["tokens"]["discarded"]

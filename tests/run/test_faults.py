@@ -35,7 +35,7 @@ def test_a_killed_worker_is_restarted_and_the_run_comes_to_its_end(run, run_dir)
     assert "restart 1 of 3" in job.output
     found = assert_closed(run_dir)
     assert found["steps"] == 6 and found["state"] == "finished"
-    assert job.descendants() == []
+    wait_until(lambda: job.descendants() == [])
 
 
 def workers_of_last_step(run_dir):
@@ -70,7 +70,7 @@ def test_a_worker_that_keeps_dying_ends_the_run(run, run_dir):
     assert "worker-0 ended with status -9" in job.output
     assert_closed(run_dir)
     assert summary(run_dir)["state"] == "failed"
-    assert job.descendants() == []
+    wait_until(lambda: job.descendants() == [])
 
 
 @pytest.mark.parametrize("victim", ["april.cli broker", full(LAUNCHER), "-u -m april.learner"])
@@ -90,7 +90,7 @@ def test_a_dead_broker_or_learner_is_restarted_and_the_others_go_on(run, run_dir
     assert found["steps"] == 9 and found["state"] == "finished"
     assert found["starts"] == {"broker": 1 + (part == "broker"), "learner": 1 + (part == "learner")}
     assert found["replays"]["different"] == 0 and found["tokens"]["refused"] == 0
-    assert job.descendants() == []
+    wait_until(lambda: job.descendants() == [])
 
 
 @pytest.mark.full
@@ -103,7 +103,7 @@ def test_a_broker_or_learner_that_keeps_dying_ends_the_run_with_its_last_lines(r
     assert job.wait() == 1
     assert summary(run_dir)["state"] == "failed"
     assert f"{part} ended with status" in job.output and f"  {part} | " in job.output
-    assert job.descendants() == []
+    wait_until(lambda: job.descendants() == [])
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_hung_processes_are_killed_and_restarted(run, run_dir, tmp_path, monkeyp
     job.process.send_signal(signal.SIGINT)
     assert job.wait() == 130, job.output
     assert_closed(run_dir)
-    assert job.descendants() == []
+    wait_until(lambda: job.descendants() == [])
 
 
 def test_ctrl_c_stops_everything_and_keeps_what_is_acknowledged(run, run_dir):
@@ -150,7 +150,7 @@ def test_ctrl_c_stops_everything_and_keeps_what_is_acknowledged(run, run_dir):
     wait_until(lambda: steps_recorded(run_dir) >= 1, job)
     job.process.send_signal(signal.SIGINT)
     assert job.wait() == 130, job.output
-    assert job.descendants() == []
+    wait_until(lambda: job.descendants() == [])
     found = assert_closed(run_dir)
     assert found["state"] == "stopped" and found["tokens"]["emitted_unacked"] == 0
     assert (run_dir / "checkpoints" / "policy" / "config.json").exists()
@@ -163,7 +163,7 @@ def test_ctrl_c_during_the_start_ends_at_once(run, run_dir, after_s):
     time.sleep(after_s)
     job.process.send_signal(signal.SIGINT)
     assert job.wait() == 130, job.output
-    assert job.descendants() == []
+    wait_until(lambda: job.descendants() == [])
 
 
 def test_nobody_outlives_a_killed_supervisor(run, run_dir):
@@ -186,4 +186,4 @@ def test_a_worker_that_cannot_start_ends_the_run_with_its_last_lines(run, config
     job = run("--worker.engine", "broken:Engine", "--weights.canary", "false", "--worker.max_restarts", "1")
     assert job.wait() == 1
     assert "ended with status" in job.output and "its driver is too old" in job.output
-    assert job.descendants() == []
+    wait_until(lambda: job.descendants() == [])

@@ -47,7 +47,7 @@ def test_killed_servers_are_started_again_and_the_run_comes_to_its_end(run, run_
     compared = len(re.findall(r"tensors are those that were sent", worker_log()))
     assert compared >= 3, "on each server, and on every new one"
     assert found["tokens"]["refused"] == 0 and not found["tokens"]["discarded"]
-    assert job.descendants() == []
+    wait_until(lambda: job.descendants() == [])
 
 
 def test_turns_cut_distributions_and_the_server_s_own_options_in_one_run(run, run_dir, policy_folder):

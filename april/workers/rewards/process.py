@@ -17,7 +17,7 @@ import msgspec
 from april.processes.blame import raised
 from april.processes.frames import LENGTH_BYTES, READY, frame, private_pipes, send
 from april.processes.memory import limit_memory
-from april.processes.pool import RETIRED
+from april.processes.pool import ORPHAN_MARGIN_S, RETIRED, START_LIMIT_S
 from april.wire.limits import DETAILS, REWARD, is_reward
 from april.workers.rewards import VERIFIERS
 from april.workers.rewards.messages import OVER_LIMIT, GroupItem, GroupScore, Item, RewardRules, Score, Undecided
@@ -36,8 +36,10 @@ def main(limit_s: float, rules: RewardRules) -> None:
     limit_memory(rules.memory_mb)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     inbox = Inbox(items)
+    signal.setitimer(signal.ITIMER_REAL, START_LIMIT_S + ORPHAN_MARGIN_S)
     for name in rules.verifiers:
         load(name)
+    signal.setitimer(signal.ITIMER_REAL, 0)
     send(scores, READY)
     while batch := inbox.take():
         signal.setitimer(signal.ITIMER_REAL, limit_s)
