@@ -2,4 +2,8 @@
 
 from april.registry import Registry
 
-PROGRAMS = Registry("agent.program", "agent", {"verifiers": "april.agents.verifiers:Verifiers"})
+PROGRAMS = Registry(
+    "agent.program",
+    "agent",
+    {"gymnasium": "april.agents.gymnasium:Gymnasium", "verifiers": "april.agents.verifiers:Verifiers"},
+)

@@ -134,7 +134,7 @@ class AgentSection(Section):
     """A program of one's own that speaks with the policy over HTTP."""
 
     program: str = Field(
-        "", description="verifiers, or a function of a session as package.module:function; empty: no agents"
+        "", description="gymnasium, verifiers, or a function of a session as package.module:function; empty: no agents"
     )
     options: dict[str, Any] = Field(
         {}, description="what a program that is a class is made of, once in each process that runs it"

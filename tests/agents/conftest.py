@@ -23,7 +23,8 @@ from april.wire.version import Version
 
 SESSION = 7 * wire.BRANCHES
 PLAIN = "{% for message in messages %}{{ message.content }}{% endfor %}"
-collect_ignore = [] if all(map(find_spec, ("agents", "langgraph", "langchain_openai"))) else ["test_frameworks.py"]
+NEEDED = {"test_frameworks.py": ("agents", "langgraph", "langchain_openai"), "test_gymnasium.py": ("gymnasium",)}
+collect_ignore = [name for name, packages in NEEDED.items() if not all(map(find_spec, packages))]
 PLAINLY = AgentSection()
 
 
