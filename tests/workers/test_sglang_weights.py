@@ -109,7 +109,7 @@ def test_running_requests_survive_an_update(make_engine, tiny_model, way, pause,
     engine = make_engine(push=way(tiny_model().folder), pause=pause, stream_tokens=stream_tokens)
     engine.load_weights(V0, models[V0].weights())
     requests = [Request(i, prompt(3 + i, seed=i), 600, seed=i) for i in range(6)]
-    before = drive(engine, requests, tokens=150, begun=True)
+    before = drive(engine, requests, tokens=150, begun=range(6))
     engine.load_weights(V1, models[V1].weights())
     after = drive(engine, tokens=300)
     rest = streams_of(engine.cancel_all(range(6)))

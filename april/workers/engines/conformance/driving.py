@@ -1,6 +1,7 @@
 """Driving an engine through its interface, and what its output is compared with."""
 
 from collections import defaultdict
+from collections.abc import Iterable
 
 import numpy as np
 import torch
@@ -40,11 +41,11 @@ def requests_of_many_shapes(count: int = 20, **options) -> list[Request]:
 
 
 def drive(
-    engine, requests=(), steps: int | None = None, tokens: int | None = None, begun: bool = False
+    engine, requests=(), steps: int | None = None, tokens: int | None = None, begun: Iterable[int] = ()
 ) -> dict[int, Stream]:
     """Submit, then step until nothing is live, `steps` are done, or `tokens` have been generated from now on.
 
-    With `begun`, until some of each of `requests` has been handed over, too. What has ended before, while weights were
+    Until some of each request in `begun` has been handed over, too. What has ended before, while weights were
     loaded, is handed over by the first step. No request may fail meanwhile.
     """
     heard_at, generated = clock.now(), engine.generated_tokens
@@ -52,7 +53,7 @@ def drive(
         engine.submit(request)
     chunks: defaultdict[int, list[Chunk]] = defaultdict(list)
     enough = float("inf") if tokens is None else engine.generated_tokens + tokens
-    awaited = {request.id for request in requests} if begun else set()
+    awaited = set(begun)
     while steps != 0 and (engine.generated_tokens < enough or awaited - chunks.keys()):
         for chunk in engine.step():
             chunks[chunk.id].append(chunk)
