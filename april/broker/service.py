@@ -254,6 +254,8 @@ class Service:
             weights_key=self.ledger.weights_key,
         )
         self.sessions.send(session, welcome, sequence=received.sequence)
+        if hello.role in HOLDERS:
+            self.holders[hello.role].welcomed(session)
         if self.run.over and hello.role in HOLDERS:
             self.sessions.send_control(session, wire.Stop(self.run.over))
 

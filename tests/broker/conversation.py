@@ -118,9 +118,10 @@ class Peer:
         return welcome
 
     def arrive(self, leases=()):
-        """On the first of its connections; the second is not there yet."""
+        """On the first of its connections. Nothing is heard that comes before a welcome."""
         self.say(wire.Hello(self.role, self.name, self.uid, list(leases)))
-        welcome = self.take(wire.Welcome)[-1].message
+        while not isinstance((welcome := self.inbox.pop(0).message), wire.Welcome):
+            pass
         self.session = welcome.session
         return welcome
 

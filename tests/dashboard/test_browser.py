@@ -89,8 +89,8 @@ def go(page, view):
 
 
 def fits(page):
-    """Nothing but what scrolls by itself is wider than the window."""
-    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    """Nothing but what scrolls by itself is wider than the window, once it is laid out."""
+    page.wait_for_function("document.documentElement.scrollWidth <= innerWidth")
 
 
 def test_from_the_curves_to_a_step_to_a_sample_to_a_token(serve, open_page, runs_folder):

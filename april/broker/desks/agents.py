@@ -31,12 +31,10 @@ class AgentDesk(HolderDesk):
 
     # --- coming ---------------------------------------------------------------------------------------------
 
-    def hello(self, session: Session, hello: wire.Hello, now: float) -> list[int]:
+    def welcomed(self, session: Session) -> None:
         """What was sent to its old connections may be lost: all its sessions are told once more."""
-        lost = super().hello(session, hello, now)
         for lease in self.leases_of(session.uid):
             self._send_session(session, lease)
-        return lost
 
     def on_Room(self, session: Session, received: wire.Received, now: float) -> None:
         session.capacity = min(received.message.capacity, self.config.security.max_leases)

@@ -44,6 +44,9 @@ class HolderDesk:
         self.mark(session, "joined", now)
         return [lease_id for lease_id in hello.leases if lease_id not in held]
 
+    def welcomed(self, session: Session) -> None:
+        """Say what a holder has to know from the beginning. It hears nothing that comes before its welcome."""
+
     def lose(self, session: Session, why: str, now: float) -> None:
         """A holder is gone: all that it held waits for another."""
         leases = self.leases_of(session.uid)
