@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from april.broker.ledger.ledger import Ledger, Verdict
+from april.broker.ledger.admission import Verdict
+from april.broker.ledger.ledger import Ledger
 from april.broker.ledger.rules import Rules
 from april.broker.ledger.samples import Sample
 from april.broker.ledger.state import DEAD_ROUNDS

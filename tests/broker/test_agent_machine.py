@@ -9,7 +9,8 @@ import pytest
 from april.broker.conformance.prompts import NumberedPrompts
 from april.broker.conformance.runs import advance
 from april.broker.journal.snapshot import freeze, thaw
-from april.broker.ledger.ledger import Ledger, Verdict
+from april.broker.ledger.admission import Verdict
+from april.broker.ledger.ledger import Ledger
 from april.broker.ledger.rules import Rules
 from april.broker.ledger.samples import SampleState
 from april.broker.plan import make_schedule

@@ -3,8 +3,9 @@
 import pytest
 
 from april.broker.conformance.prompts import NumberedPrompts
+from april.broker.ledger.admission import Verdict
 from april.broker.ledger.dead_letters import KEPT
-from april.broker.ledger.ledger import Ledger, Rules, Verdict
+from april.broker.ledger.ledger import Ledger, Rules
 from april.broker.schedules.rounds import RoundSchedule
 from april.config import ScheduleSection
 from april.wire.version import Version

@@ -4,7 +4,8 @@ import pytest
 
 from april.broker.journal.files import JournalError
 from april.broker.journal.journal import Journal
-from april.broker.ledger.ledger import Ledger, Verdict
+from april.broker.ledger.admission import Verdict
+from april.broker.ledger.ledger import Ledger
 from april.broker.ledger.rules import Rules
 from april.wire.rows import chunk_row, observation_row, pack_rows, padded
 from april.wire.version import Version

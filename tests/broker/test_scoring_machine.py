@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from april.broker.journal.snapshot import freeze, thaw
+from april.broker.ledger.admission import Verdict
 from april.broker.ledger.events import GroupOpened, GroupScored, Leased, RowsAccepted, SampleScored
-from april.broker.ledger.ledger import Ledger, LedgerError, Rules, Verdict
+from april.broker.ledger.ledger import Ledger, LedgerError, Rules
 from april.broker.ledger.samples import GroupState, SampleState
 from april.wire.version import Version
 

@@ -1,6 +1,7 @@
 """The queue of waiting samples keeps nothing of those that wait no longer, and loses none that does."""
 
-from april.broker.ledger.samples import CLEANING_PUSHES, Group, Sample, SampleState, Waiting
+from april.broker.ledger.queues import CLEANING_PUSHES, Waiting
+from april.broker.ledger.samples import Group, Sample, SampleState
 
 
 def test_what_waits_no_longer_takes_no_room():

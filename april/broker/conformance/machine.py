@@ -14,8 +14,9 @@ from april.broker.conformance.prompts import BroughtPrompts, NumberedPrompts
 from april.broker.conformance.runs import advance
 from april.broker.conformance.sections import sections
 from april.broker.journal.snapshot import freeze, thaw
+from april.broker.ledger.admission import Verdict
 from april.broker.ledger.events import BatchDelivered, GroupDiscarded, GroupOpened, Leased, PromptSubmitted
-from april.broker.ledger.ledger import Ledger, Verdict
+from april.broker.ledger.ledger import Ledger
 from april.broker.ledger.rules import Rules
 from april.broker.ledger.samples import ENDED, TO_GENERATE, GroupState, SampleState
 from april.broker.plan import make_schedule

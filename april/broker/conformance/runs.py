@@ -1,7 +1,8 @@
 """A run without faults, from its first group to its last batch."""
 
 from april.broker.conformance.prompts import NumberedPrompts
-from april.broker.ledger.ledger import Ledger, Verdict
+from april.broker.ledger.admission import Verdict
+from april.broker.ledger.ledger import Ledger
 from april.broker.ledger.rules import Rules
 from april.broker.plan import make_schedule
 from april.broker.schedules.schedule import Schedule, choose_sample

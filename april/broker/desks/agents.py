@@ -16,7 +16,7 @@ from april import wire
 from april.broker.books import Books
 from april.broker.desks.holders import NOT_CURRENT, HolderDesk
 from april.broker.desks.reports import RowChecks, read_report
-from april.broker.ledger.ledger import Verdict
+from april.broker.ledger.admission import Verdict
 from april.broker.ledger.samples import Lease, Place, Sample, SampleState
 from april.broker.sessions import Session
 from april.wire.rows import Buffer, Row, chunk_row, observation_row, pack_rows, padded, select_rows

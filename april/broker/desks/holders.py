@@ -4,7 +4,7 @@ import logging
 
 from april import wire
 from april.broker.books import Books
-from april.broker.ledger.ledger import Verdict
+from april.broker.ledger.admission import Verdict
 from april.broker.ledger.samples import Lease
 from april.broker.sessions import Session
 from april.wire import limits

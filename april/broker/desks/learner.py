@@ -4,7 +4,8 @@ import logging
 
 from april import wire
 from april.broker.books import Books
-from april.broker.ledger.ledger import LedgerError, Verdict
+from april.broker.ledger.admission import Verdict
+from april.broker.ledger.ledger import LedgerError
 from april.broker.ledger.samples import Group, Sample, SampleState
 from april.broker.sessions import Session
 from april.broker.telemetry.lives import Lives

@@ -9,8 +9,8 @@ import orjson
 
 from april import wire
 from april.broker.books import Books
+from april.broker.ledger.admission import Verdict
 from april.broker.ledger.dead_letters import DeadLetter
-from april.broker.ledger.ledger import Verdict
 from april.broker.sessions import Session
 from april.broker.telemetry.recorder import replace_file
 from april.broker.views.status import status

@@ -13,7 +13,7 @@ from april.broker.books import Books
 from april.broker.desks.grants import send_grant
 from april.broker.desks.holders import NOT_CURRENT, HolderDesk
 from april.broker.desks.reports import RowChecks, read_report
-from april.broker.ledger.ledger import Verdict
+from april.broker.ledger.admission import Verdict
 from april.broker.ledger.samples import Lease, Sample
 from april.broker.schedules.schedule import choose_sample
 from april.broker.sessions import Session

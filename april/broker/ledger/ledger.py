@@ -18,13 +18,13 @@ generated = trained + delivered + ready + open + sum(discarded), in acknowledged
 
 import heapq
 from collections.abc import Callable, Container, Sequence
-from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any
 
 from zlib_ng.zlib_ng import crc32
 
 from april.broker.ledger import events
-from april.broker.ledger.branches import Superseded, place_to_speak, was_heard
+from april.broker.ledger.admission import Ahead, Verdict, check_row
+from april.broker.ledger.branches import Superseded, was_heard
 from april.broker.ledger.events import Part
 from april.broker.ledger.prompts import Prompts
 from april.broker.ledger.rules import Rules
@@ -36,28 +36,6 @@ from april.wire.version import Version
 
 Write = Callable[[events.Event, Sequence[Part]], Any]
 """writes an event and its arrays down; what it gives is kept as the reference to them"""
-
-
-class Verdict(StrEnum):
-    OK = "ok"
-    DUPLICATE = "duplicate"
-    GAP = "gap"
-    FENCED = "fenced"
-    """the lease is not current: an older holder"""
-    INVALID = "invalid"
-    DROPPED = "dropped"
-    """behind a row of its lease that was not taken"""
-
-
-class Ahead(NamedTuple):
-    """What a sample is, or will be with the rows that are accepted already."""
-
-    length: int
-    floor: int
-    """the next version's step is this or a later one"""
-    at_turn_end: bool
-    """its last tokens were sampled, so that an environment may answer them"""
-    generating: bool
 
 
 class LedgerError(RuntimeError):
@@ -205,7 +183,7 @@ class Ledger(LedgerState):
                 and lease.floor <= step <= frontier and branch <= branch_now
                 and start < start + count < most and place not in wrong
             )  # fmt: skip
-            verdict = Verdict.OK if is_plain else self._check_row(lease, row, ahead, place in wrong)
+            verdict = Verdict.OK if is_plain else check_row(self, lease, row, ahead, place in wrong)
             if finish and verdict is Verdict.OK and self.is_handed_over(sample.group):
                 ending.append(place)
             verdicts.append(verdict)
@@ -229,46 +207,6 @@ class Ledger(LedgerState):
         return self.add_chunks(
             pack_rows([chunk_row(lease_id, start, count, version, finish_reason, payload)]), payload
         )[0]
-
-    def _check_row(
-        self, lease: Lease, row: tuple[Any, ...], ahead: dict[int, Ahead | Verdict], is_wrong: bool
-    ) -> Verdict:
-        """What becomes of a row; `ahead` has what rows before it made of their samples, or why they were not taken."""
-        lease_id, _, start, count, branch, step, _, _, kind, finish, _, _, parent = row
-        now = ahead.get(lease_id)
-        if now is None:
-            sample = lease.sample
-            length, generating = sample.length, lease.generating
-            floor = lease.floor
-            at_turn_end = kind != CHUNK and bool(sample.segments) and sample.segments.end == length
-            if lease.agent:
-                length, at_turn_end = place_to_speak(sample, lease_id - lease.id, start, parent)
-            elif self.rules.agents:
-                at_turn_end = False
-        elif isinstance(now, Verdict):
-            return Verdict.DROPPED
-        else:
-            length, floor, at_turn_end, generating = now
-        if is_wrong:
-            verdict = Verdict.INVALID
-        elif start != length:
-            verdict = Verdict.DUPLICATE if start < length else Verdict.GAP
-        elif kind == CHUNK and step < floor:
-            verdict = Verdict.FENCED
-        else:
-            left = self.rules.max_response_tokens - length - count
-            may_end = left > 0 or (left == 0 and finish > 0)
-            if lease.agent:
-                generating, may_end = at_turn_end and kind != CHUNK, left > 0 and not finish
-            goes_on = generating and count > 0 and may_end
-            follows = self.was_published(step, branch) if kind == CHUNK else at_turn_end
-            verdict = Verdict.OK if goes_on and follows else Verdict.INVALID
-        if verdict is Verdict.OK:
-            goes_on = not finish and not lease.agent
-            ahead[lease_id] = Ahead(start + count, step if kind == CHUNK else floor, kind == CHUNK, goes_on)
-        elif verdict is not Verdict.DUPLICATE:
-            ahead[lease_id] = verdict
-        return verdict
 
     def score(
         self,
@@ -424,14 +362,6 @@ class Ledger(LedgerState):
 
     # --- questions ------------------------------------------------------------------------------------------
 
-    @property
-    def first_kept_step(self) -> int:
-        return min(self.deliveries, default=self.consumed)
-
-    def was_published(self, step: int, branch: int) -> bool:
-        """Whether a worker can have weights of that name; the first ones may reach it ahead of the learner's start."""
-        return step <= self.frontier and branch <= max(0, self.branch)
-
     def is_handed_over(self, group: Group) -> bool:
         """Whether the lease that generates a response of the group ends with it."""
         return self.rules.scored_apart or self.rules.agents or group.together
@@ -442,24 +372,6 @@ class Ledger(LedgerState):
         lease = self.leases.get(lease_id)
         return bool(lease and lease_id <= self.watermark and lease.generating and not lease.sample.group.evaluation)
 
-    @property
-    def undelivered(self) -> int:
-        return self.counts[GroupState.OPEN] + self.counts[GroupState.READY]
-
     def open_groups(self) -> list[Group]:
         """Training groups that are not complete."""
         return [group for group in self.groups.values() if group.state is GroupState.OPEN and not group.evaluation]
-
-    def account(self) -> dict[str, Any]:
-        """The ledger in acknowledged tokens, as in summary.json."""
-        names = ("generated", "trained", "delivered", "ready", "open")
-        return {name: self.tokens[name] for name in names} | {
-            "discarded": dict(self.discarded),
-            "evaluation": self.tokens["evaluation"],
-        }
-
-    @property
-    def closed(self) -> bool:
-        """Whether the sum over the groups' ends equals what was generated."""
-        parts = sum(self.tokens[name] for name in ("trained", "delivered", "ready", "open"))
-        return self.tokens["generated"] == parts + sum(self.discarded.values())

@@ -7,11 +7,12 @@ from collections import Counter
 from typing import Any
 
 from april.broker.ledger import events
-from april.broker.ledger.bound import StalenessBound
+from april.broker.ledger.batches import Batches
 from april.broker.ledger.branches import fork, known
-from april.broker.ledger.cohorts import LengthCohorts
 from april.broker.ledger.dead_letters import DeadLetters
+from april.broker.ledger.leases import LeaseBook
 from april.broker.ledger.open_samples import OpenSamples
+from april.broker.ledger.queues import HandOutQueue
 from april.broker.ledger.rules import Rules
 from april.broker.ledger.samples import (
     OBSERVED,
@@ -19,9 +20,7 @@ from april.broker.ledger.samples import (
     WORD,
     Group,
     GroupState,
-    HandOutQueue,
     Lease,
-    ReadyGroups,
     Sample,
     SampleState,
     lacks_agent,
@@ -38,68 +37,32 @@ NO_ATTEMPT = ("abort", "leave")
 DEAD_ROUNDS = 2
 """rounds in which every group dies before a run is given up"""
 
-NONFINITE = "nonfinite"
-"""why the learner passes a batch without training it"""
-
 HANDLERS = {kind: f"_on_{kind.__name__}" for kind in events.Event.__subclasses__()}
 """the method that applies each kind of event"""
 
 
-class LedgerState:
+class LedgerState(LeaseBook, Batches):
     def __init__(self, rules: Rules):
+        LeaseBook.__init__(self)
+        Batches.__init__(self, rules)
         self.rules = rules
-        self.groups: dict[int, Group] = {}
-        self.leases: dict[int, Lease] = {}
-        self.held: dict[str, set[int]] = {}
-        """ids of leases by holder"""
-        self.load: Counter[tuple[str, bool]] = Counter()
-        """leases that generate, by (worker, evaluation)"""
-        self.generating = 0
-        """training samples that some worker generates now"""
         self.open_samples = OpenSamples()
         self.queue = HandOutQueue()
-        self.bound = StalenessBound(rules.max_staleness, rules.batch_groups)
-        self.cohorts = LengthCohorts(rules.batch_groups)
-        self.tokens: Counter[str] = Counter()
-        """acknowledged tokens: generated, trained, delivered, ready, open, evaluation"""
-        self.discarded: Counter[str] = Counter()
-        """acknowledged tokens of discarded groups by reason"""
-        self.counts: Counter[str] = Counter()
-        """training groups by state"""
         self.resumed: Counter[str] = Counter()
         """tokens of partials that were leased again: `cached`, to the worker that handed them back under the same
         weights, or `moved`"""
-        self.deliveries: dict[int, list[Group]] = {}
-        self.ready = ReadyGroups()
-        """complete groups that wait for a batch"""
         self.unjudged: list[Group] = []
         """those that no filter has seen yet, where the rules have filters"""
         self.evaluations: dict[int, list[Group]] = {}
         """groups of the evaluations under way, by the policy step they were opened for"""
         self.evaluated: dict[int, dict[str, Any]] = {}
         """results of the others, by that step"""
-        self.next_step = 0
-        """the next batch to deliver"""
-        self.consumed = 0
-        """batches in the learner's weights"""
-        self.frontier = 0
-        """most batches any learner of this run has consumed"""
-        self.durable = 0
-        """batches in the newest checkpoint on disk"""
-        self.branch = -1
-        self.learner_uid = ""
-        """the learner process that the branch belongs to"""
-        self.weights_address = ""
-        self.weights_key = ""
-        """where it publishes"""
         self.dead_in_a_row = 0
         """groups that lost a sample for good since the last one that became ready"""
         self.last_error = ""
         self.dead_letters = DeadLetters()
         self.draining = False
         """nothing is handed out; workers hand back what they generate"""
-        self.voided: list[tuple[str, int]] = []
-        """(holder, id) of leases that ended with their group, until somebody tells the workers"""
         self.round = -1
         self.round_open = False
         self.watermark = 0
@@ -188,52 +151,6 @@ class LedgerState:
         sample.agent_lease, self.last_lease_id = event.lease_id, event.lease_id + BRANCHES - 1
         self.hold(Lease(event.lease_id, sample, event.holder, 0, False, float("inf"), agent=True))
 
-    def hold(self, lease: Lease) -> None:
-        """Enter a lease in the books."""
-        lease.floor = max(lease.step, lease.sample.first_step)
-        self.leases[lease.id] = lease
-        self.held.setdefault(lease.worker, set()).add(lease.id)
-        if lease.generating:
-            self.load[lease.worker, lease.sample.group.evaluation] += 1
-            self.generating += not lease.sample.group.evaluation
-
-    def _release(self, lease_id: int) -> Lease:
-        """Take a lease out of the books."""
-        lease = self.leases.pop(lease_id)
-        self._stops_generating(lease)
-        held = self.held[lease.worker]
-        held.remove(lease_id)
-        if not held:
-            del self.held[lease.worker]
-        if lease.agent:
-            lease.sample.agent_lease = 0
-        else:
-            for sample in lease.samples:
-                sample.lease_id = 0
-        return lease
-
-    def lease_of(self, lease_id: int) -> Lease | None:
-        """The current lease that an id belongs to: its own, or that of a branch of its session."""
-        lease = self.leases.get(lease_id)
-        if lease is None and self.rules.agents:
-            lease = self.leases.get(session_of(lease_id))
-            return lease if lease and lease.agent else None
-        return lease
-
-    def _void(self, sample: Sample) -> None:
-        """End its leases, and those of its branches, of which their holders have to be told."""
-        for line in sample.lines:
-            for lease_id in filter(None, (line.lease_id, line.agent_lease)):
-                self.voided.append((self._release(lease_id).worker, lease_id))
-
-    def _stops_generating(self, lease: Lease) -> None:
-        if lease.generating:
-            evaluation = lease.sample.group.evaluation
-            self.generating -= not evaluation
-            self.load[lease.worker, evaluation] -= 1
-            if not self.load[lease.worker, evaluation]:
-                del self.load[lease.worker, evaluation]
-
     def _start(self, group: Group, step: int) -> None:
         group.started = True
         if not group.evaluation:
@@ -289,17 +206,17 @@ class LedgerState:
         sample = lease.sample
         if self.rules.agents:
             return self._end_turn(lease)
-        self._stops_generating(lease)
+        self.stops_generating(lease)
         sample.finish_reason = finish_reason
         self.open_samples.turn(sample, SampleState.GENERATED if over else SampleState.SCORING)
         self._expect_longer(sample)
         if over:
-            self._release(lease.id)
+            self.release(lease.id)
             self.queue.push(sample)
 
     def _end_turn(self, lease: Lease) -> None:
         """Its last tokens have come, and it is its agent's again; the worker has its prefix in cache."""
-        sample = self._release(lease.id).sample
+        sample = self.release(lease.id).sample
         sample.home = lease.worker
         self.open_samples.turn(sample, SampleState.ACTING)
         if agent := self.leases.get(sample.session.agent_lease):
@@ -314,7 +231,7 @@ class LedgerState:
                 self.queue.push(sibling)
 
     def _on_SampleScored(self, event: events.SampleScored, reference: Any) -> None:
-        lease = self._release(event.lease_id)
+        lease = self.release(event.lease_id)
         sample = lease.sample
         if lease.agent:
             self._end_session(sample, event.superseded)
@@ -323,7 +240,7 @@ class LedgerState:
         self._complete(sample.group)
 
     def _on_AgentClosed(self, event: events.AgentClosed, reference: Any) -> None:
-        sample = self._release(event.lease_id).sample
+        sample = self.release(event.lease_id).sample
         self._end_session(sample, event.superseded)
         sample.left = event.state
         self.open_samples.turn(sample, SampleState.GENERATED)
@@ -332,7 +249,7 @@ class LedgerState:
     def _end_session(self, sample: Sample, superseded: list[tuple[int, int]]) -> None:
         """The agent has spoken for the last time. A turn that it has not heard the end of is nobody's, and neither is
         what only an earlier execution of it has heard."""
-        self._void(sample)
+        self.void(sample)
         for line, heard, length in known(sample, superseded):
             self._cut(line, heard, "unread")
             self._cut(line, length, "superseded")
@@ -356,18 +273,18 @@ class LedgerState:
             self.discarded[reason] += dropped
 
     def _on_GroupScored(self, event: events.GroupScored, reference: Any) -> None:
-        lease = self._release(event.lease_id)
+        lease = self.release(event.lease_id)
         for sample, reward, details in zip(lease.samples, event.rewards, event.details, strict=True):
             sample.reward, sample.details, sample.left = reward, details or None, b""
             self.open_samples.turn(sample, SampleState.DONE)
         self._complete(lease.sample.group)
 
     def _on_LeaseEnded(self, event: events.LeaseEnded, reference: Any) -> None:
-        lease = self._release(event.lease_id)
+        lease = self.release(event.lease_id)
         samples, group = lease.samples, lease.sample.group
         starts_anew = lease.agent and event.cause == "agent_failed"
         if starts_anew:
-            self._void(lease.sample)
+            self.void(lease.sample)
             for line in lease.sample.lines:
                 self._cut(line, 0, event.cause)
             self._end_branches(lease.sample, SampleState.DEAD)
@@ -377,7 +294,7 @@ class LedgerState:
                 session.attempts += 1
                 session.last_error = self.last_error = event.error or event.cause
             if session.attempts >= self.rules.max_attempts:
-                self._void(session)
+                self.void(session)
                 self.open_samples.turn(session, SampleState.DEAD)
                 self._end_branches(session, SampleState.DEAD)
                 self.dead_letters.add(session, event.at)
@@ -415,28 +332,18 @@ class LedgerState:
         self.tokens[group.state] -= lost
         if lost:
             self.discarded["dead_sample"] += lost
-        self._move(group, GroupState.READY)
+        self.move(group, GroupState.READY)
         self.ready.add(group)
         if self.rules.filtered:
             self.unjudged.append(group)
         self.dead_in_a_row = 0
-
-    def _move(self, group: Group, state: GroupState) -> None:
-        """Change a training group's state and the tokens and counts that go with it."""
-        self.counts[group.state] -= 1
-        self.counts[state] += 1
-        if group.state is not GroupState.DISCARDED:
-            self.tokens[group.state] -= group.tokens
-        if state is not GroupState.DISCARDED:
-            self.tokens[state] += group.tokens
-        group.state = state
 
     def _on_GroupDiscarded(self, event: events.GroupDiscarded, reference: Any) -> None:
         self._end_group(self.groups[event.group], event.reason)
 
     def _end_group(self, group: Group, reason: str) -> None:
         for sample in group.samples:
-            self._void(sample)
+            self.void(sample)
         if group.state is GroupState.OPEN:
             self.open_samples.remove(group)
         del self.groups[group.id]
@@ -454,8 +361,8 @@ class LedgerState:
             self.deliveries[group.step].remove(group)
         else:
             self.bound.remove(group.opened_at)
-        self._move(group, GroupState.DISCARDED)
-        self._count_discarded(group, reason, 1)
+        self.move(group, GroupState.DISCARDED)
+        self.count_discarded(group, reason, 1)
         self.cohorts.finish(group.ordinal, [sample.sampled for sample in group.samples], [])
         group.forget()
 
@@ -479,28 +386,6 @@ class LedgerState:
     def _on_RoundEnded(self, event: events.RoundEnded, reference: Any) -> None:
         self.round_open, self.watermark = False, event.watermark
 
-    def _on_BatchDelivered(self, event: events.BatchDelivered, reference: Any) -> None:
-        groups = [self.groups[group] for group in event.groups]
-        for group in groups:
-            self._move(group, GroupState.DELIVERED)
-            self.bound.remove(group.opened_at)
-            self.ready.remove(group)
-            group.step = event.step
-        self.deliveries[event.step] = groups
-        self.next_step = event.step + 1
-
-    def _on_BatchConsumed(self, event: events.BatchConsumed, reference: Any) -> None:
-        for group in self.deliveries[event.step]:
-            created = [sample.sampled for sample in group.samples]
-            live = group.live_samples
-            trained = created if len(live) == len(created) else [sample.sampled for sample in live]
-            self._move(group, GroupState.DISCARDED if event.discarded else GroupState.TRAINED)
-            if event.discarded:
-                self._count_discarded(group, event.discarded, 1)
-            self.cohorts.finish(group.ordinal, created, [] if event.discarded else trained)
-        self.consumed = event.step + 1
-        self.frontier = max(self.frontier, self.consumed)
-
     def _on_CheckpointDurable(self, event: events.CheckpointDurable, reference: Any) -> None:
         for step in [step for step in self.deliveries if step < event.oldest]:
             for group in self.deliveries.pop(step):
@@ -508,17 +393,3 @@ class LedgerState:
                 self.submitted.pop(group.row, None)
                 group.forget()
         self.durable = event.step
-
-    def _count_discarded(self, group: Group, reason: str, times: int) -> None:
-        self.discarded[reason] += times * group.tokens
-        self.counts[reason] += times
-
-    def _on_LearnerStarted(self, event: events.LearnerStarted, reference: Any) -> None:
-        for step in range(event.step, self.consumed):
-            for group in self.deliveries[step]:
-                if group.state is GroupState.DISCARDED:
-                    self._count_discarded(group, NONFINITE, -1)
-                self._move(group, GroupState.DELIVERED)
-        self.consumed, self.branch = event.step, event.branch
-        self.learner_uid = event.uid
-        self.weights_address, self.weights_key = event.weights_address, event.weights_key
