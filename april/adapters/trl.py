@@ -26,9 +26,11 @@ import torch
 import torch.distributed as dist
 from datasets import Dataset
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from trl import GRPOConfig, GRPOTrainer
+from trl.trainer.utils import split_tensor_dict
 
 from april import rollouts
 from april.adapters.parts import filled, sync
@@ -93,6 +95,7 @@ class TrlRollouts:
         trainer.vllm_generation = WeightsToApril(self.run, trainer)
         trainer._last_loaded_step = -1
         trainer._get_per_token_logps_and_entropies = partial(by_length, trainer._get_per_token_logps_and_entropies)
+        trainer._prepare_inputs = partial(of_like_length, trainer, trainer._prepare_inputs)
         trainer.add_callback(Reports(self, trainer))
 
     def train(self, trainer: GRPOTrainer) -> Any:
@@ -190,22 +193,56 @@ def check(config: Config, arguments: GRPOConfig) -> None:
 
 
 def by_length(score: Score, model: Any, ids: Tensor, mask: Tensor, logits_to_keep: int, **others: Any) -> Scores:
-    """`GRPOTrainer`'s log-probabilities: of those that its correction asks for beside the step, no longer padded to the
-    longest response of all rows, but to that of `batch_size` rows of like length. The same values.
+    """`GRPOTrainer`'s log-probabilities and entropies, not padded to the longest response of a batch, but to that of
+    `batch_size` rows of like length. The same values; 0 behind the longest of them.
 
     `ids`, `mask`: [B, P + C], prompts padded on the left, the C = `logits_to_keep` of responses on the right.
     """
-    size = others.pop("batch_size", None) or len(ids)
-    if torch.is_grad_enabled() or any(value is not None and value is not False for value in others.values()):
-        return score(model, ids, mask, logits_to_keep, batch_size=size, **others)
+    size, entropy = others.pop("batch_size", None) or len(ids), others.pop("compute_entropy", False)
+    if any(value is not None and value is not False for value in others.values()):
+        return score(model, ids, mask, logits_to_keep, batch_size=size, compute_entropy=entropy, **others)
     lengths = mask[:, -logits_to_keep:].sum(1)
-    logprobs = torch.zeros(len(ids), logits_to_keep, device=ids.device)
-    for rows in lengths.argsort().split(size):
-        longest = int(lengths[rows].max())
-        end = ids.shape[1] - logits_to_keep + longest
-        found, _, _ = score(model, ids[rows, :end], mask[rows, :end], longest, batch_size=size)
-        logprobs[rows, :longest] = found.to(logprobs.dtype)
-    return logprobs, None, None
+    order = lengths.argsort()
+    found = []
+    for rows in order.split(size):
+        behind = logits_to_keep - max(1, int(lengths[rows].max()))
+        end = ids.shape[1] - behind
+        scores = score(
+            model, ids[rows, :end], mask[rows, :end], logits_to_keep - behind, batch_size=size, compute_entropy=entropy
+        )
+        found.append([None if each is None else pad(each, (0, behind)) for each in scores[:2]])
+    places = order.argsort()
+    logprobs, entropies = (None if each[0] is None else torch.cat(each)[places] for each in zip(*found, strict=True))
+    assert logprobs is not None
+    return logprobs, entropies, None
+
+
+def of_like_length(trainer: GRPOTrainer, prepare: Callable[[Any], Any], batch: Any) -> Any:
+    """`GRPOTrainer._prepare_inputs`, with rows of like length in a micro-batch, where a step is the sum over its rows.
+    Where a micro-batch has a mean of its own, its rows are those that TRL has mixed."""
+    before = trainer._buffered_inputs
+    inputs = prepare(batch)
+    batches = trainer._buffered_inputs
+    if batches is None or batches is before or not sums_over_rows(trainer):
+        return inputs
+    whole = {
+        key: first if is_one(first) else torch.cat([part[key] for part in batches]) for key, first in batches[0].items()
+    }
+    order = whole["completion_mask"].sum(1).argsort()
+    sorted_rows = {key: value if is_one(value) else value[order] for key, value in whole.items()}
+    trainer._buffered_inputs = split_tensor_dict(sorted_rows, len(batches))
+    return trainer._buffered_inputs[trainer._step % len(batches)]
+
+
+def sums_over_rows(trainer: GRPOTrainer) -> bool:
+    """Whether it makes no difference to a step which rows share a micro-batch."""
+    own_mean = trainer.loss_type == "bnpo" or trainer._entropy_bonus_enabled or trainer.top_entropy_quantile < 1.0
+    return not own_mean and not trainer.aux_loss_enabled
+
+
+def is_one(value: Any) -> bool:
+    """Whether it is of all rows together."""
+    return value is None or value.ndim == 0
 
 
 def described(samples: list[TrainSample]) -> dict[str, list[Any]]:

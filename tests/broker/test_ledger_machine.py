@@ -22,7 +22,7 @@ BEYOND_ITS_SHARE = (5,)
 
 @pytest.fixture(autouse=True)
 def queues_are_cleaned_often(monkeypatch):
-    monkeypatch.setattr("april.broker.ledger.samples.CLEANING_PUSHES", 3)
+    monkeypatch.setattr("april.broker.ledger.queues.CLEANING_PUSHES", 3)
 
 
 class Pipeline(machine.Pipeline):

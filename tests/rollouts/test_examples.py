@@ -175,28 +175,61 @@ def test_the_quickstart_s_policy_learns_its_task_under_trl(tmp_path):
     assert evaluations[0] <= 0.6 and evaluations[10] >= 0.85
 
 
-@pytest.mark.parametrize("longest", [1, 9])
-def test_log_probabilities_by_length_are_those_that_trl_computes_of_all_rows_at_once(policy_folder, longest):
+@pytest.mark.parametrize("batch_size", [None, 2])
+def test_log_probabilities_by_length_are_those_that_trl_computes_of_all_rows_at_once(policy_folder, batch_size):
     adapter = pytest.importorskip("april.adapters.trl")
     model = AutoModelForCausalLM.from_pretrained(policy_folder)
     computed = []
 
-    def score(model, ids, mask, logits_to_keep, batch_size=None):
+    def score(model, ids, mask, logits_to_keep, batch_size=None, compute_entropy=False):
         computed.append(ids.numel())
-        logits = model(input_ids=ids, attention_mask=mask).logits[:, :-1].log_softmax(-1)
-        return logits.gather(-1, ids[:, 1:, None])[:, -logits_to_keep:, 0], None, None
+        logits = model(input_ids=ids, attention_mask=mask).logits[:, :-1].log_softmax(-1)[:, -logits_to_keep:]
+        entropy = -(logits.exp() * logits).sum(-1) if compute_entropy else None
+        return logits.gather(-1, ids[:, -logits_to_keep:, None])[..., 0], entropy, None
 
-    lengths = torch.tensor([longest, 1, 3, 1, 2])
+    lengths, longest = torch.tensor([9, 1, 3, 1, 2]), 12
     prompt = torch.tensor([[0, 1, 1]]).expand(5, 3)
-    mask = torch.cat([prompt, (torch.arange(longest + 1) < lengths[:, None]).long()], dim=1)
+    mask = torch.cat([prompt, (torch.arange(longest) < lengths[:, None]).long()], dim=1)
     ids = torch.randint(3, 9, mask.shape, generator=torch.manual_seed(0)) * mask
-    with torch.no_grad():
-        found, _, _ = adapter.by_length(score, model, ids, mask, longest + 1, batch_size=2, num_images=None)
-        cost = sum(computed)
-        expected, _, _ = score(model, ids, mask, longest + 1)
-    sampled = mask[:, 3:].bool()
-    assert torch.allclose(found[sampled], expected[sampled], atol=1e-5) and cost < ids.numel()
-    assert adapter.by_length(score, model, ids, mask, longest + 1)[0].requires_grad, "the step itself is TRL's"
+    sampled, given = mask[:, 3:].bool(), (model, ids, mask, longest)
+    assert adapter.by_length(score, *given, batch_size=batch_size, num_images=None)[1] is None
+    computed.clear()
+    by_length = adapter.by_length(score, *given, batch_size=batch_size, compute_entropy=True)
+    cost = sum(computed)
+    for found, expected in zip(by_length[:2], score(*given, compute_entropy=True), strict=False):
+        assert torch.allclose(found[sampled], expected[sampled], atol=1e-5)
+        of_found, of_expected = (
+            torch.autograd.grad(each[sampled].sum(), model.parameters(), retain_graph=True)
+            for each in (found, expected)
+        )
+        assert all(torch.allclose(one, other, atol=1e-4) for one, other in zip(of_found, of_expected, strict=True))
+    assert cost < ids.numel()
+
+
+@pytest.mark.parametrize("loss_type, is_sorted", [("dapo", True), ("bnpo", False)])
+def test_rows_of_like_length_share_a_micro_batch_of_trl_where_a_step_is_their_sum(loss_type, is_sorted):
+    adapter = pytest.importorskip("april.adapters.trl")
+    lengths = torch.tensor([5, 1, 2, 6, 3, 4])
+    rows = {"completion_mask": (torch.arange(6) < lengths[:, None]).long(), "advantages": lengths.float(), "old": None}
+    rows["num_items_in_batch"] = torch.tensor(21.0)
+    own = adapter.split_tensor_dict(rows, 3)
+    trainer = SimpleNamespace(
+        _buffered_inputs=None, _step=0, loss_type=loss_type, _entropy_bonus_enabled=False, top_entropy_quantile=1.0,
+        aux_loss_enabled=False,
+    )  # fmt: skip
+
+    def prepare(_):
+        if not trainer._step:
+            trainer._buffered_inputs = own
+        return trainer._buffered_inputs[trainer._step]
+
+    found = []
+    for trainer._step in range(3):
+        inputs = adapter.of_like_length(trainer, prepare, None)
+        assert inputs["num_items_in_batch"] == 21 and inputs["old"] is None
+        assert inputs["completion_mask"].sum(1).tolist() == inputs["advantages"].tolist()
+        found += inputs["advantages"].tolist()
+    assert found == (sorted(lengths.tolist()) if is_sorted else lengths.tolist())
 
 
 def test_arguments_of_trl_that_do_not_fit_the_run_are_refused(config_file, tmp_path):
