@@ -9,6 +9,7 @@ a token (Schulman et al. 2017, eq. 7), advantages over the group (Shao et al. 20
 
 import argparse
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -16,8 +17,8 @@ from transformers import AutoModelForCausalLM
 
 import april
 
-ROWS = 32
-"""of a micro-batch"""
+MICRO_TOKENS = 2048
+"""of a micro-batch, with its padding"""
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 
 
@@ -63,11 +64,9 @@ class Learner:
     def step(self, batch) -> dict[str, float]:
         """One optimizer step; samples without an advantage count as tokens, and are not computed."""
         tokens = max(1, int(batch.response_mask.sum()))
-        rows = batch.advantages.nonzero()[:, 0]
-        rows = rows[batch.attention_mask[rows].sum(1).argsort()]
         loss, clipped = 0.0, 0.0
-        for start in range(0, len(rows), ROWS):
-            of_rows, clips = self.loss(batch, rows[start : start + ROWS])
+        for rows in micro_batches(batch.attention_mask.sum(1), batch.advantages.nonzero()[:, 0]):
+            of_rows, clips = self.loss(batch, rows)
             (of_rows / tokens).backward()
             loss, clipped = loss + of_rows.item() / tokens, clipped + clips / tokens
         for group in self.optimizer.param_groups:
@@ -103,6 +102,15 @@ class Learner:
             torch.save({"step": step, "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}, file)
             os.fsync(file.fileno())
         partial.replace(path)
+
+
+def micro_batches(lengths: torch.Tensor, rows: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Rows of like length together, the longest first, as many as fit; one that is longer has a micro-batch alone."""
+    rows = rows[lengths[rows].argsort(descending=True)]
+    while len(rows):
+        size = max(1, MICRO_TOKENS // int(lengths[rows[0]]))
+        yield rows[:size]
+        rows = rows[size:]
 
 
 if __name__ == "__main__":
