@@ -1,4 +1,4 @@
-"""The broker against Redis Streams, a Ray actor queue and the bare machine: 64 KB records, durable, on loopback.
+"""The broker against Redis Streams, a Ray queue, TransferQueue and the bare machine: durable, on loopback.
 
 The same work on every side: prompt in, leased, result submitted, read once by a consumer, acknowledged. Sides take
 turns, each time with new processes and an empty disk; a ratio is of two turns that follow each other.
@@ -13,9 +13,21 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from broker_peers import april_side, ceilings, ray_side, redis_side, redis_stream, restart, soak, stall, stream
+from broker_peers import (
+    april_side,
+    ceilings,
+    ray_side,
+    redis_side,
+    redis_stream,
+    restart,
+    soak,
+    stall,
+    stream,
+    transferqueue_side,
+)
 from broker_peers.load import BenchmarkError, Load, Measured
 from broker_peers.stream import Stream, Streamed
 from common import Row, parser, report
@@ -23,8 +35,9 @@ from common import Row, parser, report
 BATCHES_SCRIPT = Path(april_side.__file__).with_name("batches.py")
 FULL = Load(producers=16, in_flight=8, window_s=5.0)
 REDIS_LOADS = (Load(4, 1, 5.0), Load(4, 8, 5.0), FULL)
+TRANSFERQUEUE_LOADS = REDIS_LOADS[:2]
 PEER_TURNS, OTHER_TURNS = 5, 3
-STREAMS = (Stream(16, 256), Stream(64, 64))
+STREAMS = (Stream(16, 256), Stream(64, 64), Stream(1000, 100, window_s=20.0, warmup_s=40.0))
 """workers x sequences"""
 GPU_SEQUENCES, REPORT_S, CORE_SHARE = 256, 2.0, 0.7
 """of a GPU; the default of `worker.report_s`; how much of a core a broker may take"""
@@ -72,7 +85,7 @@ def p99(values: np.ndarray) -> float:
     return float(np.percentile(values, 99))
 
 
-def compare(turns: Turns, load: Load, ours: Callable, theirs: Callable, count: int) -> list[tuple[Measured, Measured]]:
+def compare(turns: Turns, load: Load | Stream, ours: Callable, theirs: Callable, count: int) -> list[tuple[Any, Any]]:
     """Pairs (ours, theirs), taking turns at going first."""
     pairs = []
     for turn in turns.count(count):
@@ -109,6 +122,19 @@ def over_redis(turns: Turns) -> list[Row]:
 def over_ray(turns: Turns) -> list[Row]:
     pairs = compare(turns, FULL, april_side.measure, ray_side.measure, OTHER_TURNS)
     return ratio_rows("ray_ratio", FULL, pairs, "april_beside_ray", "ray")
+
+
+def over_transferqueue(turns: Turns) -> list[Row]:
+    rows = []
+    for load in TRANSFERQUEUE_LOADS:
+        pairs = compare(turns, load, april_side.measure, transferqueue_side.measure, OTHER_TURNS)
+        rows += ratio_rows("transferqueue_ratio", load, pairs, "april_beside_transferqueue", "transferqueue")[:3]
+    pairs = compare(turns, STREAMS[0], stream.measure, transferqueue_side.measure_stream, OTHER_TURNS)
+    return [
+        *rows,
+        Row("transferqueue_ratio_stream", [ours.chunks_per_s / theirs.chunks_per_s for ours, theirs in pairs], "ratio"),
+        Row("transferqueue_stream", [theirs.chunks_per_s for _, theirs in pairs], "chunks/s"),
+    ]
 
 
 def control(turns: Turns) -> list[Row]:
@@ -218,6 +244,7 @@ def in_the_long_run(turns: Turns) -> list[Row]:
 FIGURES: dict[tuple[str, ...], Callable[[Turns], list[Row]]] = {
     ("redis_ratio_4x1", "redis_ratio_4x8", "redis_ratio_16x8", "submit_p99_ms_16x8"): over_redis,
     ("ray_ratio_16x8",): over_ray,
+    ("transferqueue_ratio_4x1", "transferqueue_ratio_4x8", "transferqueue_ratio_stream"): over_transferqueue,
     ("control_p99_ms",): control,
     ("curve_ratio_16x8",): under_curve,
     ("ceiling_share_64k",): below_ceilings,
