@@ -76,11 +76,16 @@ default without that. `vespo`, `m2po`, `dppo_tv` and `bapo` are as published, `r
 baseline, `default_root_ess` that step with the default. Decoupled around the recomputed proximal policy is `truncated`,
 with one step a batch, and `on_policy_only` trains nothing where every token is stale"""
 
+PPO = "ppo"
+"""what `--ppo` compares with on-policy GRPO: configs/ppo.toml, a critic"""
+STALE = (5, 0.4)
+"""(versions, share): there so large a share of a batch was sampled so many versions ago, the rest by those at hand"""
+
 
 @dataclass(frozen=True)
 class Job:
     name: str
-    """of CORRECTIONS"""
+    """of CORRECTIONS, or PPO"""
     staleness: int
     seed: int
     steps: int
@@ -88,6 +93,8 @@ class Job:
     policy: Path
     algorithm: dict = field(default_factory=dict)
     """further keys of the configuration's [algorithm]"""
+    share: float = 1.0
+    """of the groups that are stale"""
 
 
 @dataclass(frozen=True)
@@ -98,6 +105,9 @@ class Outcome:
     """of each batch, as it was sampled"""
     metrics: dict[str, float]
     """means over the batches"""
+
+
+Weights = tuple[Version, dict[str, torch.Tensor]]
 
 
 class Sampler:
@@ -149,8 +159,8 @@ def train(job: Job) -> Outcome:
         rewards, metrics, held_out = [], [], job.held_out
         for step in range(job.steps + job.staleness):
             history.append(trainer.weights())
-            sampler.engine.load_weights(Version(0, max(0, step - job.staleness)), history[0])
-            metrics.append(trainer.step(draw_batch(sampler, job.seed, step)))
+            stale = Version(0, max(0, step - job.staleness)), history[0]
+            metrics.append(trainer.step(draw_batch(sampler, job, step, stale, (Version(0, step), history[-1]))))
             rewards.append(metrics[-1]["reward"])
             least, in_a_row = COLLAPSED
             if len(rewards) >= in_a_row and max(rewards[-in_a_row:]) < least:
@@ -164,18 +174,24 @@ def train(job: Job) -> Outcome:
 
 
 def configuration(job: Job, folder: Path) -> Config:
-    """The quickstart's, with this job's correction."""
-    tree = tomllib.loads((ROOT / "configs/quickstart.toml").read_text())
+    """The quickstart's with this job's correction, or that of PPO."""
+    file = ROOT / f"configs/{job.name if job.name == PPO else 'quickstart'}.toml"
+    tree = tomllib.loads(file.read_text())
     tree["model"], tree["run"] = {"path": job.policy}, {"dir": folder}
     tree["learner"] |= {"ranks": 1, "device": "cpu"}
-    tree["algorithm"] = tree.get("algorithm", {}) | CORRECTIONS[job.name] | job.algorithm
+    tree["algorithm"] = tree.get("algorithm", {}) | CORRECTIONS.get(job.name, {}) | job.algorithm
     return Config.model_validate(tree)
 
 
-def draw_batch(sampler: Sampler, seed: int, step: int) -> Batch:
-    random = Random(f"{seed} {step}")
+def draw_batch(sampler: Sampler, job: Job, step: int, stale: Weights, fresh: Weights) -> Batch:
+    random = Random(f"{job.seed} {step}")
     tasks = [task for _ in range(GROUPS) for task in [draw_task(random)] * SAMPLES]
-    samples = sampler.sample(tasks, seed=(seed * 1000 + step) * len(tasks))
+    cut = round(GROUPS * job.share) * SAMPLES
+    samples, seed = [], (job.seed * 1000 + step) * len(tasks)
+    for of_part, weights, first in ((tasks[:cut], stale, 0), (tasks[cut:], fresh, cut)):
+        if of_part:
+            sampler.engine.load_weights(*weights)
+            samples += sampler.sample(of_part, seed=seed + first)
     return Batch(step, [samples[first : first + SAMPLES] for first in range(0, len(samples), SAMPLES)])
 
 
@@ -193,6 +209,9 @@ def rows_of(outcomes: list[Outcome], started: float) -> list[Row]:
     on_policy = {o.job.seed: o.held_out for o in outcomes if o.job.staleness == 0}
     rows = [Row("heldout_start", [started], "accuracy")]
     for name, staleness in dict.fromkeys((o.job.name, o.job.staleness) for o in outcomes):
+        if name == PPO:
+            rows += rows_of_ppo([o for o in outcomes if o.job.name == PPO], on_policy, started)
+            continue
         seeds = [seed for n, k, seed in found if (n, k) == (name, staleness)]
         label = f"staleness_{staleness}" if name == "default" else f"{name}_staleness_{staleness}"
         reached = [found[name, staleness, seed] for seed in seeds]
@@ -205,9 +224,22 @@ def rows_of(outcomes: list[Outcome], started: float) -> list[Row]:
     return rows
 
 
+def rows_of_ppo(outcomes: list[Outcome], on_policy: dict[int, float], started: float) -> list[Row]:
+    """How far below the same seed's on-policy GRPO it ends."""
+    gaps = [on_policy[o.job.seed] - o.held_out for o in outcomes]
+    stale = [o.metrics["off_policy_share"] for o in outcomes]
+    return [
+        Row("heldout_ppo", [o.held_out for o in outcomes], "accuracy", of=fmean),
+        Row("ppo_heldout_gap", gaps, "accuracy", of=fmean),
+        Row("ppo_stale_tokens", stale, "share", of=fmean),
+        Row("ppo_seeds_below_start", [sum(o.held_out < started for o in outcomes)], "seeds"),
+    ]
+
+
 def main() -> None:
     arguments = parser(__doc__.partition("\n")[0])
     arguments.add_argument("--all", action="store_true", help="every correction, hours on two cores")
+    arguments.add_argument("--ppo", action="store_true", help="PPO with stale tokens against on-policy GRPO, alone")
     arguments.add_argument("--only", nargs="+", choices=CORRECTIONS, metavar="NAME", help="these corrections")
     arguments.add_argument(
         "--levels", nargs="+", type=int, default=LEVELS, metavar="K", help="these levels of staleness"
@@ -230,6 +262,16 @@ def main() -> None:
         for staleness in levels
         if staleness or name == names[0]
     ]
+    if options.ppo:
+        lag, share = STALE
+        jobs = [
+            job
+            for seed in seeds
+            for job in (
+                Job("default", 0, seed, steps, held_out, policy),
+                Job(PPO, lag, seed, steps, held_out, policy, share=share),
+            )
+        ]
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
         started = pool.submit(start, policy, held_out)
         outcomes = known_outcomes(options.runs, jobs)
@@ -247,6 +289,8 @@ def facts(job: Job) -> dict:
     weights = crc32((job.policy / "model.safetensors").read_bytes())
     told = {"name": job.name, "staleness": job.staleness, "seed": job.seed, "policy": weights}
     told |= {"algorithm": config.algorithm.model_dump(mode="json"), "learner": config.learner.model_dump(mode="json")}
+    if job.name == PPO:
+        told |= {"critic": config.critic.model_dump(mode="json"), "share": job.share}
     return told | {"steps": job.steps, "prompts": job.held_out}
 
 

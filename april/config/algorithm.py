@@ -13,7 +13,7 @@ class AlgorithmSection(Section):
     )
     advantage: str = Field(
         "grpo",
-        description="advantage estimator: grpo, dr_grpo, rloo, reinforce_pp, reinforce_pp_baseline, "
+        description="advantage estimator: grpo, dr_grpo, rloo, reinforce_pp, reinforce_pp_baseline, gae (a critic's), "
         "or yours as package.module:function",
     )
     loss: str = Field(

@@ -6,6 +6,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from april.config.algorithm import AlgorithmSection
+from april.config.critic import CriticSection
 from april.config.data import DataSection
 from april.config.lora import check_lora
 from april.config.sections import AUTO, BrokerSection, Config, EvaluationSection, ScheduleSection
@@ -36,6 +37,7 @@ def check(config: Config, inputs: Collection[str] = INPUTS) -> None:
     check_sampling(config)
     check_evaluation(config.evaluation)
     check_algorithm(config.algorithm, imported=False)
+    check_critic(config)
     check_lora(config.lora)
     check_addresses(config)
     check_leases(config.broker)
@@ -76,11 +78,6 @@ def check_schedule(schedule: ScheduleSection, imported: bool = True) -> None:
             check_automatic(schedule, kind.dial and kind.dial.key)
         schedule = schedule.model_copy(update={key: None})
     n, groups, per_round = schedule.n_samples_per_prompt, schedule.rollout_batch_size, schedule.groups_per_round
-    if n < 2:
-        raise ConfigError(
-            f"key 'schedule.n_samples_per_prompt' = {n} gives group-relative advantages nothing to compare; "
-            "use 2 or more"
-        )
     if kind:
         kind.check(schedule)
     admitted = schedule.batches_in_reach * groups
@@ -197,6 +194,45 @@ def check_algorithm(algorithm: AlgorithmSection, imported: bool = True) -> None:
                 f"key 'algorithm.{band}_low' = {low} is not below algorithm.{band}_high = {high}, so every token "
                 "would be masked; lower it"
             )
+
+
+def needs_values(algorithm: AlgorithmSection, imported: bool) -> bool | None:
+    """Whether its advantage asks for a critic; None of one of somebody's own, unless it is `imported`."""
+    registry = registry_of("algorithm.advantage")
+    if not imported and algorithm.advantage not in registry.shipped:
+        return None
+    return bool(getattr(registry.find(algorithm.advantage), "needs_values", False))
+
+
+def check_critic(config: Config, imported: bool = False) -> None:
+    """Refuse a critic's keys where there is none, and what cannot work with one."""
+    n, critic, algorithm = config.schedule.n_samples_per_prompt, config.critic, config.algorithm
+    wanted = needs_values(algorithm, imported)
+    if wanted is False:
+        given = [key for key, value in critic if value != CriticSection.model_fields[key].default]
+        if given:
+            raise ConfigError(
+                f"key 'critic.{given[0]}' = {getattr(critic, given[0])} is of a critic, which algorithm.advantage = "
+                f"{algorithm.advantage!r} does not ask for; set algorithm.advantage = "
+                f"{registry_of('algorithm.advantage').those(lambda found: getattr(found, 'needs_values', False))}, "
+                "or leave it out"
+            )
+        if n < 2:
+            raise ConfigError(
+                f"key 'schedule.n_samples_per_prompt' = {n} gives group-relative advantages nothing to compare; "
+                "use 2 or more"
+            )
+        return
+    if critic.kl_coef and algorithm.kl_coef:
+        raise ConfigError(
+            f"key 'critic.kl_coef' = {critic.kl_coef} takes from the reward what algorithm.kl_coef = "
+            f"{algorithm.kl_coef} adds to the loss already; set one of them to 0"
+        )
+    if critic.warmup_batches >= config.schedule.max_steps:
+        raise ConfigError(
+            f"key 'critic.warmup_batches' = {critic.warmup_batches} leaves none of schedule.max_steps = "
+            f"{config.schedule.max_steps} to the policy; lower it"
+        )
 
 
 def check_addresses(config: Config) -> None:

@@ -11,6 +11,7 @@ from pydantic_core import PydanticCustomError
 
 from april.config.algorithm import AlgorithmSection
 from april.config.clusters import LaunchSection
+from april.config.critic import CriticSection
 from april.config.data import DataSection
 from april.config.lora import LoraSection
 from april.config.presets import fill_preset
@@ -306,6 +307,7 @@ class Config(Section):
     environment: EnvironmentSection = EnvironmentSection()
     agent: AgentSection = AgentSection()
     algorithm: AlgorithmSection = AlgorithmSection()
+    critic: CriticSection = CriticSection()
     learner: LearnerSection = LearnerSection()
     lora: LoraSection = LoraSection()
     samples: SamplesSection = SamplesSection()

@@ -1,7 +1,14 @@
 """What other trainers call April's keys: TRL, verl, slime. For the hint in a refusal alone; none of them is read."""
 
 SYNONYMS = {
+    "lr": "learner.lr",
     "learning_rate": "learner.lr",
+    "critic_lr": "critic.lr",
+    "critic_warmup": "critic.warmup_batches",
+    "cliprange_value": "critic.value_clip",
+    "lambd": "critic.lam",
+    "grad_clip": "learner.grad_clip",
+    "kl_coef": "algorithm.kl_coef",
     "actor_lr": "learner.lr",
     "max_grad_norm": "learner.grad_clip",
     "clip_grad": "learner.grad_clip",

@@ -24,7 +24,7 @@ OWN_FILES = "April's checkpoints and its exported policy are in the run's folder
 LOGS = "of its logs; April writes metrics.jsonl, and to operations.sinks"
 ADAM = "April's optimizer is AdamW"
 CONSTANT_LR = "April keeps the learning rate constant after its warm-up"
-IN_LOSS = "April's KL stands in the loss, not in the reward"
+IN_LOSS = "April's KL stands in the loss, and in the reward with a critic alone"
 OWN_REWARD = "write it as one of April's rewards, or name it where docs/rewards.md says how, and set data.reward"
 
 

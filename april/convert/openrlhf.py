@@ -35,6 +35,7 @@ ESTIMATORS = {
     "rloo": "rloo",
     "reinforce": "reinforce_pp",
     "reinforce_baseline": "reinforce_pp_baseline",
+    "gae": "gae",
 }
 """advantage by --algo.advantage.estimator"""
 MEANS = {"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean"}
@@ -91,8 +92,8 @@ TABLE: dict[str, Rule] = {
     "algo.dynamic_filtering_range": JOINT,
     "algo.advantage.estimator": JOINT,
     "algo.advantage.no_std_norm": JOINT,
-    "algo.advantage.gamma": Lacks("April does not discount", off=(1,)),
-    "algo.advantage.lambd": Apart("of a critic"),
+    "algo.advantage.gamma": JOINT,
+    "algo.advantage.lambd": JOINT,
     f"{IS}*": JOINT,
     "algo.kl.use_loss": JOINT,
     "algo.kl.init_coef": JOINT,
@@ -266,6 +267,12 @@ def loss(said: Translation) -> None:
         said.say("algorithm.advantage", estimator, name)
     else:
         said.open["algorithm.advantage"] = f"April has no {name} = {said.value(name)!r}; choose one"
+    if estimator == "gae":
+        said.say("critic.gamma", said.number("algo.advantage.gamma"), "algo.advantage.gamma")
+        said.say("critic.lam", said.number("algo.advantage.lambd"), "algo.advantage.lambd")
+        said.open["critic.lr"] = "April's critic has keys of its own, docs/algorithms.md; choose its learning rate"
+    elif said.value("algo.advantage.gamma") not in (1, None):
+        said.differ("algo.advantage.gamma", "it is of a critic, which algo.advantage.estimator = gae asks for")
     width, both = said.value("actor.eps_clip"), said.value("actor.eps_clip_low_high")
     low, high = both if isinstance(both, list) and len(both) == 2 else (width, width)
     given = "actor.eps_clip_low_high" if both else "actor.eps_clip"

@@ -34,8 +34,17 @@ ESTIMATORS = {
     "rloo": "rloo",
     "reinforce_plus_plus": "reinforce_pp",
     "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
+    "gae": "gae",
 }
 """advantage by algorithm.adv_estimator"""
+CRITIC = {
+    "algorithm.gamma": ("critic.gamma", 1.0),
+    "algorithm.lam": ("critic.lam", 1.0),
+    "critic.optim.lr": ("critic.lr", 1e-5),
+    "critic.cliprange_value": ("critic.value_clip", 0.5),
+    "trainer.critic_warmup": ("critic.warmup_batches", 0),
+}
+"""April's key, and verl's default"""
 LOSSES = {"vanilla": "ppo", "gspo": "gspo", "cispo": "cispo"}
 DPPO = "dppo_tv"
 MEANS = {"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean", "seq-mean-token-sum-norm": "constant"}
@@ -113,11 +122,11 @@ TABLE: dict[str, Rule] = {
     "actor_rollout_ref.*": Apart(SHARDING),
     "algorithm.adv_estimator": JOINT,
     "algorithm.norm_adv_by_std_in_grpo": JOINT,
-    "algorithm.use_kl_in_reward": Lacks(IN_LOSS),
+    "algorithm.use_kl_in_reward": JOINT,
     "algorithm.kl_ctrl.*": Apart("of the KL in the reward, which algorithm.use_kl_in_reward switches on"),
     "algorithm.kl_penalty": Apart("of the KL in the reward, which algorithm.use_kl_in_reward switches on"),
-    "algorithm.gamma": Lacks("April does not discount", off=(1, None)),
-    "algorithm.lam": Lacks("April has no critic", off=(1, None)),
+    "algorithm.gamma": JOINT,
+    "algorithm.lam": JOINT,
     "algorithm.filter_groups.enable": To("schedule.dynamic_sampling"),
     "algorithm.filter_groups.*": Apart("April replaces a group whose rewards are all alike, as often as it takes"),
     f"{IMPORTANCE}rollout_is": JOINT,
@@ -267,6 +276,7 @@ def loss(said: Translation) -> None:
         said.say("algorithm.advantage", estimator, name)
     else:
         said.open["algorithm.advantage"] = f"April has no {name} = {said.value(name)!r}; choose one"
+    critic(said, estimator == "gae")
     mode, mean = said.value(f"{ACTOR}policy_loss.loss_mode"), said.value(f"{ACTOR}loss_agg_mode")
     bypass = said.value(f"{IMPORTANCE}bypass_mode")
     low, high, most = (said.number(f"{ACTOR}clip_ratio_{end}") for end in ("low", "high", "c"))
@@ -291,6 +301,23 @@ def loss(said: Translation) -> None:
     else:
         said.differ(f"{ACTOR}loss_agg_mode", f"April's normalisations are those of {', '.join(MEANS)}")
     reference(said, bool(said.value(f"{ACTOR}use_kl_loss")), f"{ACTOR}kl_loss_coef", f"{ACTOR}kl_loss_type")
+
+
+def critic(said: Translation, asked: bool) -> None:
+    """Its keys where there is one; elsewhere what has no meaning without."""
+    in_reward = said.value("algorithm.use_kl_in_reward")
+    if asked:
+        for name, (key, default) in CRITIC.items():
+            said.say(key, said.number(name) if said.given(name) else default, name)
+        if in_reward:
+            given = said.number("algorithm.kl_ctrl.kl_coef")
+            said.say("critic.kl_coef", 0.001 if given is None else given, "algorithm.kl_ctrl.kl_coef")
+        return
+    for name in ("algorithm.gamma", "algorithm.lam"):
+        if said.value(name) not in (1, None):
+            said.differ(name, "it is of a critic, which algorithm.adv_estimator = gae asks for")
+    if in_reward:
+        said.differ("algorithm.use_kl_in_reward", IN_LOSS)
 
 
 def stale_tokens(said: Translation) -> None:

@@ -20,8 +20,7 @@ from april.broker.submitted import open_prompts
 from april.broker.telemetry.alarm import check_alarms
 from april.broker.telemetry.sink import check_sinks
 from april.config import Config, ConfigError, SourceSection
-from april.config.algorithm import AlgorithmSection
-from april.config.checks import check_algorithm, check_engine, check_model, check_schedule
+from april.config.checks import check_algorithm, check_critic, check_engine, check_model, check_schedule, needs_values
 from april.data.dataset import verifier_of
 from april.data.formats import ARROW, PARQUET, data_files, kind_of
 from april.data.tokenizer import import_without_torch
@@ -88,7 +87,7 @@ def look(config: Config, devices: Sequence[str], parameters: int, found: Finding
     passes(check_engine, config)
     installed = passes(lambda: ENGINES.find(config.worker.engine).installed(config))
     passes(check_schedule, config.schedule)
-    passes(check_learner_parts, config.algorithm)
+    passes(check_learner_parts, config)
     passes(GroupFilters, config.schedule)
     passes(check_sinks, config.operations.sinks)
     passes(check_alarms, config.operations.alarms)
@@ -103,7 +102,8 @@ def look(config: Config, devices: Sequence[str], parameters: int, found: Finding
     passes(TRANSPORTS.find, config.weights.transport)
     passes(check_devices, config, devices)
     trained = passes(adapter_parameters, config) if readable and config.lora.is_set else parameters
-    found.facts["disk"] = passes(check_room, config, trained or 0) or ""
+    critic = parameters if needs_values(config.algorithm, imported=False) else 0
+    found.facts["disk"] = passes(check_room, config, (trained or 0) + (critic or 0)) or ""
     found.facts["installed"] = installed or ""
     import_without_torch()  # what somebody's own parts import is there by now
     book = passes(open_prompts, config) if readable else None
@@ -132,11 +132,12 @@ def check_source(source: SourceSection) -> None:
         raise ConfigError(f"data {source.path} needs pyarrow; `pip install 'april-rl[data]'`")
 
 
-def check_learner_parts(algorithm: AlgorithmSection) -> None:
+def check_learner_parts(config: Config) -> None:
     """That the learner will find a loss, corrections and advantages of somebody's own, where torch is there to look at
     them. Shipped ones were checked with the configuration, and cost an import."""
     if importlib.util.find_spec("torch") is None:
         raise ConfigError("torch is not installed; `pip install 'april-rl[learner,worker]'`")
+    algorithm = config.algorithm
     named = {(LOSSES, algorithm.loss), (ADVANTAGES, algorithm.advantage)}
     named |= {(CORRECTIONS, name) for name in algorithm.corrections}
     named |= {(STEP_SCALES, algorithm.step_scale)} if algorithm.step_scale else set()
@@ -144,6 +145,7 @@ def check_learner_parts(algorithm: AlgorithmSection) -> None:
         check_algorithm(algorithm)
         for registry, name in named:
             registry.find(name)
+        check_critic(config, imported=True)
 
 
 def check_weights(folder: Path) -> None:

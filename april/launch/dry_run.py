@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from april.broker.plan import advice, describe_plan
 from april.config import Config, ConfigError, SourceSection
+from april.config.checks import needs_values
 from april.data.dataset import verifier_of
 from april.filters.filters import zero_spread
 from april.launch.adapter import adapter_parameters
@@ -127,6 +128,12 @@ def training(config: Config, shape: Shape | None) -> str:
             return "memory unknown with an adapter that does not fit the model"
         kept += trained
         said = f"{count_of(trained)} trained parameters, {trained / shape.parameters:.1%} of the model's; "
+    if needs_values(config.algorithm, imported=False):
+        kept, trained, said = (
+            kept + shape.parameters,
+            trained + shape.parameters,
+            f"{said}a critic of the model's size; ",
+        )
     states = (kept * KEPT_BYTES + trained * TRAINED_BYTES) // config.learner.ranks
     on_top = f"activations of {config.learner.microbatch_tokens} tokens on top"
     return f"{said}{size(states)} of weights, gradients and moments a rank, {on_top}"

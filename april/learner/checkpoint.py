@@ -10,7 +10,9 @@ import logging
 import os
 import re
 import shutil
+from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -33,8 +35,22 @@ log = logging.getLogger(__name__)
 COMPLETE_NAME = re.compile(r"step_(\d{6,})")
 PROGRESS_FILE = "progress.json"
 CHECKSUMS_FILE = "SHA256SUMS"
+STEPS = "optimizer_steps"
 WEIGHT_FILES = re.compile(r".*\.(safetensors|bin|pt|pth|gguf|index\.json)")
 MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass
+class Part:
+    """A sharded model that is trained, with its optimizer: its tensors have names of their own in a checkpoint."""
+
+    prefix: str
+    """of those names: none for the policy"""
+    model: Any
+    """has `trained`, parameters with their names"""
+    optimizer: Optimizer
+    steps: int = 0
+    """of the optimizer, those left out that changed nothing"""
 
 
 def steps(directory: Path) -> list[int]:
@@ -120,9 +136,7 @@ class Writer:
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self._writing: tuple[int, Future] | None = None
 
-    def start(
-        self, step: int, policy: Policy, optimizer: Optimizer, optimizer_steps: int, adapter: dict[str, Any]
-    ) -> None:
+    def start(self, step: int, parts: Sequence[Part], adapter: dict[str, Any]) -> None:
         """Begin the checkpoint of `step`, after the one that is being written; `adapter` as `lora.describe` says it.
         Collective."""
         if self._writing:
@@ -132,10 +146,10 @@ class Writer:
             self.directory.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(partial, ignore_errors=True)
         dist.barrier()
-        written = dcp.async_save(sharded_state(policy, optimizer), checkpoint_id=partial, process_group=self.group)
+        written = dcp.async_save(sharded_state(parts), checkpoint_id=partial, process_group=self.group)
         if dist.get_rank() == 0:
-            progress = {"step": step, "optimizer_steps": optimizer_steps, "ranks": dist.get_world_size()}
-            progress["lora"] = adapter
+            progress = {"step": step, "ranks": dist.get_world_size(), "lora": adapter}
+            progress |= {f"{part.prefix}{STEPS}": part.steps for part in parts}
             written = in_background(self._complete, written, partial, progress)
         self._writing = step, written
 
@@ -167,27 +181,38 @@ def check_adapter(directory: Path, step: int, adapter: dict[str, Any]) -> None:
             )
 
 
-def restore(directory: Path, step: int, policy: Policy, optimizer: Optimizer) -> int:
-    """Load the checkpoint of `step` in place, on any number of ranks; its optimizer steps. Collective."""
+def check_critic(directory: Path, step: int, parts: Sequence[Part]) -> None:
+    """Raises ConfigError where the checkpoint of `step` lacks one of the parts."""
+    progress = orjson.loads((folder(directory, step) / PROGRESS_FILE).read_bytes())
+    if any(f"{part.prefix}{STEPS}" not in progress for part in parts):
+        raise ConfigError(
+            f"key 'algorithm.advantage' wants a critic, which checkpoint {folder(directory, step)} does not have; "
+            "go on with an advantage that wants none, or begin another run"
+        )
+
+
+def restore(directory: Path, step: int, parts: Sequence[Part]) -> None:
+    """Load the checkpoint of `step` in place, on any number of ranks. Collective."""
     source = folder(directory, step)
-    optimizer_steps = orjson.loads((source / PROGRESS_FILE).read_bytes())["optimizer_steps"]
-    optimizer.state.clear()
-    if optimizer_steps:
-        for _, parameter in policy.trained:
+    progress = orjson.loads((source / PROGRESS_FILE).read_bytes())
+    for part in parts:
+        part.steps = progress[f"{part.prefix}{STEPS}"]
+        part.optimizer.state.clear()
+        for _, parameter in part.model.trained if part.steps else ():
             moments = {moment: torch.zeros_like(parameter, requires_grad=False) for moment in MOMENTS}
-            count = torch.tensor(float(optimizer_steps), device=parameter.device)
-            optimizer.state[parameter] = {"step": count, **moments}
-    dcp.load(sharded_state(policy, optimizer), checkpoint_id=source)
-    return optimizer_steps
+            count = torch.tensor(float(part.steps), device=parameter.device)
+            part.optimizer.state[parameter] = {"step": count, **moments}
+    dcp.load(sharded_state(parts), checkpoint_id=source)
 
 
-def sharded_state(policy: Policy, optimizer: Optimizer) -> dict[str, Tensor]:
+def sharded_state(parts: Sequence[Part]) -> dict[str, Tensor]:
     """Every tensor of a checkpoint by name: what is trained. Moments exist once the optimizer has made a step."""
     state = {}
-    for name, parameter in policy.trained:
-        state[f"model.{name}"] = parameter.detach()
-        for moment in MOMENTS if parameter in optimizer.state else ():
-            state[f"{moment}.{name}"] = optimizer.state[parameter][moment]
+    for part in parts:
+        for name, parameter in part.model.trained:
+            state[f"{part.prefix}model.{name}"] = parameter.detach()
+            for moment in MOMENTS if parameter in part.optimizer.state else ():
+                state[f"{part.prefix}{moment}.{name}"] = part.optimizer.state[parameter][moment]
     return state
 
 

@@ -19,7 +19,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -32,13 +32,15 @@ class ModelError(ValueError):
     """A model that the learner cannot train; the text says why."""
 
 
-def empty_model(folder: Path, attention: str) -> nn.Module:
-    """The causal LM of a folder's config.json, fp32. Its parameters have shapes and no memory; its buffers have."""
+def empty_model(folder: Path, attention: str, body_alone: bool = False) -> nn.Module:
+    """The causal LM of a folder's config.json, fp32, or its body without the head. Its parameters have shapes and no
+    memory; its buffers have."""
     config = AutoConfig.from_pretrained(folder)
     if getattr(config, "quantization_config", None) is not None:
         raise ModelError(f"{folder}: its weights are quantised, which the learner does not train; give the original")
     with parameters_without_memory():
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
+        kind = AutoModel if body_alone else AutoModelForCausalLM
+        return kind.from_config(config, dtype=torch.float32, attn_implementation=attention)
 
 
 @contextmanager

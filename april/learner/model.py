@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,10 @@ BUCKET_BYTES = 16 * 2**20
 """gathered to rank 0 at a time; the fastest size measured on gloo"""
 UNSUPPORTED_HEADS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 """configuration keys of models that change logits after the head, which `score_tokens` does not do"""
+
+
+Model = TypeVar("Model", bound=nn.Module)
+"""has a language model, or the body of one, as `lm`"""
 
 
 class ScoreTokens(torch.autograd.Function):
@@ -153,21 +158,26 @@ class Policy(nn.Module):
     def forward(self, micro: MicroBatch, temperature: float | None = None) -> tuple[Tensor, Tensor]:
         """(log-probability, entropy) of each target of `micro`, float32 [K], from its support, and as sampled: at the
         policy's own temperature, unless another is given."""
-        longest = max(micro.seq_lens)
-        hidden = self.lm.base_model(
-            input_ids=micro.ids,
-            position_ids=micro.positions,
-            attention_mask=None,
-            use_cache=False,
-            seq_lens=micro.seq_lens,
-            cu_seq_lens_q=micro.cu_seq_lens,
-            cu_seq_lens_k=micro.cu_seq_lens,
-            max_length_q=longest,
-            max_length_k=longest,
-        ).last_hidden_state
         head = self.lm.get_output_embeddings()
-        rows = hidden[0, micro.target_rows]
+        rows = hidden_states(self.lm, micro)
         return score_tokens(rows, head.weight, micro.targets, temperature or self.temperature, micro.support)
+
+
+def hidden_states(lm: nn.Module, micro: MicroBatch) -> Tensor:
+    """What the body makes of the tokens that each target of `micro` is predicted from, [K, D]."""
+    longest = max(micro.seq_lens)
+    hidden = lm.base_model(
+        input_ids=micro.ids,
+        position_ids=micro.positions,
+        attention_mask=None,
+        use_cache=False,
+        seq_lens=micro.seq_lens,
+        cu_seq_lens_q=micro.cu_seq_lens,
+        cu_seq_lens_k=micro.cu_seq_lens,
+        max_length_q=longest,
+        max_length_k=longest,
+    ).last_hidden_state
+    return hidden[0, micro.target_rows]
 
 
 def load(folder: Path, temperature: float) -> Policy:
@@ -177,9 +187,7 @@ def load(folder: Path, temperature: float) -> Policy:
     return policy
 
 
-def load_sharded(
-    policy: Policy, folder: Path, device: torch.device, bf16: bool = False, trained: bool = True
-) -> Policy:
+def load_sharded(policy: Model, folder: Path, device: torch.device, bf16: bool = False, trained: bool = True) -> Model:
     """Shard an outline as `shard` does, and read what each rank keeps of the folder. Collective."""
     shard(policy, device, bf16, trained)
     fill(policy.lm, folder)
@@ -206,7 +214,7 @@ def outline(folder: Path, temperature: float, recompute: bool = False) -> Policy
     return Policy(lm, temperature).train()
 
 
-def shard(policy: Policy, device: torch.device, bf16: bool = False, trained: bool = True) -> Policy:
+def shard(policy: Model, device: torch.device, bf16: bool = False, trained: bool = True) -> Model:
     """Shard over all ranks in place: each layer, then the rest as one group. Collective.
 
     Gradients are summed over ranks. The weights that are kept and updated are fp32; with `bf16` they are used in

@@ -26,7 +26,7 @@ from april.config.checks import check_algorithm
 from april.learner.batch import Batch, Session, TrainSample, sessions
 from april.learner.diagnostics import TokenTotals
 from april.learner.loops import loops
-from april.learner.losses import CORRECTIONS, LOSSES, STEP_SCALES
+from april.learner.losses import ADVANTAGES, CORRECTIONS, LOSSES, STEP_SCALES
 from april.learner.losses.advantages import advantages, has_spread
 from april.learner.losses.columns import Spans, bounded, log_ratio
 from april.learner.losses.corrections import StaleTokens, interpolated_proximal
@@ -56,7 +56,7 @@ class Prepared:
     minibatches: list[int]
     """the one that each sample is trained in"""
     of_batch: np.ndarray
-    """float64, the advantage of every sample of the batch"""
+    """float64, the advantage of every sample of the batch; with a critic the mean over its tokens, once there is one"""
     metrics: dict[str, float]
     """of the batch as it came: reward, tokens, groups, and the share of tokens by policy version"""
 
@@ -74,6 +74,8 @@ class ResponseTokens:
     ages: Tensor
     """int64 [K]: steps between the version that sampled a token and the weights at hand"""
     spans: Spans
+    rewards: Tensor
+    """float32 [S]: of each sequence"""
 
     @classmethod
     def joined(cls, parts: Sequence["ResponseTokens"], device: torch.device) -> "ResponseTokens":
@@ -90,6 +92,7 @@ class ResponseTokens:
             column([part.weights for part in parts], torch.float32),
             column([part.ages for part in parts], torch.int64),
             Spans(column(indices, torch.int64), column([part.spans.lengths for part in parts], torch.float32)),
+            column([part.rewards for part in parts], torch.float32),
         )
 
 
@@ -121,18 +124,23 @@ class Objective:
         self.clip_of_batch = getattr(self.policy_loss, "clip_of_batch", None)
         over_the_batch = [getattr(correction, "over_the_batch", False) for correction in self.corrections]
         steps = self.learner.minibatches * self.learner.epochs
-        self.needs_batch = bool(self.clip_of_batch) or any(over_the_batch) or steps > 1
+        self.estimator = ADVANTAGES.find(self.section.advantage)
+        self.needs_values = getattr(self.estimator, "needs_values", False)
+        """advantages are those of a critic's values, and known once the step has begun"""
+        self.penalises_rewards = self.needs_values and config.critic.kl_coef > 0
+        self.needs_batch = bool(self.clip_of_batch) or any(over_the_batch) or steps > 1 or self.penalises_rewards
         """something is taken from all tokens of a batch before the first of them is trained"""
         self.step_scale = STEP_SCALES.find(self.section.step_scale) if self.section.step_scale else lambda figures: 1.0
         """of a step's figures: what its learning rate is multiplied by"""
         self.needs_reference = self.section.kl_coef > 0
-        self.trains_every_sample = self.needs_reference or self.section.entropy_coef > 0
+        """in the loss"""
+        self.trains_every_sample = self.needs_values or self.needs_reference or self.section.entropy_coef > 0
         """samples with advantage 0 have no gradient otherwise, and are left out"""
 
     def prepare(self, batch: Batch) -> Prepared:
         groups = [sessions(group) for group in batch.groups]
         rewards, samples = rewards_of(groups), batch.samples
-        of_batch = row_advantages(self.section.advantage, groups)
+        of_batch = np.zeros(len(samples)) if self.needs_values else row_advantages(self.section.advantage, groups)
         of_session = np.array(
             [length for group in groups for rows in group for length in [tokens_of(rows)] * len(rows)]
         )
@@ -185,6 +193,7 @@ class Objective:
             weights=column(np.repeat(prepared.weights[indices], lengths), np.float32),
             ages=column(np.concatenate([token_ages(sample, prepared.step) for sample in samples]), np.int64),
             spans=Spans(column(np.repeat(np.arange(len(samples)), lengths), np.int64), column(lengths, np.float32)),
+            rewards=column(np.array([sample.reward for sample in samples]), np.float32),
         )
 
     def of_batch(self, scored: Sequence[tuple[ResponseTokens, Tensor]], device: torch.device) -> list[OfBatch]:

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 import numpy as np
@@ -21,8 +21,12 @@ from torch import Tensor, nn
 from april.config import Config, LearnerSection
 from april.learner import checkpoint, flops, lora
 from april.learner.batch import Batch, TrainSample
+from april.learner.critic import Critic, Judged
 from april.learner.diagnostics import TokenTotals
 from april.learner.engine_gaps import EngineGaps
+from april.learner.gradients import adamw, clip_gradients
+from april.learner.losses.divergence import k1
+from april.learner.losses.ranks import Ranks
 from april.learner.model import full_state, load_sharded, outline
 from april.learner.objective import Objective, OfBatch, Prepared, ResponseTokens
 from april.learner.packing import MicroBatch, input_tokens, pack, plan
@@ -43,6 +47,12 @@ class Micro:
     packed: MicroBatch
     tokens: ResponseTokens | None
     """what the loss needs of them; None for a dummy"""
+    before: Tensor | None = None
+    """float32 [K]: their log-probabilities under the weights before the first optimizer step, where those are wanted"""
+    judged: Judged | None = None
+    """what a critic says of them"""
+    given: OfBatch | None = None
+    """what the loss takes from all tokens of the batch"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +71,11 @@ class ReadyBatch:
     def micros(self) -> list[Micro]:
         return [micro for minibatch in self.minibatches for micro in minibatch]
 
+    def divided(self, micros: list[Micro]) -> list[list[Micro]]:
+        """`micros`, of which more is known than of its own, in its minibatches."""
+        rest = iter(micros)
+        return [[next(rest) for _ in minibatch] for minibatch in self.minibatches]
+
 
 @dataclass(frozen=True, eq=False)
 class Update:
@@ -71,6 +86,10 @@ class Update:
     grad_norm: float
     updated: bool
     finite: bool
+    nothing: bool
+    """was changed, of the policy or of a critic"""
+    of_critic: dict[str, float]
+    """figures, if there is one"""
 
 
 See = Callable[[list[int], Tensor, Tensor, ResponseTokens], None]
@@ -82,6 +101,9 @@ class Trainer:
 
     `step_count` is the number of batches consumed, the step of the policy version that the weights are now;
     `optimizer_steps` leaves out the batches that changed nothing.
+
+    Where advantages ask for values there is a critic beside the policy. An optimizer step changes both or neither, but
+    for the first `critic.warmup_batches`, which train the critic alone.
     """
 
     def __init__(self, config: Config, device: torch.device):
@@ -97,20 +119,27 @@ class Trainer:
         self.adapter = lora.describe(policy.lm, config.lora)
         self.cost = flops.cost(policy.lm)
         self.peak_tflops = section.peak_tflops or flops.peak_tflops(device)
-        self.policy = load_sharded(policy, config.model.path, device, uses_bf16(section, device))
-        self.reference = self.load_reference() if self.objective.needs_reference else None
-        self.optimizer = torch.optim.AdamW(
-            [parameter for _, parameter in self.policy.trained],
-            lr=config.learner.lr,
-            betas=config.learner.betas,
-            weight_decay=config.learner.weight_decay,
-            fused=True,
-        )
+        bf16 = uses_bf16(section, device)
+        self.policy = load_sharded(policy, config.model.path, device, bf16)
+        wants_reference = self.objective.needs_reference or self.objective.penalises_rewards
+        self.reference = self.load_reference() if wants_reference else None
+        optimizer = adamw([parameter for _, parameter in self.policy.trained], section.lr, section)
+        self.part = checkpoint.Part("", self.policy, optimizer)
+        self.critic = Critic(config, device, bf16, self.objective.estimator) if self.objective.needs_values else None
+        self.parts = [self.part] + ([self.critic.part] if self.critic else [])
         self.checkpoints = checkpoint.Writer(self.directory, section.keep_checkpoints, section.collective_timeout_s)
         self.step_count = 0
-        self.optimizer_steps = 0
         self.seen: SeenTokens | None = None
         """how the last step has seen its tokens, where its samples are kept"""
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The policy's."""
+        return self.part.optimizer
+
+    @property
+    def optimizer_steps(self) -> int:
+        return self.part.steps
 
     def load_reference(self) -> nn.Module:
         """The starting policy: the one at hand without its adapter, or else once more, sharded, never updated."""
@@ -131,7 +160,11 @@ class Trainer:
         minibatches = [self.micros(prepared, each, costs) for each in members]
         passes = flops.ADAPTER_PASSES if self.config.lora.is_set else flops.PASSES
         passes = self.config.learner.epochs * (passes + (self.reference is not None)) + self.objective.needs_batch
-        return ReadyBatch(prepared, minibatches, passes * sum(costs), time.perf_counter() - began)
+        operations = passes * sum(costs)
+        if self.critic:
+            bodies = [self.cost.of(input_tokens(sample), 0) for sample in prepared.samples]
+            operations += (1 + flops.PASSES * self.config.learner.epochs) * sum(bodies)
+        return ReadyBatch(prepared, minibatches, operations, time.perf_counter() - began)
 
     def step(self, batch: Batch, ready: "ReadyBatch | None" = None) -> dict[str, float]:
         """Train on `batch`, which `ready` was made from, and return metrics, equal on all ranks but for speeds.
@@ -153,19 +186,25 @@ class Trainer:
             if seen:
                 seen.add(indices, logprobs, entropies)
 
-        given: dict[Micro, OfBatch] = {}
+        micros, judged = ready.micros, dict[str, float]()
         if self.objective.needs_batch:
             with seconds("forward_s"):
-                given, see = self.of_batch(ready.micros, see), unseen
-        updates = []
+                micros, see = self.score(micros, see), unseen
+        if self.critic:
+            with seconds("critic_s"):
+                micros, judged = self.judge(self.critic, micros, ready.prepared)
+        if self.objective.needs_batch:
+            micros = self.of_batch(micros)
+        updates, minibatches = [], ready.divided(micros)
         for epoch in range(self.config.learner.epochs):
-            updates += [self.optimize(micros, given, unseen if epoch else see, seconds) for micros in ready.minibatches]
+            updates += [self.optimize(each, unseen if epoch else see, seconds) for each in minibatches]
         with seconds("metrics_s"):
             metrics = TokenTotals.over([each.totals for each in updates], self.config.learner.epochs).figures()
             metrics |= gaps.reduced()
             if seen:
                 seen.reduce()
         self.step_count += 1
+        metrics |= judged | {name: fmean(each.of_critic[name] for each in updates) for name in updates[0].of_critic}
         updated, finite = [each.updated for each in updates], [each.finite for each in updates]
         if not all(finite):
             log.warning("%d of %d optimizer steps were not finite", finite.count(False), len(updates))
@@ -177,33 +216,48 @@ class Trainer:
             "micro_batches": float(len(ready.micros)),
             "optimizer_steps": float(self.optimizer_steps),
             "update_skipped": updated.count(False) / len(updates),
-            "nonfinite": float(not any(updated) and not all(finite)),
+            "nonfinite": float(all(each.nothing for each in updates) and not all(finite)),
             "prepare_s": ready.seconds,
             **self.speed(ready.operations, time.perf_counter() - began),
             **seconds.spent,
         }
 
-    def optimize(self, micros: list[Micro], given: dict[Micro, OfBatch], see: See, seconds: "PhaseSeconds") -> Update:
+    def optimize(self, micros: list[Micro], see: See, seconds: "PhaseSeconds") -> Update:
         """One optimizer step. Collective."""
-        self.optimizer.zero_grad(set_to_none=True)
-        totals = TokenTotals(self.device)
+        for part in self.parts:
+            part.optimizer.zero_grad(set_to_none=True)
+        totals, warms_up = TokenTotals(self.device), self.warms_up
         for micro in micros:
             MAIN.at("forward and backward")
-            with seconds("forward_s"):
-                loss = self.micro_loss(micro, totals, see, given.get(micro))
-            with seconds("backward_s"):
-                loss.backward()
+            with seconds("forward_s"), torch.set_grad_enabled(not warms_up):
+                loss = self.micro_loss(micro, totals, see)
+            if not warms_up:
+                with seconds("backward_s"):
+                    loss.backward()
+            if self.critic:
+                with seconds("critic_s"):
+                    self.critic.backward(micro.packed, micro.tokens, micro.judged)
+        if warms_up:
+            self.policy.reshard()  # which the backward pass does elsewhere
         MAIN.at("updating the weights")
         with seconds("metrics_s"):
             figures = totals.reduced().figures()
         with seconds("optimizer_s"):
             lr = self.next_lr() * self.objective.step_scale(figures)
-            grad_norm = self.clip_gradients() if micros else 0.0
-            finite = math.isfinite(grad_norm) and math.isfinite(figures["loss"])
-            updated = bool(micros) and finite
-            if updated:
+            grad_norm = clip_gradients(self.policy, self.config.learner.grad_clip) if micros and not warms_up else 0.0
+            of_critic = self.critic.reduced() if self.critic else {}
+            finite = all(map(math.isfinite, (grad_norm, figures["loss"], *of_critic.values())))
+            changes = bool(micros) and finite
+            if changes and not warms_up:
                 self.update(lr)
-        return Update(totals, lr, grad_norm, updated, finite)
+            if changes and self.critic:
+                self.critic.update()
+        return Update(totals, lr, grad_norm, changes and not warms_up, finite, not changes, of_critic)
+
+    @property
+    def warms_up(self) -> bool:
+        """The critic learns alone."""
+        return self.critic is not None and self.step_count < self.config.critic.warmup_batches
 
     def speed(self, operations: float, seconds: float) -> dict[str, float]:
         """What the model's operations come to on each rank, and their share of the device's peak, if that is known."""
@@ -223,40 +277,67 @@ class Trainer:
             found.append(Micro(indices, packed, tokens))
         return found
 
-    def micro_loss(self, micro: Micro, totals: TokenTotals, see: See, given: OfBatch | None) -> Tensor:
+    def micro_loss(self, micro: Micro, totals: TokenTotals, see: See) -> Tensor:
         """This micro-batch's share of the loss; a dummy takes part in the collectives and weighs nothing."""
-        reference_logprobs = None
-        if self.reference is not None:
-            with torch.no_grad():
-                reference_logprobs, _ = self.reference(micro.packed)
+        reference_logprobs = self.score_by_reference(micro) if self.objective.needs_reference else None
         logprobs, entropies = self.policy(micro.packed)
         if micro.tokens is None:
             return 0.0 * logprobs.sum()
         see(micro.indices, logprobs, entropies, micro.tokens)
-        return self.objective.loss(logprobs, entropies, micro.tokens, totals, reference_logprobs, given)
+        return self.objective.loss(logprobs, entropies, micro.tokens, totals, reference_logprobs, micro.given)
 
-    def of_batch(self, micros: list[Micro], see: See) -> dict[Micro, OfBatch]:
-        """What the loss of each takes from all tokens of the batch: a forward pass of all of them. Collective."""
-        scored: list[tuple[ResponseTokens, Tensor]] = []
+    def score_by_reference(self, micro: Micro) -> Tensor:
+        """Where there is one. Collective."""
+        assert self.reference is not None
+        with torch.no_grad():
+            logprobs, _ = self.reference(micro.packed)
+        return logprobs
+
+    def score(self, micros: list[Micro], see: See) -> list[Micro]:
+        """With the log-probabilities under the weights at hand. Collective."""
+        scored = []
         for micro in micros:
             MAIN.at("scoring the batch")
             with torch.no_grad():
                 logprobs, entropies = self.policy(micro.packed)
             if micro.tokens is not None:
                 see(micro.indices, logprobs, entropies, micro.tokens)
-                scored.append((micro.tokens, logprobs))
-        found = self.objective.of_batch(scored, self.device)
-        return dict(zip([micro for micro in micros if micro.tokens is not None], found, strict=True))
+            scored.append(replace(micro, before=logprobs))
+        return scored
 
-    def clip_gradients(self) -> float:
-        """Scale gradients to a global norm of at most `learner.grad_clip`; the norm before that."""
-        gradients = [p.grad.to_local() for p in self.policy.parameters() if p.grad is not None]
-        square = torch.nn.utils.get_total_norm(gradients).double().square()
-        dist.all_reduce(square)
-        norm = square.sqrt().item()
-        if norm > self.config.learner.grad_clip and math.isfinite(norm):
-            torch._foreach_mul_(gradients, self.config.learner.grad_clip / norm)
-        return norm
+    def judge(self, critic: Critic, micros: list[Micro], prepared: Prepared) -> tuple[list[Micro], dict[str, float]]:
+        """With the advantages that the critic gives to each token, and figures about them; their means are noted in
+        `prepared`. Collective."""
+        values, penalties = [], []
+        for micro in micros:
+            MAIN.at("judging the batch")
+            values.append(critic.values(micro.packed))
+            penalties.append(self.penalty(micro))
+        tokens = [micro.tokens for micro in micros]
+        judgements, figures = critic.judge(tokens, values, penalties)
+        means = torch.zeros(len(prepared.samples), dtype=torch.float64, device=self.device)
+        judged = []
+        for micro, judgement in zip(micros, judgements, strict=True):
+            if micro.tokens is not None and judgement is not None:
+                spans = micro.tokens.spans
+                means[micro.indices] = (spans.totals(judgement.advantages) / spans.lengths).double()
+                known = replace(micro.tokens, advantages=judgement.advantages)
+                micro = replace(micro, tokens=known, judged=judgement)
+            judged.append(micro)
+        prepared.of_batch[prepared.places] = Ranks().total(means).cpu().numpy()
+        return judged, figures
+
+    def penalty(self, micro: Micro) -> Tensor | None:
+        """What is taken from the reward of each token, [K], if anything is. Collective."""
+        if micro.before is None or not self.objective.penalises_rewards:
+            return None
+        return self.config.critic.kl_coef * k1(micro.before, self.score_by_reference(micro))
+
+    def of_batch(self, micros: list[Micro]) -> list[Micro]:
+        """With what the loss takes from all tokens of the batch. Collective."""
+        scored = [(micro.tokens, micro.before) for micro in micros if micro.tokens is not None]
+        found = iter(self.objective.of_batch(scored, self.device))
+        return [micro if micro.tokens is None else replace(micro, given=next(found)) for micro in micros]
 
     def next_lr(self) -> float:
         """Linear from 0 over the first `learner.warmup_steps` optimizer steps, then constant."""
@@ -267,7 +348,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
-        self.optimizer_steps += 1
+        self.part.steps += 1
 
     def weights(self) -> dict[str, Tensor]:
         """All weights as workers generate with them, on the CPU of rank 0; {} elsewhere."""
@@ -294,14 +375,15 @@ class Trainer:
         step = checkpoint.shared_latest(self.directory)
         if step is not None:
             checkpoint.check_adapter(self.directory, step, self.adapter)
-            self.optimizer_steps = checkpoint.restore(self.directory, step, self.policy, self.optimizer)
+            checkpoint.check_critic(self.directory, step, self.parts)
+            checkpoint.restore(self.directory, step, self.parts)
             self.step_count = step
         return self.step_count
 
     def start_save(self) -> None:
         """Copy the state and let the checkpoint of `step_count` be written while training goes on; a checkpoint that
         is still being written is waited for."""
-        self.checkpoints.start(self.step_count, self.policy, self.optimizer, self.optimizer_steps, self.adapter)
+        self.checkpoints.start(self.step_count, self.parts, self.adapter)
 
     def saved(self, wait: bool = False) -> int | None:
         """Step of a checkpoint that has come to be on disk since the last call, and has been started by

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 from april import config as configuration
-from april.config import Config
+from april.config import Config, ConfigError
+from april.config.checks import needs_values
 from april.connections.address import address_at
 from april.learner.batch import Batch
 from april.learner.beside import Handover, Publisher, Sending, Source
@@ -278,6 +279,7 @@ def connect(
     words = [word for key, value in (overrides or {}).items() for word in (f"--{key}", as_word(value))]
     loaded = configuration.load(paths, words, inputs=["model"])
     look_in(*loaded.run.parts)
+    check_needs_no_critic(loaded)
     group = handover_group() if dist.is_available() and dist.is_initialized() else None
     if group is not None and dist.get_rank() > 0:
         return Connection(loaded, checkpoint, None, None, group)
@@ -298,3 +300,12 @@ def connect(
 def as_word(value: Any) -> str:
     """As on the command line: TOML."""
     return value if isinstance(value, str) else orjson.dumps(value, default=str).decode()
+
+
+def check_needs_no_critic(config: Config) -> None:
+    """Raises ConfigError for advantages that April's learner alone can compute."""
+    if needs_values(config.algorithm, imported=True):
+        raise ConfigError(
+            f"key 'algorithm.advantage' = {config.algorithm.advantage!r} asks for a critic, and a trainer of yours has "
+            "its own, if any; leave it out, and take the rewards of a batch"
+        )

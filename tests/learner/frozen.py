@@ -23,7 +23,7 @@ class FrozenTrainer(Trainer):
         """Metrics of a step by `config`, and whole gradients. Collective."""
         self.config, self.objective = config, Objective(config)
         metrics = self.step(batch)
-        return metrics, full_gradients(self)
+        return metrics, full_gradients(self.policy.lm)
 
 
 class FrozenReference(ReferenceLearner):
@@ -53,9 +53,9 @@ def move_away(start) -> None:
             parameter.mul_(0.9)
 
 
-def full_gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
+def full_gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Put together from all ranks. Collective."""
-    parameters = trainer.policy.lm.named_parameters()
+    parameters = model.named_parameters()
     return {name: each.grad.full_tensor().clone() for name, each in parameters if each.grad is not None}
 
 

@@ -17,6 +17,8 @@ from april.learner.batch import Batch, TrainSample, encode
 from april.wire.version import Version
 
 VOCAB = 23
+BY_GROUPS = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline")
+"""advantages that need no critic"""
 PLAIN_CLIP = {"proximal": "behaviour", "corrections": [], "behaviour_coef": 0.0}
 """what the tests train with unless they say otherwise: PPO's clip around the policy that sampled the tokens"""
 SHIPPED = AlgorithmSection().model_dump(include=set(PLAIN_CLIP))
@@ -43,10 +45,13 @@ def make_policy(folder: Path, tied: bool = True) -> Path:
     return folder
 
 
-def make_config(policy: Path, run_folder: Path, temperature: float = 0.7, algorithm=(), lora=(), **learner) -> Config:
+def make_config(
+    policy: Path, run_folder: Path, temperature: float = 0.7, algorithm=(), lora=(), critic=(), **learner
+) -> Config:
     return Config.model_validate(
         {
             "algorithm": PLAIN_CLIP | dict(algorithm),
+            "critic": dict(critic),
             "lora": dict(lora),
             "model": {"path": policy},
             "data": {"path": "unused.jsonl"},
@@ -197,12 +202,18 @@ def settings(config: Config) -> Settings:
     return Settings(**{field.name: keys[field.name] for field in fields(Settings)})
 
 
-def full_moments(trainer) -> list[dict[str, torch.Tensor]]:
-    """What the optimizer keeps of each parameter, put together from all ranks. Collective."""
+def full_moments(part) -> list[dict[str, torch.Tensor]]:
+    """What the optimizer of a trainer, or of a part of it, keeps of each parameter, from all ranks. Collective."""
     return [
         {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in state.items()}
-        for state in trainer.optimizer.state.values()
+        for state in part.optimizer.state.values()
     ]
+
+
+def whole_critic(trainer) -> dict[str, torch.Tensor]:
+    """The weights of its critic, if it has one, put together from all ranks. Collective."""
+    trained = trainer.critic.part.model.trained if trainer.critic else []
+    return {name: parameter.detach().full_tensor().clone() for name, parameter in trained}
 
 
 def random_adapter(parameters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -220,8 +231,16 @@ def set_adapter(trainer) -> None:
             parameter.copy_(distribute_tensor(value, parameter.device_mesh, parameter.placements))
 
 
+def set_head(trainer) -> None:
+    """Make the head of a critic one that is not zero, always the same. Collective."""
+    head = trainer.critic.part.model.head
+    value = random_adapter({"head": head})["head"]
+    with torch.no_grad():
+        head.copy_(distribute_tensor(value, head.device_mesh, head.placements))
+
+
 def job(config: Config, batches: list[Batch], **actions) -> dict:
     """Train on `batches` in order; actions: `save_after` (steps), `restore` (bool), `live` (of a `Diary` instead;
     reports of checkpoints and the export come `late_s` later), `compare` (configurations, each on the first batch under
-    the same weights), `random_adapter` (bool: instead of one that adds nothing)."""
+    the same weights), `random_adapter` (bool: instead of one that adds nothing), `set_head` (bool: of the critic)."""
     return {"config": config.model_dump(mode="json"), "batches": [encode(b).hex() for b in batches], **actions}

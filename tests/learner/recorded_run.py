@@ -1,7 +1,7 @@
 """Run under torchrun by the tests of killed ranks: a learner on a recorded stream of deliveries.
 
 In its folder: `config.json`; `pid_RANK` of each live rank; `consumed.jsonl`, a line for each report, as
-[start of the ranks, step, loss].
+[start of the ranks, step, [loss, that of the critic]].
 """
 
 import os
@@ -36,8 +36,9 @@ class RecordedStream(Diary):
         return super().fetch(step)
 
     def consumed(self, step, metrics, discarded=""):
+        loss = [metrics["loss"], metrics.get("value_loss", 0.0)]
         with self.log.open("ab") as file:
-            file.write(orjson.dumps([self.restart, step, metrics["loss"]], option=orjson.OPT_APPEND_NEWLINE))
+            file.write(orjson.dumps([self.restart, step, loss], option=orjson.OPT_APPEND_NEWLINE))
 
 
 def main(folder: Path) -> None:

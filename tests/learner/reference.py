@@ -134,7 +134,7 @@ class ReferenceLearner:
             losses, seen = self.token_losses(samples[i], step, advantage, now[i], before, reference[i].logprobs)
             total = total + self.share(losses, samples)
             summed += self.share(losses.detach().abs(), samples).item()
-            if advantage or self.settings.kl_coef or self.settings.entropy_coef:
+            if torch.as_tensor(advantage).any() or self.settings.kl_coef or self.settings.entropy_coef:
                 figures.append(seen)
         total.backward()
         gradients = {name: p.grad.clone() for name, p in self.lm.named_parameters() if p.requires_grad}
@@ -176,10 +176,11 @@ class ReferenceLearner:
         """The most that a token may have moved (M2PO), and the bounds of the ratio (BAPO)."""
         s, moved, contributions = self.settings, [], []
         for sample, advantage, logprobs in zip(samples, advantages, before, strict=True):
-            if advantage and sampled(sample):
+            if torch.as_tensor(advantage).any() and sampled(sample):
                 mu, proximal = self.policies(sample, step, logprobs)
                 moved += (logprobs - mu).double().square().tolist()
-                contributions += [(r, advantage) for r in (logprobs - proximal).double().exp().tolist()]
+                ratios = (logprobs - proximal).double().exp().tolist()
+                contributions += zip(ratios, torch.as_tensor(advantage).expand(len(ratios)).tolist(), strict=True)
         moved.sort()
         while moved and statistics.mean(moved) >= s.m2po_threshold:
             moved.pop()

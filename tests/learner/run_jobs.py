@@ -9,7 +9,7 @@ import orjson
 import torch
 import torch.distributed as dist
 from frozen import FrozenTrainer, full_gradients
-from learner_setup import Diary, full_moments, set_adapter
+from learner_setup import Diary, full_moments, set_adapter, set_head, whole_critic
 from msgspec.structs import asdict
 from torch.distributed.tensor import DTensor
 
@@ -25,11 +25,14 @@ def run(job: dict, device: torch.device) -> dict:
     restored = trainer.restore() if job.get("restore") else None
     if job.get("random_adapter"):
         set_adapter(trainer)
-    metrics, gradients = [], []
+    if job.get("set_head"):
+        set_head(trainer)
+    metrics, gradients, of_critic = [], [], []
     for data in job["batches"]:
         batch = decode(bytes.fromhex(data)) if dist.get_rank() == 0 else None
         metrics.append(trainer.step(share_batch(batch)))
-        gradients.append(full_gradients(trainer))
+        gradients.append(full_gradients(trainer.policy.lm))
+        of_critic.append(full_gradients(trainer.critic.part.model) if trainer.critic else {})
         if trainer.step_count in job.get("save_after", []):
             trainer.save()
     return {
@@ -40,6 +43,11 @@ def run(job: dict, device: torch.device) -> dict:
         "whole_policy": unsharded(trainer.policy),
         "weights": trainer.weights(),
         "moments": full_moments(trainer),
+        "critic": {
+            "weights": whole_critic(trainer),
+            "gradients": of_critic,
+            "moments": full_moments(trainer.critic.part) if trainer.critic else [],
+        },
         "optimizer_steps": trainer.optimizer_steps,
         "whole": unsharded(trainer.reference) if trainer.reference else [],
     }

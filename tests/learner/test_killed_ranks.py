@@ -24,10 +24,10 @@ FOLLOWED_S = 20
 class Ranks:
     """Two ranks under torchrun, which may be restarted three times, on the recorded stream."""
 
-    def __init__(self, policy: Path, folder: Path, lora: dict):
+    def __init__(self, policy: Path, folder: Path, trained: dict):
         folder.mkdir()
         self.folder = folder
-        config = make_config(policy, folder / "run", lora=lora, checkpoint_every=2, collective_timeout_s=3600)
+        config = make_config(policy, folder / "run", **trained, checkpoint_every=2, collective_timeout_s=3600)
         (folder / "config.json").write_bytes(orjson.dumps(config.model_dump(mode="json")))
         launch = ["-m", "april.learner.launch", "--nproc-per-node=2", "--max-restarts=3"]
         script = Path(__file__).with_name("recorded_run.py")
@@ -38,7 +38,7 @@ class Ranks:
         )
 
     def log(self) -> list[list]:
-        """(start, step, loss) of every report."""
+        """(start, step, losses) of every report."""
         path = self.folder / "consumed.jsonl"
         return [orjson.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
 
@@ -68,11 +68,15 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("lora", [{}, full({"rank": 3})], ids=["the model", "an adapter"])
-def test_killed_and_unkilled_learners_have_one_loss_curve(policy_folder, tmp_path, lora):
-    unharmed = Ranks(policy_folder, tmp_path / "unharmed", lora)
+@pytest.mark.parametrize(
+    "trained",
+    [{}, full({"lora": {"rank": 3}}), full({"algorithm": {"advantage": "gae"}, "critic": {"lr": 1e-3}})],
+    ids=["the model", "an adapter", "with a critic"],
+)
+def test_killed_and_unkilled_learners_have_one_loss_curve(policy_folder, tmp_path, trained):
+    unharmed = Ranks(policy_folder, tmp_path / "unharmed", trained)
     unharmed.finish()
-    killed = Ranks(policy_folder, tmp_path / "killed", lora)
+    killed = Ranks(policy_folder, tmp_path / "killed", trained)
     for start, (victim, after) in enumerate([(1, 3), (0, 5)]):
         killed.wait_until(lambda start=start, after=after: [start, after - 1] in [line[:2] for line in killed.log()])
         other = killed.pid(1 - victim)
@@ -82,7 +86,7 @@ def test_killed_and_unkilled_learners_have_one_loss_curve(policy_folder, tmp_pat
     killed.finish()
     losses = defaultdict(set)
     for _, step, loss in [*unharmed.log(), *killed.log()]:
-        losses[step].add(loss)
+        losses[step].add(tuple(loss))
     assert sorted(losses) == list(range(STEPS))
     assert all(len(of_step) == 1 for of_step in losses.values()), "a replayed step differs from its first logging"
     assert len(killed.log()) > STEPS, "nothing was replayed"

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from learner_setup import BY_GROUPS
 
 from april.learner.losses import ADVANTAGES, LOSSES, corrections
 from april.learner.losses.advantages import (
@@ -76,25 +77,25 @@ def test_reinforce_pp_with_a_baseline_centres_the_group_first():
     assert flat(found) == pytest.approx([x / 2.8**0.5 for x in (-1.6, 2.4, 0.4, 0.4)])
 
 
-@pytest.mark.parametrize("name", ADVANTAGES.shipped)
+@pytest.mark.parametrize("name", BY_GROUPS)
 @pytest.mark.parametrize("rewards", [[1.0, 1.0, 1.0], [0.1] * 7, [3.0], []])
 def test_without_spread_all_advantages_are_zero(name, rewards):
     assert flat(ADVANTAGES.find(name)(groups(rewards), groups([2.0] * len(rewards)))) == [0.0] * len(rewards)
 
 
-@pytest.mark.parametrize("name", ADVANTAGES.shipped)
+@pytest.mark.parametrize("name", BY_GROUPS)
 def test_rewards_that_differ_by_rounding_are_the_same(name):
     assert flat(ADVANTAGES.find(name)(groups([0.1 + 0.2, 0.3, 0.3]), groups([2.0, 1.0, 1.0]))) == [0.0] * 3
 
 
-@pytest.mark.parametrize("name", ADVANTAGES.shipped)
+@pytest.mark.parametrize("name", BY_GROUPS)
 def test_an_advantage_that_is_rounding_is_zero(name):
     low, middle, high = flat(advantages(name, groups([0.1, 0.2, 0.3]), groups([1.0, 1.0, 1.0])))
     assert low < middle == 0.0 < high
 
 
 def test_an_empty_batch_has_no_advantages():
-    assert all(estimator([], []) == [] for estimator in map(ADVANTAGES.find, ADVANTAGES.shipped))
+    assert all(estimator([], []) == [] for estimator in map(ADVANTAGES.find, BY_GROUPS))
 
 
 # --- policy losses ------------------------------------------------------------------------------------------

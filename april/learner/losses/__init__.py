@@ -32,7 +32,9 @@ ADVANTAGES = Registry(
     {
         name: f"april.learner.losses.advantages:{name}"
         for name in ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline")
-    },
+    }
+    | {"gae": "april.learner.losses.gae:gae"},
 )
+"""By rewards, group by group (`advantages`); of one that says `needs_values`, by a critic's values (`gae`)."""
 STEP_SCALES = Registry("algorithm.step_scale", "step scale", {"root_ess": "april.learner.losses.root_ess:root_ess"})
 """Functions (figures of a step) -> what its learning rate is multiplied by."""

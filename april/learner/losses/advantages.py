@@ -2,16 +2,21 @@
 
 Every estimator is a function (rewards, lengths) -> advantages over lists with one float64 [n] tensor a group;
 `lengths` are response tokens. A group (for the batch-wide estimators: a batch) without spread
-(`april.filters.spread`) says nothing: zeros. `advantages` takes rounding out of what they give.
+(`april.filters.spread`) says nothing: zeros. `advantages` takes rounding out of what they give. This module is read
+without torch: a configuration is checked everywhere.
 """
 
-import torch
-from torch import Tensor
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from april.filters import spread
 from april.learner.losses import ADVANTAGES
 
-Groups = list[Tensor]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    Groups = list[Tensor]
 
 ROUNDING = 1e-9
 """smaller advantages are 0: of the rewards 0.1, 0.2 and 0.3 the second is as good as the mean"""
@@ -23,7 +28,7 @@ def has_spread(rewards: Tensor) -> bool:
 
 def centred(rewards: Tensor) -> Tensor:
     """r - mean(r) of one group; exactly zero without spread."""
-    return rewards - rewards.mean() if has_spread(rewards) else torch.zeros_like(rewards)
+    return rewards - rewards.mean() if has_spread(rewards) else rewards.new_zeros(len(rewards))
 
 
 def grpo(rewards: Groups, lengths: Groups) -> Groups:
@@ -31,7 +36,7 @@ def grpo(rewards: Groups, lengths: Groups) -> Groups:
 
     "DeepSeekMath", arXiv 2402.03300, section 4.1.2.
     """
-    return [centred(group) / group.std() if has_spread(group) else torch.zeros_like(group) for group in rewards]
+    return [centred(group) / group.std() if has_spread(group) else group.new_zeros(len(group)) for group in rewards]
 
 
 def dr_grpo(rewards: Groups, lengths: Groups) -> Groups:
@@ -66,12 +71,14 @@ def reinforce_pp_baseline(rewards: Groups, lengths: Groups) -> Groups:
 
 def whitened(values: Groups, lengths: Groups) -> Groups:
     """(v - mean) / std, each value counted as often as its response has tokens; std with the sample correction."""
+    import torch
+
     if not values:
         return []
     joined, weights = torch.cat(values), torch.cat(lengths)
     seen = joined[weights > 0]
     if not has_spread(seen):
-        return [torch.zeros_like(group) for group in values]
+        return [group.new_zeros(len(group)) for group in values]
     tokens = weights.sum()
     mean = (joined * weights).sum() / tokens
     variance = ((joined - mean).square() * weights).sum() / (tokens - 1)

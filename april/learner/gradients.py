@@ -1,0 +1,25 @@
+"""From gradients to an optimizer step, the same for the policy and for a critic."""
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from april.config import LearnerSection
+
+
+def adamw(parameters: Iterable[nn.Parameter], lr: float, section: LearnerSection) -> torch.optim.AdamW:
+    return torch.optim.AdamW(parameters, lr=lr, betas=section.betas, weight_decay=section.weight_decay, fused=True)
+
+
+def clip_gradients(model: nn.Module, most: float) -> float:
+    """Scale gradients of a sharded model to a global norm of at most `most`; the norm before that. Collective."""
+    gradients = [p.grad.to_local() for p in model.parameters() if p.grad is not None]
+    square = torch.nn.utils.get_total_norm(gradients).double().square()
+    dist.all_reduce(square)
+    norm = square.sqrt().item()
+    if norm > most and math.isfinite(norm):
+        torch._foreach_mul_(gradients, most / norm)
+    return norm
