@@ -13,6 +13,7 @@ from april.learner.batch import Batch
 from april.rollouts.run import Rollouts
 from tests.rollouts import areal_types
 from tests.rollouts.books import Books, batch_of
+from tests.rollouts.kill import kill_broker
 from tests.run.processes import assert_closed
 
 SMALL = ["--schedule.max_steps", "2"]
@@ -130,7 +131,7 @@ def test_another_number_of_steps_and_a_run_at_another_step_are_refused(trainer_o
 
 @pytest.mark.full
 @pytest.mark.timeout(600)
-def test_areal_s_rows_are_generated_for_and_batches_come_again_from_its_checkpoint(
+def test_areal_s_rows_are_generated_for_and_batches_come_again_though_it_and_its_broker_are_killed(
     areal, monkeypatch, config_file, policy_folder, tmp_path
 ):
     model = AutoModelForCausalLM.from_pretrained(policy_folder)
@@ -140,9 +141,18 @@ def test_areal_s_rows_are_generated_for_and_batches_come_again_from_its_checkpoi
     config = load(config_file, [word for key, value in keys.items() for word in (f"--{key}", str(value))])
     rows = [{"messages": f"{number:02d}*3+60=", "answer": str(number % 2)} for number in range(12)]
 
-    def killed(self, version):
-        """Before the second step is in AReaL's weights."""
-        raise KeyboardInterrupt
+    def said(version):
+        """The broker dies before it has heard of the first step, AReaL before the second is in its weights."""
+        if version == 2:
+            raise KeyboardInterrupt
+        kill_broker(trainer.rollout.run)
+        set_version(version)
+
+    def taken(**wanted):
+        """The broker dies before it is asked for the batch once more."""
+        again.rollout.prepare_batch = prepare_batch
+        kill_broker(again.rollout.run)
+        return prepare_batch(**wanted)
 
     seen = []
     with (
@@ -150,9 +160,10 @@ def test_areal_s_rows_are_generated_for_and_batches_come_again_from_its_checkpoi
         areal.Trainer(config_file, options(config, tmp_path), rows, overrides=keys) as trainer,
     ):
         seen, set_version = trainer.actor.seen, trainer.rollout.set_version
-        trainer.rollout.set_version = lambda version: set_version(version) if version < 2 else killed(trainer, version)
+        trainer.rollout.set_version = said
         trainer.train()
     with areal.Trainer(config_file, options(config, tmp_path), rows, overrides=keys) as again:
+        prepare_batch, again.rollout.prepare_batch = again.rollout.prepare_batch, taken
         again.train()
         assert again.start == 1 and len(again.actor.seen) == 2
     for first, second in zip(seen[1], again.actor.seen[0], strict=True):

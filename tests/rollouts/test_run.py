@@ -1,7 +1,5 @@
 """A trainer of one's own: what it is given, in which order, and what it may forget to say."""
 
-import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +18,7 @@ from april.rollouts.batch import to_tensors
 from april.rollouts.run import Rollouts
 from april.rollouts.weights import canary_of, collect
 from tests.rollouts.books import Books, batch_of
+from tests.rollouts.kill import kill_broker
 from tests.run.processes import Job, assert_closed
 
 WEIGHTS = {"weight": torch.ones(2)}
@@ -150,13 +149,6 @@ def test_a_trainer_brings_prompts_and_takes_their_groups_though_the_broker_is_ki
 
 def numbered(first, count):
     return [Prompt(f"{row % 64:02d}*3+60=", str(row % 2), extra={"row": row}) for row in range(first, first + count)]
-
-
-def kill_broker(run):
-    children = Path(f"/proc/{run._broker.local.process.pid}/task").glob("*/children")
-    pids = [int(pid) for file in children for pid in file.read_text().split()]
-    [broker] = [pid for pid in pids if b"broker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    os.kill(broker, signal.SIGKILL)
 
 
 def test_a_model_its_state_and_its_tensors_are_the_same_weights_and_tied_ones_come_once(policy_folder, config):
