@@ -468,10 +468,10 @@ def rows(text):
 def name_of(kind):
     """A field's type as the page writes it."""
     from april.wire import Name
-    from april.wire.message import Seconds
+    from april.wire.message import Address, Seconds
     from april.wire.version import Number
 
-    for annotated, name in ((Number, "count"), (Name, "name"), (Seconds, "seconds")):
+    for annotated, name in ((Number, "count"), (Name, "name"), (Address, "address"), (Seconds, "seconds")):
         if kind == annotated:
             return name
     if typing.get_origin(kind) is typing.Literal:

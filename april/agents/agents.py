@@ -8,6 +8,7 @@ import asyncio
 import logging
 
 from april import wire
+from april.agents.elsewhere import OVER
 from april.agents.gateway import Gateway, task_of
 from april.agents.host import Begin
 from april.agents.link import Link, Said
@@ -61,10 +62,17 @@ class Agents:
                 session.hear([(row, payload)])
 
     def lose(self, lease_id: int, why: str) -> None:
-        if self._forget(lease_id, why):
+        """The broker knows what becomes of it: who shows its key is told that."""
+        if self._forget(lease_id, why, status=None):
             self.runner.cease(lease_id)
 
+    def found(self, holder: wire.Holder) -> None:
+        if self.gateway.elsewhere:
+            self.gateway.elsewhere.hear(holder)
+
     def stop(self, why: str) -> None:
+        if self.gateway.elsewhere:
+            self.gateway.elsewhere.ask = None
         for lease_id in list(self.sessions):
             self.lose(lease_id, why)
         self.over.set()
@@ -95,6 +103,10 @@ class Agents:
     def died(self, keys: list[int], why: str) -> None:
         for key in keys:
             if session := self.sessions.get(key):
+                if self.section.replay == "discard" and session.turns:
+                    self._forget(key, why)
+                    self.link.close_session(wire.GiveBack(key, 0, "leave"))
+                    continue
                 turns, deaths = self._deaths.get(key, (0, 0))
                 deaths = deaths + 1 if turns == len(session.turns) else 1
                 self._deaths[key] = len(session.turns), deaths
@@ -127,11 +139,11 @@ class Agents:
             log.warning("an agent has failed: %s", error, extra=ids)
             self.link.close_session(wire.GiveBack(lease_id, 0, "agent_failed", clip(error.splitlines()[0])))
 
-    def _forget(self, lease_id: int, why: str) -> AgentSession | None:
+    def _forget(self, lease_id: int, why: str, status: int | None = OVER) -> AgentSession | None:
         session = self.sessions.pop(lease_id, None)
         if session:
             session.end(why)
-            self.gateway.dismiss(session)
+            self.gateway.dismiss(session, status)
             if timer := self._timers.pop(lease_id, None):
                 timer.cancel()
             self._deaths.pop(lease_id, None)

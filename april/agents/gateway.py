@@ -14,16 +14,17 @@ from aiohttp import web
 
 from april.agents.dialects import Dialect
 from april.agents.dialects.base import Event
+from april.agents.elsewhere import KEY, MOVED, OVER, Elsewhere, key_of_session
 from april.agents.host import packed
 from april.agents.rendering import BadMessages
 from april.agents.session import AgentSession, Refusal, Turn
 
 BODY_BYTES = 8 << 20
 """of a request"""
-MOVED, OVER = 409, 410
-"""HTTP statuses of keys that open nothing any more"""
 FORMER_KEYS = 10_000
 """that are remembered"""
+OF_NO_SESSION = ("/v1/models", "/v1/sessions")
+"""what is asked without the key of one"""
 SDK_RETRIES, SAME_CALL = "x-stainless-retry-count", "idempotency-key"
 
 
@@ -39,6 +40,8 @@ class Gateway:
         """by the key of the execution that may speak"""
         self.former: dict[str, int] = {}
         """keys that opened a session once, with the HTTP status that they get now"""
+        self.elsewhere: Elsewhere | None = None
+        """whoever else has sessions; None where nobody has"""
         self.counts: Counter[str] = Counter()
         """of answers by HTTP status"""
         self.refusals: Counter[str] = Counter()
@@ -55,13 +58,17 @@ class Gateway:
         """The key of a new execution of its agent; older ones are told to end."""
         self.dismiss(session, MOVED)
         session.rewind()
-        key = secrets.token_urlsafe(32)
+        told = session.told
+        key = key_of_session(told.group, told.index, told.lease_id, secrets.token_urlsafe(32))
         self.sessions[key] = session
         return key
 
-    def dismiss(self, session: AgentSession, status: int = OVER) -> None:
+    def dismiss(self, session: AgentSession, status: int | None = OVER) -> None:
+        """Its key opens nothing any more; `status`: what it gets now, None: the broker is asked."""
         for key in [key for key, one in self.sessions.items() if one is session]:
             del self.sessions[key]
+            if status is None:
+                continue
             self.former[key] = status
             if len(self.former) > FORMER_KEYS:
                 del self.former[next(iter(self.former))]
@@ -145,6 +152,12 @@ class Gateway:
             raise Refusal("invalid_api_key", "this key opens no session", 401)
         return self.sessions[key]
 
+    def _is_of_others(self, request: web.Request) -> bool:
+        """Whether it shows a key of a session, and of none that was ever here."""
+        key = self.key_of(request)
+        mine = key in self.sessions or key in self.former or request.path in OF_NO_SESSION
+        return not mine and KEY.fullmatch(key) is not None
+
     @web.middleware
     async def _errors(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -152,7 +165,10 @@ class Gateway:
         """Refusals in the shape of the API: what an agent can handle, and does not try again for ever."""
         refused = self.of_path.get(request.path, self.dialects[0]).error
         try:
-            response = await handler(request)
+            if self.elsewhere and self._is_of_others(request):
+                response = await self.elsewhere.answer(request, self.key_of(request))
+            else:
+                response = await handler(request)
         except Refusal as error:
             self.refusals[error.code] += 1
             response = answer(refused(error.code, str(error), error.status), error.status)

@@ -6,7 +6,8 @@ shows as text. Siblings of a group begin alike, so that a program that is run ag
 
 import asyncio
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from april.agents.host import Session
@@ -48,7 +49,7 @@ class Gymnasium:
         from openai import AsyncOpenAI, BadRequestError
 
         client = AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, http_client=self.http, timeout=None)
-        observation, _ = await asyncio.to_thread(environment.reset, seed=seed_of(session.task))
+        observation, _ = await in_thread(partial(environment.reset, seed=seed_of(session.task)))
         messages, worth = begun(session.task["messages"], text_of(environment, observation)), 0.0
         for _ in range(self.turns):
             try:
@@ -60,7 +61,7 @@ class Gymnasium:
             said = reply.choices[0].message.content or ""
             action, shown = self._understood(said), self.reminder.format(actions=", ".join(self.actions or ()))
             if action is not None:
-                observation, reward, ended, cut, _ = await asyncio.to_thread(environment.step, action)
+                observation, reward, ended, cut, _ = await in_thread(partial(environment.step, action))
                 worth += float(reward)
                 if ended or cut:
                     break
@@ -82,6 +83,16 @@ class Gymnasium:
             return said
         found = self.pattern.findall(said.casefold())
         return [word.casefold() for word in self.actions].index(found[-1]) if found else None
+
+
+async def in_thread(call: Callable[[], Any]) -> Any:
+    """No thread can be ended alone. A cancellation waits for it, and where it hangs its process is ended instead."""
+    running = asyncio.ensure_future(asyncio.to_thread(call))
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait([running])
+        raise
 
 
 def actions_of(space: Any, name: str, words: list[str]) -> list[str] | None:

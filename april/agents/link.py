@@ -40,20 +40,26 @@ class Listener(Protocol):
     def lose(self, lease_id: int, why: str) -> None:
         """A session is not this process's any more."""
 
+    def found(self, holder: wire.Holder) -> None:
+        """Who has a session that was asked for."""
+
     def stop(self, why: str) -> None:
         """No session will come any more."""
 
 
 class Link(threading.Thread):
-    def __init__(self, connection: BrokerConnection, room: int, listener: Listener):
-        """`room`: sessions that are taken at once. Start it within the event loop that `listener` lives in."""
+    def __init__(self, connection: BrokerConnection, room: int, address: str, listener: Listener):
+        """`room`: sessions that are taken at once; `address`: of the API, for other agents processes. Start it within
+        the event loop that `listener` lives in."""
         super().__init__(name="link", daemon=True)
         self.connection = connection
-        self.room = room
+        self.room = wire.Room(room, address)
         self.listener = listener
         self.loop = asyncio.get_running_loop()
         self.reports = Reports(connection)
         self.leases: set[int] = set()
+        self.questions: set[wire.Whose] = set()
+        """that are not answered yet"""
         self.stopping = ""
         self.failure: Exception | None = None
         self._orders: deque[Callable[[], None]] = deque()
@@ -69,6 +75,10 @@ class Link(threading.Thread):
 
     def close_session(self, closing: wire.Closing) -> None:
         self._order(lambda: self._close(closing))
+
+    def ask(self, question: wire.Whose) -> None:
+        """Who has a session."""
+        self._order(lambda: self._ask(question))
 
     def leave(self, why: str) -> None:
         """What is open goes on elsewhere."""
@@ -117,6 +127,10 @@ class Link(threading.Thread):
         if closing.lease_id in self.leases:
             self.reports.close(closing)
 
+    def _ask(self, question: wire.Whose) -> None:
+        self.questions.add(question)
+        self.connection.send(question)
+
     def _end(self, why: str) -> None:
         self.stopping = self.stopping or why
 
@@ -124,7 +138,9 @@ class Link(threading.Thread):
         welcome = self.connection.hello(list(self.leases))
         for lease_id in welcome.lost:
             self._lose(lease_id, "the broker has given it to another")
-        self.connection.send(wire.Room(self.room))
+        self.connection.send(self.room)
+        for question in self.questions:
+            self.connection.send(question)
         for lease_id in self.reports.unanswered():
             self.reports.send_again(lease_id)
 
@@ -140,6 +156,9 @@ class Link(threading.Thread):
                     self._call(self.listener.open, told, said)
             case wire.Turns():
                 self._call(self.listener.hear, list(read(*(packed.data for packed in received.packed))))
+            case wire.Holder():
+                self.questions.discard(wire.Whose(message.group, message.index, message.lease_id))
+                self._call(self.listener.found, message)
             case wire.Answers():
                 self._take_answers(message)
             case wire.Cancel(leases) | wire.Renewed(leases):

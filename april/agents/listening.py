@@ -25,6 +25,8 @@ class Addresses:
     """for programs that April starts; their own connections elsewhere need no other certificates"""
     public: str
     """for all others"""
+    own: str
+    """for other agents processes: of this one alone"""
 
 
 class AttachKey:
@@ -87,9 +89,9 @@ async def listen(http: "web.AppRunner", section: AgentSection, tls: ssl.SSLConte
     own = f"{'https' if tls else 'http'}://{named(host)}:{http.addresses[0][1]}"
     public = f"{section.public_url.rstrip('/') or own}/v1"
     if section.attach or (tls is None and is_loopback(host)):
-        return Addresses(f"{own}/v1", public)
+        return Addresses(f"{own}/v1", public, f"{own}/v1")
     await web.TCPSite(http, LOOPBACK, 0).start()
-    return Addresses(f"http://{LOOPBACK}:{http.addresses[-1][1]}/v1", public)
+    return Addresses(f"http://{LOOPBACK}:{http.addresses[-1][1]}/v1", public, f"{own}/v1")
 
 
 def named(host: str) -> str:

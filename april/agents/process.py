@@ -41,6 +41,7 @@ async def serve(
     from april.agents.agents import Agents
     from april.agents.attached import AttachedRunner
     from april.agents.dialects import DIALECTS
+    from april.agents.elsewhere import Elsewhere
     from april.agents.gateway import Gateway
     from april.agents.link import Link
     from april.agents.programs import CommandRunner, ProgramRunner
@@ -63,6 +64,7 @@ async def serve(
     await http.setup()
     try:
         agents.addresses = await listen(http, section, tls)
+        gateway.elsewhere = elsewhere = Elsewhere(section, agents.addresses)
         await agents.runner.start()
     except OSError as error:
         print(f"april agents: key 'agent.listen' = {section.listen!r}: {error.strerror}", file=sys.stderr)
@@ -72,7 +74,8 @@ async def serve(
         return 1
     log.info("the API is at %s; connecting to %s", agents.addresses.public, address)
     connection = BrokerConnection(address, "agents", name, new_uid(name), config.broker.patience_s, keys)
-    agents.link = Link(connection, section.sessions, agents)
+    agents.link = Link(connection, section.sessions, agents.addresses.own, agents)
+    elsewhere.ask = agents.link.ask
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(
             number, agents.link.leave, f"signal {signal.Signals(number).name}"
@@ -87,6 +90,7 @@ async def serve(
     )  # fmt: skip
     await agents.runner.close()
     await http.cleanup()
+    await elsewhere.close()
     agents.link.join()
     if agents.link.failure:
         print(f"april agents: {agents.link.failure}", file=sys.stderr)

@@ -57,7 +57,7 @@ BEHIND_S = 0.05
 MAY_SEND = {
     "worker": {"Heartbeat", "Holding", "Lane", "Report"},
     "scorer": {"Heartbeat", "Room", "Report"},
-    "agents": {"Heartbeat", "Room", "Report"},
+    "agents": {"Heartbeat", "Room", "Report", "Whose"},
     "learner": {"Heartbeat", "LearnerStart", "Submit", "Fetch", "Consumed", "Durable"},
     "monitor": {"Heartbeat", "StatusRequest", "StopRun", "Drain", "DeadLettersRequest", "Requeue"},
 }

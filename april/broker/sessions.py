@@ -94,6 +94,8 @@ class Session:
     """CURVE key of its connections, "" without CURVE"""
     version: Version | None = None
     capacity: int = 0
+    address: str = ""
+    """base URL of the API of an agents process"""
     started: bool = False
     """a learner that has said which checkpoint it holds"""
     sent_bytes: int = 0

@@ -165,6 +165,9 @@ class AgentSection(Section):
     history: Literal["stored", "template"] = Field(
         "stored", description="earlier messages keep their tokens, or are rendered anew as a deployed model reads them"
     )
+    replay: Literal["answer", "discard"] = Field(
+        "answer", description="a program that is run again is answered from the journal; or its session is discarded"
+    )
     overrides: Literal["refuse", "ignore"] = Field(
         "refuse", description="what becomes of requests that would change the distribution, such as a temperature"
     )

@@ -5,6 +5,8 @@ A session is a lease on a sample. What its agent says to the policy is reported 
 is a further branch, with an id of its own beside that of the lease.
 """
 
+from typing import Literal
+
 import msgspec
 
 from april.wire.message import Message
@@ -60,3 +62,22 @@ class Sessions(Message):
 class Turns(Message):
     """New tokens of the holder's sessions, which are on disk. Arrays, uint8: rows, whose leases are the sessions', and
     their payloads; the ending of a row is that of its turn."""
+
+
+class Whose(Message):
+    """An agents process asks who holds a session: it was shown a key of it, which says these three."""
+
+    group: Number
+    index: Number
+    lease_id: Number
+
+
+class Holder(Message):
+    """The answer: `held` by the agents process at `address`; `moved`, under another lease or soon; or `over`."""
+
+    group: int
+    index: int
+    lease_id: int
+    state: Literal["held", "moved", "over"]
+    address: str = ""
+    """base URL of its API, "" while it is not there"""

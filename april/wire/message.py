@@ -6,6 +6,7 @@ import msgspec
 
 Name = Annotated[str, msgspec.Meta(max_length=128, pattern=r"^[^\x00-\x1f\x7f]*$")]
 """of a peer, a process or a place"""
+Address = Annotated[str, msgspec.Meta(max_length=512, pattern=r"^[^\x00-\x20\x7f]*$")]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 
 

@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from april.wire.message import Message, Name
+from april.wire.message import Address, Message, Name
 from april.wire.version import Number, Version
 
 GiveBackCause = Literal["abort", "leave", "generation_failed", "environment_failed", "scoring_failed", "agent_failed"]
@@ -22,6 +22,8 @@ class Room(Message):
     """How many leases a scorer takes at once, or sessions an agents process."""
 
     capacity: Number
+    address: Address = ""
+    """base URL under which other agents processes reach the API of this one"""
 
 
 class Task(msgspec.Struct, array_like=True, frozen=True):

@@ -4,6 +4,7 @@ import asyncio
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from april import wire
@@ -43,7 +44,7 @@ def agents(policy_folder):
     tokenizer = Tokenizer(policy_folder)
     agents = Agents(AgentSection(attach=True, timeout_s=0.05), Gateway([Chat(tokenizer, "run", False)]),
                     Renderer(tokenizer, "", {}, {}))  # fmt: skip
-    agents.addresses = Addresses("http://127.0.0.1:1/v1", "http://127.0.0.1:1/v1")
+    agents.addresses = Addresses(*3 * ["http://127.0.0.1:1/v1"])
     agents.runner, closings, left = Runner(), [], []
     agents.link = SimpleNamespace(
         say=None, close_session=closings.append, leave=left.append, closings=closings, left=left
@@ -60,6 +61,18 @@ def test_a_program_that_is_lost_with_its_process_is_run_again_under_a_new_key_un
     assert agents.link.closings == []
     agents.died([SESSION], "killed")
     assert agents.link.closings == [wire.GiveBack(SESSION, 0, "agent_failed", "killed")] and not agents.sessions
+
+
+def test_a_program_that_has_asked_something_is_not_run_again_where_that_is_to_be_discarded(agents):
+    agents.section = AgentSection(attach=True, replay="discard")
+    agents.open(TOLD, [])
+    agents.died([SESSION], "killed")
+    assert len(agents.runner.begun) == 2, "it had asked nothing"
+    request = wire.TurnRequest(b"key", 8)
+    agents.sessions[SESSION]._add(agents.sessions[SESSION].branches[0], request, 3, np.zeros(3, np.int32))
+    agents.died([SESSION], "killed")
+    assert len(agents.runner.begun) == 2 and agents.link.closings == [wire.GiveBack(SESSION, 0, "leave")]
+    assert not agents.sessions and not agents.gateway.sessions
 
 
 @pytest.mark.parametrize(

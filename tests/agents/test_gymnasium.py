@@ -1,6 +1,7 @@
 """Environments of the package `gymnasium`, by name: what they show is read, and what they give is the reward."""
 
 import asyncio
+import threading
 
 import gymnasium
 import pytest
@@ -39,6 +40,37 @@ def test_what_it_shows_is_read_and_what_it_gives_is_the_reward(play):
 def test_an_answer_without_an_action_is_answered_and_turns_and_context_end_it(play):
     assert play("7$", "12$", "1$", turns=3)[1][1:] == ["+", "+"]
     assert play("1$", "1$", max_tokens=13) == (0.0, ["12*3=0", "4"])
+
+
+class Stuck(gymnasium.Env):
+    action_space = observation_space = gymnasium.spaces.Discrete(2)
+    in_step, may_go_on = threading.Event(), threading.Event()
+
+    def reset(self, seed=None, options=None):
+        return 0, {}
+
+    def step(self, action):
+        self.in_step.set()
+        self.may_go_on.wait()
+        return 0, 1.0, True, False, {}
+
+
+def test_a_step_that_hangs_outlives_its_cancellation_so_that_its_process_is_ended(meet):
+    gymnasium.register("Stuck-v0", Stuck, disable_env_checker=True)
+    client, _, _, _ = meet("1$")
+    task = {"messages": [{"role": "user", "content": "12*3="}], "label": "63", "group": 3}
+
+    async def play():
+        playing = asyncio.create_task(Gymnasium("Stuck-v0")(Session(str(client.base_url), client.api_key, task, False)))
+        await asyncio.to_thread(Stuck.in_step.wait)
+        playing.cancel()
+        done, _ = await asyncio.wait([playing], timeout=0.2)
+        assert not done
+        Stuck.may_go_on.set()
+        await asyncio.wait([playing])
+        return playing.cancelled()
+
+    assert asyncio.run(play())
 
 
 def test_words_stand_for_actions_and_a_drawing_for_colours():

@@ -172,7 +172,8 @@ class Agents(Remembered, FakeAgents):
             del self.sessions[lease_id]
         self.say(wire.Heartbeat(list(self.sessions), 0, self.received_bytes), connection=b"control")
         if chance.random() < 0.2:
-            self.say(wire.Room(chance.choice([2, 6, 40])))
+            self.say(wire.Room(chance.choice([2, 6, 40]), "http://127.0.0.1:1/v1"))
+            self.say(wire.Whose(chance.choice([0, 1, 2**50]), chance.choice([0, 1, 2**50]), 2**50))
         for told in chance.sample(list(self.sessions.values()), min(6, len(self.sessions))):
             sample = arena.ledger.leases[told.lease_id].sample
             if sample.state is SampleState.ACTING and sample.length + 8 < told.max_tokens and chance.random() < 0.7:

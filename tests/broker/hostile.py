@@ -52,7 +52,7 @@ ONLY_FOR = {
         wire.Report([wire.GiveBack(1, 0, "leave")]),
     ],
     "scorer": [wire.Room(4)],
-    "agents": [wire.Report([wire.Closed(1)])],
+    "agents": [wire.Report([wire.Closed(1)]), wire.Whose(0, 0, 256)],
     "learner": [
         wire.LearnerStart(0, ""),
         wire.Submit(0, [wire.Submission(1, "")]),

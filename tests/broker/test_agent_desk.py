@@ -96,6 +96,30 @@ def test_a_lost_process_costs_nothing_and_the_next_is_told_all_that_was_said(tal
     assert sample_of(talk, told).attempts == 0, "it had completed a turn"
 
 
+def test_a_lost_session_that_may_not_be_replayed_is_a_counted_discard(config_file):
+    """Where its agent has asked nothing yet there is nothing that it would do again."""
+    talk = Conversation(configuration.load(config_file, [*AGENTS, "--agent.replay", "discard"]))
+    agents, worker, learner = FakeAgents(talk), FakeWorker(talk), FakeLearner(talk)
+    agents.join(capacity=10)
+    worker.join()
+    learner.join()
+    held = [one for one in agents.listen() if not one.evaluation]
+    told, silent = held[0], next(one for one in held if one.group != held[0].group)
+    agents.say_to_policy(told.lease_id, 0, 3)
+    grant = next(grant for grant in worker.grants() if grant.group == told.group)
+    worker.chunk(grant, 3, 4)
+    agents.say(wire.Goodbye())
+    assert not talk.ledger.discarded, "nobody has to run it again yet"
+    other = FakeAgents(talk, "a1")
+    other.join(capacity=1000)
+    groups = {one.group for one in other.listen()}
+    assert silent.group in groups and told.group not in groups
+    ledger = talk.ledger
+    assert ledger.discarded == {"not_replayed": 4} and ledger.counts["not_replayed"] == 1 and ledger.closed
+    assert not ledger.dead_letters.letters and not ledger.dead_in_a_row
+    assert [lease for received in worker.take(wire.Cancel) for lease in received.message.leases] == [grant.lease_id]
+
+
 def test_a_restarted_broker_tells_its_agents_what_they_may_have_missed(talk, worker, agents, told):
     agents.say_to_policy(told.lease_id, 0, 3)
     (grant,) = worker.grants()
@@ -115,6 +139,33 @@ def test_what_comes_between_the_two_connections_of_an_agents_process_is_told(tal
     worker.chunk(grant, 3, 4, "stop")
     again.listen()
     assert [(row.start, row.finish_reason) for row, _ in again.heard[told.lease_id]] == [(0, ""), (3, "stop")]
+
+
+def test_the_broker_says_who_holds_a_session_and_whether_anybody_will(talk, worker, agents, told):
+    other = FakeAgents(talk, "a1")
+    other.join()
+
+    def whose(lease_id, group=told.group, index=told.index):
+        other.say(wire.Whose(group, index, lease_id))
+        [received] = other.take(wire.Holder)
+        assert (received.message.group, received.message.index, received.message.lease_id) == (group, index, lease_id)
+        return received.message.state, received.message.address
+
+    assert whose(told.lease_id) == ("held", "")
+    agents.say(wire.Room(4, "http://here:1/v1"))
+    assert whose(told.lease_id) == ("held", "http://here:1/v1")
+    assert whose(told.lease_id + wire.BRANCHES) == ("moved", "")
+    assert whose(told.lease_id, index=1000) == whose(told.lease_id, group=2**50) == ("over", "")
+    agents.say_to_policy(told.lease_id, 0, 3)
+    (grant,) = worker.grants()
+    worker.chunk(grant, 3, 4, "stop")
+    agents.say(wire.Room(0, "http://here:1/v1"))
+    agents.give_back(told, 0, "leave")
+    assert whose(told.lease_id)[0] == "moved"
+    agents.say(wire.Room(1000))
+    again = max(one.lease_id for one in agents.listen() if (one.group, one.index) == (told.group, told.index))
+    agents.report(closings=[wire.Scored(again, [1.0], [{}])])
+    assert whose(again) == ("over", "")
 
 
 def test_a_failed_agent_starts_from_nothing(talk, worker, agents, told):

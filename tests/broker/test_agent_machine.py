@@ -10,9 +10,10 @@ from april.broker.conformance.prompts import NumberedPrompts
 from april.broker.conformance.runs import advance
 from april.broker.journal.snapshot import freeze, thaw
 from april.broker.ledger.admission import Verdict
-from april.broker.ledger.ledger import Ledger
+from april.broker.ledger.events import SessionLost
+from april.broker.ledger.ledger import Ledger, LedgerError
 from april.broker.ledger.rules import Rules
-from april.broker.ledger.samples import SampleState
+from april.broker.ledger.samples import SampleState, lacks_agent
 from april.broker.plan import make_schedule
 from april.broker.schedules.schedule import choose_sample
 from april.config import ScheduleSection
@@ -29,7 +30,8 @@ class World:
     def __init__(self, seed, kind):
         self.chance = random.Random(seed)
         self.log = []
-        self.rules = Rules(2, 2, 2, max_attempts=4, max_response_tokens=BUDGET, agents=True)
+        least = 1 if seed % 2 else None
+        self.rules = Rules(2, 2, 2, max_attempts=4, min_group_size=least, max_response_tokens=BUDGET, agents=True)
         self.ledger = Ledger(self.rules, write=self.journal)
         section = ScheduleSection(
             kind=kind, rollout_batch_size=2, n_samples_per_prompt=2, max_staleness=2, max_steps=40
@@ -122,6 +124,21 @@ class World:
             if lease.agent and cause == "lost" and lease.sample.state is not SampleState.DEAD:
                 assert (lease.sample.length, lease.sample.state) == (said, state), "a turn goes on without its agent"
 
+    def forsake(self):
+        """A lost session is not opened again; one that has said nothing yet is as it was."""
+        groups = [group for group in self.ledger.groups.values() if group.state == "open"]
+        lost = [sample for group in groups for sample in group.samples if lacks_agent(sample)]
+        if lost and self.chance.random() < 0.3:
+            sample = self.chance.choice(lost)
+            attempts, letters = sample.attempts, self.ledger.dead_letters.total
+            if not (sample.length or sample.branches):
+                with pytest.raises(LedgerError):
+                    self.ledger.lose_session(sample)
+                return
+            self.ledger.lose_session(sample)
+            assert (sample.state, sample.attempts, sample.reward) == (SampleState.DEAD, attempts, None)
+            assert not (sample.lease_id or sample.agent_lease) and self.ledger.dead_letters.total == letters
+
     def abort(self):
         for lease in list(self.ledger.leases.values()):
             if self.ledger.is_aborted(lease.id):
@@ -179,8 +196,10 @@ class World:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_ledger_closes_and_a_journal_or_a_snapshot_rebuilds_it(kind, seed):
     world = World(seed, kind)
-    happenings = [world.open_session, world.speak, world.speak, world.branch_off, world.generate, world.generate,
-                  world.close, world.score, world.lose, world.abort, world.evaluate, world.learn]  # fmt: skip
+    happenings = [
+        world.open_session, world.speak, world.speak, world.branch_off, world.generate, world.generate, world.close,
+        world.score, world.lose, world.forsake, world.abort, world.evaluate, world.learn,
+    ]  # fmt: skip
     for _ in range(2000):
         world.chance.choice(happenings)()
         advance(world.schedule, world.ledger)
@@ -191,6 +210,7 @@ def test_the_ledger_closes_and_a_journal_or_a_snapshot_rebuilds_it(kind, seed):
     assert freeze(thawed) == freeze(world.ledger)
     assert sorted(map(repr, taken(thawed))) == sorted(map(repr, taken(world.ledger))), "the same sessions lack an agent"
     assert world.ledger.consumed > 1, "a world in which nothing is trained shows nothing"
+    assert any(isinstance(event, SessionLost) for event in world.log)
 
 
 def taken(ledger):

@@ -48,6 +48,27 @@ def test_whatever_is_killed_agents_read_the_same_again_and_nothing_is_lost(
 
 
 @pytest.mark.full
+def test_where_nothing_is_replayed_a_lost_session_is_a_counted_discard(start_run, run_dir, tmp_path, monkeypatch):
+    read = tmp_path / "read"
+    read.mkdir()
+    monkeypatch.setenv("READ_BY_AGENTS", str(read))
+    job = start_run(
+        *AGENT, "--agent.program", "tests.agents.program:in_three_turns", "--agent.replay", "discard",
+        "--worker.count", "1", "--learner.ranks", "1",
+    )  # fmt: skip
+    for part in ("april.agents.host", "--name agents-0"):
+        before = sum(file.stat().st_size for file in read.iterdir())
+        wait_until(lambda before=before: sum(file.stat().st_size for file in read.iterdir()) > before + 600, job)
+        job.kill(part)
+    assert job.wait() == 0, job.output
+    summary = assert_closed(run_dir)
+    assert (summary["steps"], summary["state"]) == (3, "finished")
+    assert summary["tokens"]["discarded"]["not_replayed"] and summary["discarded_groups"]["not_replayed"]
+    assert not {"agent_failed", "superseded"} & summary["tokens"]["discarded"].keys()
+    assert all(len(runs) == 1 for _, runs in executions(read)), "what has read an answer is not run again"
+
+
+@pytest.mark.full
 def test_an_environment_of_verifiers_is_trained_on_by_name(start, finish_run, run_dir, tmp_path):
     name, rows = "tests.agents.verifiers_environments", tmp_path / "rows"
     assert start("rows", [*APRIL, "verifiers", name, "--out", str(rows)]).wait() == 0
@@ -106,3 +127,67 @@ def test_a_harness_elsewhere_comes_over_tls_with_its_key_and_is_trained_on(start
     assert "agent_failed" not in summary["tokens"]["discarded"]
     rewards = [sample["reward"] for sample in read_step(run_dir)]
     assert set(rewards) <= {0.0, 1.0}, "of the states that they left, as the group's reward has it"
+
+
+@pytest.mark.full
+def test_a_harness_speaks_with_any_of_two_processes(start_run, run_dir):
+    """It comes to one for a session and says all that is to say to the other, also when the first is killed."""
+    job = start_run(
+        *AGENT, "--agent.attach", "true", "--agent.count", "2", "--worker.count", "1", "--learner.ranks", "1",
+    )  # fmt: skip
+
+    def bases(place):
+        """Of each of its processes, the newest last."""
+        log = run_dir / f"logs/agents-{place}.log"
+        return re.findall(r"the API is at (http://\S+/v1);", log.read_text()) if log.exists() else []
+
+    def call(method, place, path, key="", body=None):
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(
+            f"{bases(place)[-1]}{path}", data, {"Authorization": f"Bearer {key}"}, method=method
+        )
+        with urllib.request.urlopen(request, timeout=90) as response:
+            return json.loads(response.read() or "null")
+
+    def ask(place, told, stream=False):
+        with openai.OpenAI(base_url=bases(place)[-1], api_key=told["api_key"], max_retries=0, timeout=170) as client:
+            reply = client.chat.completions.create(
+                model="any", messages=told["task"]["messages"], max_tokens=4, stream=stream
+            )
+            if not stream:
+                return reply.choices[0].message.content
+            return "".join(chunk.choices[0].delta.content or "" for chunk in reply if chunk.choices)
+
+    def is_told_so(told):
+        try:
+            ask(0, told)
+        except openai.ConflictError:
+            return True
+        except openai.APIError:
+            return False
+        raise AssertionError("its holder is gone")
+
+    def harness(place):
+        """Until the run has come to its end, perhaps between two calls."""
+        while job.process.poll() is None:
+            with contextlib.suppress(OSError, openai.APIError):
+                if told := call("POST", place, "/sessions", body={"wait_s": 1}):
+                    said = ask(1 - place, told, stream=bool(told["task"]["index"] % 2))
+                    call("POST", 1 - place, "/session/reward", told["api_key"], {"reward": float(len(said) % 2)})
+                    call("DELETE", 1 - place, "/session", told["api_key"])
+                    passed_on.append(place)
+
+    passed_on: list[int] = []
+    wait_until(lambda: bases(0) and bases(1), job)
+    told = call("POST", 1, "/sessions", body={"wait_s": 60})
+    assert len(ask(0, told)) and len(ask(1, told))
+    job.kill("--name agents-1")
+    wait_until(lambda: is_told_so(told), job)
+    wait_until(lambda: len(bases(1)) > 1, job)
+    with ThreadPoolExecutor(2) as pool:
+        harnesses = [pool.submit(harness, place) for place in (0, 1)]
+        assert job.wait() == 0, job.output
+        assert [one.result() for one in harnesses] and set(passed_on) == {0, 1}
+    summary = assert_closed(run_dir)
+    assert (summary["steps"], summary["state"]) == (3, "finished")
+    assert told["api_key"].rpartition(".")[2] not in "".join(log.read_text() for log in run_dir.glob("logs/*.log"))

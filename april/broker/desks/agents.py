@@ -4,12 +4,14 @@ An agent speaks in observations, each of which opens a turn. The turn is generat
 tokens are passed on as they reach the disk. Between turns nothing but the session's own lease is held.
 """
 
+import logging
 from collections.abc import Iterator
 from itertools import accumulate
 from operator import itemgetter
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 from zlib_ng.zlib_ng import crc32
 
 from april import wire
@@ -17,9 +19,11 @@ from april.broker.books import Books
 from april.broker.desks.holders import NOT_CURRENT, HolderDesk
 from april.broker.desks.reports import RowChecks, read_report
 from april.broker.ledger.admission import Verdict
-from april.broker.ledger.samples import Lease, Place, Sample, SampleState
+from april.broker.ledger.samples import UNFINISHED, GroupState, Lease, Place, Sample, SampleState
 from april.broker.sessions import Session
 from april.wire.rows import Buffer, Row, chunk_row, observation_row, pack_rows, padded, select_rows
+
+log = logging.getLogger(__name__)
 
 STOP = "stop"
 
@@ -38,6 +42,20 @@ class AgentDesk(HolderDesk):
 
     def on_Room(self, session: Session, received: wire.Received, now: float) -> None:
         session.capacity = min(received.message.capacity, self.config.security.max_leases)
+        session.address = received.message.address
+
+    def on_Whose(self, session: Session, received: wire.Received, now: float) -> None:
+        asked = received.message
+        group = self.ledger.groups.get(asked.group)
+        is_there = group and group.state is GroupState.OPEN and asked.index < len(group.samples)
+        sample = group.samples[asked.index] if group and is_there else None
+        told = wire.Holder(asked.group, asked.index, asked.lease_id, "over")
+        if sample is not None and sample.state in UNFINISHED:
+            told = replace(told, state="moved")
+            if sample.agent_lease == asked.lease_id:
+                holder = self.sessions.of_uid(self.ledger.leases[asked.lease_id].worker)
+                told = replace(told, state="held", address=holder.address if holder else "")
+        self.sessions.send(session, told, sequence=received.sequence)
 
     # --- what agents say ------------------------------------------------------------------------------------
 
@@ -98,9 +116,18 @@ class AgentDesk(HolderDesk):
             sample = self._choose(able)
             if sample is None:
                 return
+            if self.config.agent.replay == "discard" and sample.was_spoken_in:
+                self._discard(sample)
+                continue
             lease = self.ledger.lease_agent(sample, session.uid, now + self.config.broker.lease_s)
             self._send_session(session, lease)
             able = [session for session in able if self._has_room(session)]
+
+    def _discard(self, sample: Sample) -> None:
+        """Its agent would do again what it has done to the world already."""
+        ids = {"group": sample.group.id, "sample": sample.index}
+        log.warning("the agent of a session is lost, and agent.replay = 'discard' has it not run again", extra=ids)
+        self.ledger.lose_session(sample)
 
     def _recall_training(self) -> None:
         """No batch will follow, so what agents still ask would never be answered, and whoever waits for that begins no

@@ -139,6 +139,13 @@ class RowsAccepted(Event):
         return len(self.table) // ROW.size
 
 
+class SessionLost(Event):
+    """Nobody runs the agent of a sample any more, and it may not be run again: the sample is dead."""
+
+    group: int
+    index: int
+
+
 class SampleScored(Event):
     lease_id: int
     reward: float

@@ -139,6 +139,13 @@ class Ledger(LedgerState):
         self.commit(events.AgentClosed(lease_id, list(superseded), state))
         return Verdict.OK
 
+    def lose_session(self, sample: Sample) -> None:
+        """End a sample whose agent nobody runs, and which would ask again what it has asked already. Nobody's failure:
+        no attempt and no dead letter; a group that it leaves too small is discarded as `not_replayed`."""
+        if not self.rules.agents or not lacks_agent(sample) or not sample.was_spoken_in:
+            raise LedgerError(f"sample {sample.group.id}.{sample.index} has nothing that would be replayed")
+        self.commit(events.SessionLost(sample.group.id, sample.index))
+
     def expire_at(self, lease: Lease, instant: float) -> None:
         """Let a lease end at `instant`, unless it is renewed, or at its end if that is earlier; infinite is never."""
         lease.expires_at = min(instant, lease.ends_at)

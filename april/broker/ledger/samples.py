@@ -113,6 +113,11 @@ class Sample:
         return next((line for line in self.lines if line.branch == branch), None)
 
     @property
+    def was_spoken_in(self) -> bool:
+        """Whether an agent has asked anything that is on disk."""
+        return bool(self.length or self.branches)
+
+    @property
     def last_step(self) -> int:
         """Of the policy that said the last of its tokens, shared ones included; 0 if none did."""
         return self.segments.last_step if self.segments else self.shared_step

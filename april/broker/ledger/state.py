@@ -294,12 +294,9 @@ class LedgerState(LeaseBook, Batches):
                 session.attempts += 1
                 session.last_error = self.last_error = event.error or event.cause
             if session.attempts >= self.rules.max_attempts:
-                self.void(session)
-                self.open_samples.turn(session, SampleState.DEAD)
-                self._end_branches(session, SampleState.DEAD)
                 self.dead_letters.add(session, event.at)
-                if len(group.live_samples) < self._least_samples(group):
-                    return self._end_group(group, "dead_sample")
+                if self._ends_with(session, "dead_sample"):
+                    return
             elif sample.state is SampleState.SCORING:
                 self.open_samples.turn(sample, SampleState.GENERATED)
             elif starts_anew:
@@ -309,11 +306,31 @@ class LedgerState(LeaseBook, Batches):
             sample.attempts = session.attempts
             if not lease.agent:
                 sample.home = lease.worker if event.cause in NO_ATTEMPT else ""
+        self._go_on(group, samples)
+
+    def _go_on(self, group: Group, samples: list[Sample]) -> None:
+        """These of its samples have changed: each waits for whoever goes on with it, or one for all of them."""
         self._complete(group)
         stands_for_group = group.live_samples[:1] if group.together and group.awaits_scores else None
         for sample in stands_for_group or samples:
             if sample.state is not SampleState.DEAD:
                 self.push(sample)
+
+    def _on_SessionLost(self, event: events.SessionLost, reference: Any) -> None:
+        group = self.groups[event.group]
+        if not self._ends_with(group.samples[event.index], "not_replayed"):
+            self._go_on(group, [])
+
+    def _ends_with(self, session: Sample, reason: str) -> bool:
+        """A sample is dead; whether its group ends with it, for that reason."""
+        self.void(session)
+        self.open_samples.turn(session, SampleState.DEAD)
+        self._end_branches(session, SampleState.DEAD)
+        group = session.group
+        if len(group.live_samples) >= self._least_samples(group):
+            return False
+        self._end_group(group, reason)
+        return True
 
     def _least_samples(self, group: Group) -> int:
         return 1 if group.evaluation else self.rules.min_group_size or len(group.samples)
