@@ -92,7 +92,7 @@ def build_parser() -> argparse.ArgumentParser:
     part.add_argument("--restarts", type=int, help="most in a row [default the section's max_restarts]")
     part.add_argument("--nodes", type=int, default=1, help="machines of the learner [default 1]")
     part.add_argument("--node", type=int, default=0, help="which of them this is, from 0 [default 0]")
-    part.add_argument("--meeting", default="", metavar="HOST:PORT", help="on machine 0, where they meet")
+    part.add_argument("--meeting", default="", metavar="HOST:PORT", help="on machine 0 [default what the broker says]")
 
     add(commands, "broker", actions.broker_command, "the broker of a run alone", config=True)
 

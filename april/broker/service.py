@@ -15,6 +15,7 @@ from april.broker.desks.agents import AgentDesk
 from april.broker.desks.holders import HolderDesk
 from april.broker.desks.learner import LearnerDesk
 from april.broker.desks.monitors import MonitorDesk
+from april.broker.desks.nodes import NodeDesk
 from april.broker.desks.scorers import ScorerDesk
 from april.broker.desks.workers import WorkerDesk
 from april.broker.header import check_header, make_header
@@ -59,9 +60,12 @@ MAY_SEND = {
     "scorer": {"Heartbeat", "Room", "Report"},
     "agents": {"Heartbeat", "Room", "Report", "Whose"},
     "learner": {"Heartbeat", "LearnerStart", "Submit", "Fetch", "Consumed", "Durable"},
+    "node": {"Heartbeat", "Meet"},
     "monitor": {"Heartbeat", "StatusRequest", "StopRun", "Drain", "DeadLettersRequest", "Requeue"},
 }
 
+KEY_OF = {"node": "learner"}
+"""roles whose peers show the key of another one"""
 QUESTIONS_ANSWERED = (wire.Welcome, wire.Status, wire.DeadLetters, wire.Refused)
 """what a monitor may be told though nothing that it rests on is on disk"""
 
@@ -114,7 +118,8 @@ class Service:
         self.holders: dict[str, HolderDesk] = {
             "worker": self.workers, "scorer": self.scorers, "agents": self.agents,
         }  # fmt: skip
-        self.desks = {**self.holders, "learner": self.learner, "monitor": self.monitors}
+        nodes = NodeDesk(self.sessions)
+        self.desks = {**self.holders, "learner": self.learner, "node": nodes, "monitor": self.monitors}
         self.begin(now)
 
     # --- start ----------------------------------------------------------------------------------------------
@@ -180,7 +185,7 @@ class Service:
         if session is None or not (binds or route in (session.data_route, session.control_route)):
             reason = "unknown session; say hello"
             return self.sessions.refuse("unknown session", reason, route, received.session, received.sequence)
-        if peer and (peer.key, peer.role) != (session.key, session.role):
+        if peer and (peer.key, peer.role) != (session.key, KEY_OF.get(session.role, session.role)):
             raise AccessDenied(f"the session belongs to another key, of a {session.role}")
         session.last_seen = now
         if isinstance(message, wire.Heartbeat):
@@ -261,7 +266,7 @@ class Service:
 
     def _check_identity(self, hello: wire.Hello, peer: Peer) -> None:
         """A key has one role, and nobody takes the place of another key's session."""
-        if hello.role != peer.role:
+        if KEY_OF.get(hello.role, hello.role) != peer.role:
             raise AccessDenied(f"the key of {peer.name} is a {peer.role}'s, not a {hello.role}'s")
         for other in self.sessions.by_id.values():
             namesake = other.role in HOLDERS and (other.role, other.name) == (hello.role, hello.name)

@@ -36,8 +36,8 @@ class Across:
 
     nodes: int
     node: int
-    meeting: str
-    """HOST:PORT on machine 0, where torchrun's agents meet"""
+    meeting: str = ""
+    """HOST:PORT on machine 0, where torchrun's agents meet; none: as the broker tells them"""
 
 
 def command_of(
@@ -52,13 +52,19 @@ def command_of(
     if across is None:
         launch = ["april.learner.launch", "--nproc-per-node", str(ranks)]
     else:
-        if ranks % across.nodes or not 0 <= across.node < across.nodes or not across.meeting:
+        if ranks % across.nodes or not 0 <= across.node < across.nodes:
             raise ConfigError(
-                f"options '--nodes' = {across.nodes}, '--node' = {across.node} and '--meeting' = {across.meeting!r} do "
-                f"not fit; spread learner.ranks = {ranks} evenly over nodes that count from 0 and meet at HOST:PORT"
+                f"options '--nodes' = {across.nodes} and '--node' = {across.node} do not fit; spread learner.ranks = "
+                f"{ranks} evenly over nodes that count from 0"
             )
-        launch = ["april.learner.across", f"--nproc-per-node={ranks // across.nodes}", f"--nnodes={across.nodes}"]
-        launch += ["--rdzv-backend=c10d", f"--rdzv-endpoint={across.meeting}", f"--rdzv-id={config.run.name}"]
+        launch = [
+            "april.learner.across",
+            str(across.node),
+            f"--nproc-per-node={ranks // across.nodes}",
+            f"--nnodes={across.nodes}",
+        ]
+        launch += ["--rdzv-backend=c10d", f"--rdzv-id={config.run.name}"]
+        launch += [f"--rdzv-endpoint={across.meeting}"] if across.meeting else []
         launch += [f"--rdzv-conf=is_host={'false' if across.node else 'true'}"]
     return [sys.executable, "-m", *launch, "-m", "april.learner", *arguments, *joins]
 

@@ -19,7 +19,8 @@ Rank 0 talks to the broker and to the workers; all ranks share the step. A run t
 from the newest one. Overrides are written as --section.key value."""
 
 
-def main(arguments: list[str]) -> int:
+def read_arguments(arguments: list[str]) -> tuple[configuration.Config, str]:
+    """The configuration, and where the broker is. Raises ConfigError."""
     parser = argparse.ArgumentParser(
         prog="torchrun -m april.learner",
         description=HELP,
@@ -31,19 +32,24 @@ def main(arguments: list[str]) -> int:
         "--connect", required=True, metavar="ADDRESS", help="the broker's, as tcp://HOST:PORT, or its run folder"
     )
     options, overrides = parser.parse_known_args(arguments)
-    die_with_parent()
     look_in()
+    config = configuration.load(options.config, overrides, inputs=["model"])
+    look_in(*config.run.parts)
+    configuration.check_address(options.connect)
+    return config, options.connect
+
+
+def main(arguments: list[str]) -> int:
+    die_with_parent()
     if refusal.is_remembered():
         return REFUSED
     try:
-        config = configuration.load(options.config, overrides, inputs=["model"])
-        look_in(*config.run.parts)
-        configuration.check_address(options.connect)
+        config, connect = read_arguments(arguments)
     except configuration.ConfigError as error:
         print(f"april.learner: {error}", file=sys.stderr)
         status = REFUSED
     else:
-        status = status_of_training(config, options.connect)
+        status = status_of_training(config, connect)
     if status == REFUSED:
         refusal.remember()
     end(status)

@@ -1,21 +1,50 @@
-"""torchrun over several machines: `python -m april.learner.across --nnodes N ... -m april.learner ...`.
+"""torchrun over several machines: `python -m april.learner.across NODE --nnodes N ... -m april.learner ...`.
 
-As plain torchrun, but ended by the kernel when its keeper dies, and with the exit status of ranks that refuse to work.
+As plain torchrun, but its machines find each other by the broker where no --rdzv-endpoint says where they meet. It is
+ended by the kernel when its keeper dies, and has the exit status of ranks that refuse to work.
 """
 
 import os
 import sys
 
-from april.processes.lifetime import REFUSED, SUPERVISED, die_with_parent
+from april.config import ConfigError
+from april.connections.broker import AccessDenied, BrokerUnreachable
+from april.processes.lifetime import REFUSED, SUPERVISED, die_with_parent, end
+from april.processes.pulse import MAIN
+
+PROGRAM = "april.learner"
+
+
+def with_place(node: int, arguments: list[str]) -> list[str]:
+    """torchrun's arguments, with where its agents meet."""
+    if any(word.startswith("--rdzv-endpoint=") for word in arguments):
+        return arguments
+    from april.learner.__main__ import read_arguments
+    from april.learner.meeting import place_of
+
+    config, connect = read_arguments(arguments[arguments.index(PROGRAM) + 1 :])
+    return [f"--rdzv-endpoint={place_of(config, connect, node)}", *arguments]
+
+
+def main(node: int, arguments: list[str]) -> int:
+    try:
+        arguments = with_place(node, arguments)
+    except (ConfigError, BrokerUnreachable, TimeoutError) as error:
+        print(f"april.learner: {error}", file=sys.stderr)
+        return REFUSED if isinstance(error, ConfigError | AccessDenied) else 1
+    MAIN.at("watching its ranks", takes_long=True)
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as torchrun
+
+    try:
+        torchrun(arguments)
+    except ChildFailedError as error:
+        statuses = {failure.exitcode for failure in error.failures.values()}
+        return REFUSED if REFUSED in statuses else 1
+    return 0
+
 
 if __name__ == "__main__":
     die_with_parent()
     os.environ[SUPERVISED] = str(os.getpid())
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import main
-
-    try:
-        main(sys.argv[1:])
-    except ChildFailedError as error:
-        statuses = {failure.exitcode for failure in error.failures.values()}
-        sys.exit(REFUSED if REFUSED in statuses else 1)
+    end(main(int(sys.argv[1]), sys.argv[2:]))

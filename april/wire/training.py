@@ -26,6 +26,13 @@ class LearnerStarted(Message):
     frontier: int
 
 
+class Meet(Message):
+    """Where the learner's ranks meet, HOST:PORT: said by its first machine, asked for by the others with "". The answer
+    is the same message; "" while nobody has said it."""
+
+    place: Name = ""
+
+
 class WeightsAt(Message):
     address: str
     key: str = ""

@@ -60,6 +60,7 @@ ONLY_FOR = {
         wire.Consumed(0, {"loss": 1.0}),
         wire.Durable(0, 0),
     ],
+    "node": [wire.Meet("here:1"), wire.Meet()],
     "monitor": [wire.StatusRequest(), wire.StopRun("enough"), wire.Drain(True), wire.Requeue([1])],
     "broker": [
         wire.Welcome(1, "", 1, 0, 0, [], 1.0, ""),

@@ -63,3 +63,20 @@ def test_a_key_that_is_off_the_list_is_heard_no_more(talk):
     stranger.say(wire.Hello("worker", "w0", "u"))
     assert "not on the allow-list" in stranger.refusal
     assert not talk.service.sessions.by_id
+
+
+def test_machines_of_a_learner_meet_by_its_key_where_the_first_says_while_it_is_there(talk):
+    first, other = (KeyedWorker(talk, name, A, role="learner") for name in ("node-0", "node-1"))
+    for node in (first, other):
+        node.say(wire.Hello("node", node.name, node.uid))
+        node.session = node.take(wire.Welcome)[-1].message.session
+
+    def place():
+        other.say(wire.Meet())
+        return other.take(wire.Meet)[-1].message.place
+
+    assert place() == ""
+    first.say(wire.Meet("10.0.0.2:5556"))
+    assert place() == "10.0.0.2:5556"
+    first.say(wire.Goodbye())
+    assert place() == ""

@@ -12,7 +12,7 @@ import orjson
 from tests.clusters.hosts import Hosts, end
 from tests.run.processes import APRIL, PATIENCE_S
 
-BROKER_PORT, MEETING_PORT = 5555, 5556
+BROKER_PORT = 5555
 ROOT = Path(__file__).parents[2]
 
 
@@ -43,8 +43,8 @@ class Parts:
             self.learner_node(node, hosts)
 
     def learner_node(self, node: int, hosts: list[int]) -> None:
-        across = [f"--nodes={len(hosts)}", f"--node={node}", f"--meeting={self.made.address(hosts[0])}:{MEETING_PORT}"]
-        self._start(f"learner-{node}", hosts[node], "learner", *self._joining, *across * (len(hosts) > 1))
+        across = [f"--nodes={len(hosts)}", f"--node={node}"]
+        self._start(f"learner-{node}", hosts[node], "learner", *self._joining, *across)
 
     def join(self, role: str, host: int, name: str = "") -> None:
         name = name or role

@@ -11,9 +11,6 @@ from april.config import Config, ConfigError
 from april.registry import FOLDERS
 from april.workers.engines.devices import wanted
 
-MEETING = 1
-"""the learner's ranks meet at the broker's port and so many more"""
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -48,10 +45,10 @@ class Layout:
     def broker(self, bind: str) -> str:
         return words("april", "part", "broker", self.config_file, f"--broker.bind={bind}")
 
-    def learner(self, broker: str, meeting: str, node: str) -> str:
-        """On one of its machines. `broker`, `meeting` and `node` are put in as they are, for a shell to expand."""
+    def learner(self, broker: str, node: str) -> str:
+        """On one of its machines. `broker` and `node` are put in as they are, for a shell to expand."""
         nodes = self.config.launch.learner_nodes
-        apart = f" --nodes {nodes} --node {node} --meeting {meeting}" if nodes > 1 else ""
+        apart = f" --nodes {nodes} --node {node}" if nodes > 1 else ""
         return words("april", "part", "learner", self.config_file) + f" --connect {broker}{apart}"
 
     def holder(self, role: str, broker: str, name: str) -> str:

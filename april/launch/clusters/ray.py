@@ -7,7 +7,6 @@ import sys
 import yaml
 
 from april.config import ConfigError
-from april.connections.address import ADDRESS_FILE
 from april.launch.clusters.launcher import SUBMITTED, Launcher, ask
 from april.words import counted
 
@@ -29,11 +28,10 @@ class Ray(Launcher):
         """What each part needs of its node, and its shell script, for which HOST, NAME and NODE are set there."""
         layout, launch = self.layout, self.layout.config.launch
         cores = launch.cores * layout.ranks_a_node
-        meeting = f'"$FIRST":{launch.port + 1}'
         learner = {
             "nodes": launch.learner_nodes,
             "needs": needs(cores, launch.memory_gb * layout.ranks_a_node, layout.learner_accelerators),
-            "script": self._script(self._first(), layout.learner(self._run_dir, meeting, '"$NODE"')),
+            "script": self._script(layout.learner(self._run_dir, '"$NODE"')),
         }
         holders = {
             role: {
@@ -41,7 +39,7 @@ class Ray(Launcher):
                 "needs": needs(
                     launch.cores, launch.memory_gb, layout.worker_accelerators if role == "worker" else 0
                 ),
-                "script": self._script("", layout.holder(role, self._run_dir, '"$NAME"')),
+                "script": self._script(layout.holder(role, self._run_dir, '"$NAME"')),
             }
             for role, count in layout.counts.items()
         }  # fmt: skip
@@ -49,18 +47,13 @@ class Ray(Launcher):
         return {
             "run": str(self.folder.parent),
             "orders": str(self.folder / SUBMITTED),
-            "broker": {"script": self._script("", bind)},
+            "broker": {"script": self._script(bind)},
             "learner": learner,
             "holders": holders,
         }
 
-    def _script(self, before: str, command: str) -> str:
-        return "\n".join([*self.layout.preparations(), *before.splitlines(), f"exec {command} {ENOUGH}"]) + "\n"
-
-    def _first(self) -> str:
-        """The learner's first node is the broker's, also where both have moved to another."""
-        address = shlex.quote(str(self.folder.parent / ADDRESS_FILE))
-        return f"until [ -s {address} ]; do sleep 0.2; done\nFIRST=$(sed 's,^tcp://,,; s,:[0-9]*$,,' {address})"
+    def _script(self, command: str) -> str:
+        return "\n".join([*self.layout.preparations(), f"exec {command} {ENOUGH}"]) + "\n"
 
     @property
     def _run_dir(self) -> str:

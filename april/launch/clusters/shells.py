@@ -34,9 +34,8 @@ class Shells(Launcher):
         layout, launch = self.layout, self.layout.config.launch
         yield BROKER, self.hosts[0], layout.broker(self.bind())
         for node in range(launch.learner_nodes):
-            meeting = f"{self.first_address}:{launch.port + 1}"
             part = f"{LEARNER}-{node}" if launch.learner_nodes > 1 else LEARNER
-            yield part, self.hosts[node], layout.learner(self._run_dir, meeting, str(node))
+            yield part, self.hosts[node], layout.learner(self._run_dir, str(node))
         for role, count in layout.counts.items():
             for index in range(count):
                 yield self._holder(role, index)

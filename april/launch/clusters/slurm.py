@@ -26,8 +26,7 @@ class Slurm(Launcher):
             accelerators=layout.learner_accelerators,
             again=f"april launch scale {self._run_dir}",
             broker=layout.broker(f"tcp://FIRST:{launch.port}").replace("FIRST", '"$first"'),
-            learner=self._in_each_task(layout.learner(self._run_dir, f"$0:{launch.port + 1}", "$SLURM_PROCID"))
-            + ' "$first"',
+            learner=self._in_each_task(layout.learner(self._run_dir, "$SLURM_PROCID")),
         )
         return {MAIN: main} | {f"{role}.sbatch": self._holders(role, count) for role, count in layout.counts.items()}
 
