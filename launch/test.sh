@@ -18,6 +18,7 @@ if $all; then
     wait "$!"
     "$root/launch/install-browser.sh"
     "$root/launch/install-slurm.sh"
+    "$root/launch/install-helm.sh"
 fi
 cd "$root"
 export PATH="$root/.venv/bin:$PATH"

@@ -24,6 +24,7 @@ SERVERS = {
     "browser": "/usr/bin/chromium",
     "slurm": "/usr/sbin/slurmctld",
     "ray": ".venv/bin/ray",
+    "helm": ".venv-helm/helm",
 }
 """marks of tests that need an environment of their own, or a program, and where it is"""
 

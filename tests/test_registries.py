@@ -136,7 +136,10 @@ ANOTHER_MEANING = {
     ("april/data/make_data.py", "final_answer"): "the same",
     ("april/cli.py", "april"): "the program",
     ("april/report/live.py", "april"): "the program",
-    ("april/launch/clusters/kubernetes.py", "april"): "the program",
+    ("april/launch/clusters/helm.py", "april"): "the chart",
+    ("april/launch/clusters/kubernetes.py", "environment"): "a value",
+    ("april/launch/clusters/manifests.py", "april"): "the program",
+    ("april/launch/clusters/manifests.py", "environment"): "a value",
     ("april/launch/clusters/layout.py", "april"): "the program",
 }
 """names that are ordinary words, too"""

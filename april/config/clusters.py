@@ -8,7 +8,7 @@ from april.config.section import Section
 class LaunchSection(Section):
     on: str = Field(
         "local",
-        description="what places the parts: local, ssh, slurm, kubernetes, ray, or yours as package.module:Class",
+        description="what places the parts: local, ssh, slurm, kubernetes, helm, ray, or yours as package.module:Class",
     )
     hosts: list[str] = Field([], description="ssh: machines, the first for the broker and the first learner ranks")
     ssh: list[str] = Field(
@@ -28,5 +28,10 @@ class LaunchSection(Section):
     accelerator: str = Field(
         "nvidia.com/gpu", description="kubernetes: resource name of an accelerator, amd.com/gpu on AMD"
     )
+    user: int = Field(1000, ge=0, description="kubernetes: number of the user, and of the group, that pods run as")
+    labels: dict[str, str] = Field(
+        {}, description="kubernetes: of Jobs and their pods, as kueue.x-k8s.io/queue-name for a queue of Kueue's"
+    )
+    monitor: bool = Field(False, description="kubernetes: a PodMonitor, for Prometheus' operator to find the broker")
     setup: list[str] = Field([], description="shell lines before each part, such as `module load` or an activate")
     environment: dict[str, str] = Field({}, description="variables of each part")

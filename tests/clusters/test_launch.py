@@ -107,10 +107,10 @@ def test_a_module_beside_the_configuration_is_carried_into_pods(files, config_fi
     (config_file.parent / "other.py").write_text("")
     options = ("--launch.image", "april:1", "--launch.volume", "runs", "--reward.name", "own_rewards:brief")
     texts = files("kubernetes", *options)
-    objects = {one["kind"]: one for one in yaml.safe_load_all(texts["run.yaml"])}
-    assert list(objects["ConfigMap"]["data"]) == ["config.toml", "own_rewards.py"]
-    assert "def brief" in objects["ConfigMap"]["data"]["own_rewards.py"]
-    pod = objects["Job"]["spec"]["template"]["spec"]["containers"][0]
+    objects = {one["metadata"]["name"]: one for one in yaml.safe_load_all(texts["run.yaml"])}
+    carried = objects["april-small-config"]["data"]
+    assert list(carried) == ["config.toml", "own_rewards.py"] and "def brief" in carried["own_rewards.py"]
+    pod = objects["april-small-worker"]["spec"]["template"]["spec"]["containers"][0]
     mounted = next(one["mountPath"] for one in pod["volumeMounts"] if one["name"] == "config")
     assert f"{mounted}/config.toml" in pod["command"] and {"name": FOLDERS, "value": mounted} in pod["env"]
 

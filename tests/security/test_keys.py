@@ -1,12 +1,14 @@
 """Keys are made in one go, kept from others, and a file that cannot serve is refused with a sentence."""
 
+import os
+
 import pytest
 
 from april.cli import main
 from april.config import ConfigError
 from april.security import keygen
 from april.security.allow_list import AllowList
-from april.security.keys import ALLOW_LIST, ROLES, load_keys
+from april.security.keys import ALLOW_LIST, ROLES, is_open_to_others, load_keys
 
 
 def refusal(capsys, *arguments):
@@ -74,6 +76,15 @@ def test_a_key_file_that_cannot_serve_is_refused(keys, damage, named):
     with pytest.raises(ConfigError, match=named) as error:
         load_keys(keys, "worker")
     assert "worker.key" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("mode", "owner", "reader", "refused"),
+    [(0o600, 7, 7, False), (0o640, 7, 7, True), (0o440, 0, 7, False), (0o444, 0, 7, True), (0o440, 0, 0, True)],
+)
+def test_a_key_is_lent_to_a_group_by_root_alone(monkeypatch, mode, owner, reader, refused):
+    monkeypatch.setattr(os, "geteuid", lambda: reader)
+    assert is_open_to_others(os.stat_result((mode, 0, 0, 1, owner, 0, 0, 0, 0, 0))) is refused
 
 
 @pytest.mark.parametrize("line", ["short worker w", "{key} worker", "{key} boss w", "{key} worker w more", "{key}"])

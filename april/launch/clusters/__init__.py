@@ -10,6 +10,7 @@ LAUNCHERS = Registry(
         "ssh": "april.launch.clusters.shells:SSH",
         "slurm": "april.launch.clusters.slurm:Slurm",
         "kubernetes": "april.launch.clusters.kubernetes:Kubernetes",
+        "helm": "april.launch.clusters.helm:Helm",
         "ray": "april.launch.clusters.ray:Ray",
     },
     base="april.launch.clusters.launcher:Launcher",

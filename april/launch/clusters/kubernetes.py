@@ -2,24 +2,13 @@
 
 from typing import Any
 
-import yaml
-
 from april.config import ConfigError
+from april.launch.clusters import manifests
 from april.launch.clusters.launcher import Launcher, ask
-from april.registry import FOLDERS
+from april.launch.clusters.manifests import Object, Values
 from april.words import counted
 
 MANIFEST = "run.yaml"
-BESIDE, KEYS = "/april/run", "/april/keys"
-"""where pods see the configuration, with modules of somebody's own beside it, and the keys of the run"""
-CONFIG = f"{BESIDE}/config.toml"
-HTTP_PORT = 9500
-"""of the broker's /health and /metrics"""
-GRACE_S = 120
-"""for a pod that is asked to leave: a worker hands back what it has, a stopped learner writes its checkpoint"""
-RETRIES = 1_000_000
-"""of a Job: whether a run still gets on is for April to say, which ends with status 0 when it is over"""
-Object = dict[str, Any]
 
 
 class Kubernetes(Launcher):
@@ -29,15 +18,9 @@ class Kubernetes(Launcher):
     sees_files = False
 
     def files(self) -> dict[str, str]:
-        objects = [
-            self._configuration(),
-            self._service("broker"),
-            self._service("learner"),
-            self._broker(),
-            self._learner(),
-        ]
-        objects += [self._holders(role, count) for role, count in self.layout.counts.items()]
-        return {MANIFEST: yaml.safe_dump_all(objects, sort_keys=False, default_flow_style=None, width=1000)}
+        values = Values(self.values(), self.prefix, self.layout.config.launch.namespace)
+        objects = [made for needed, made in manifests.all_of(values) if not needed or values(needed)]
+        return {MANIFEST: "---\n".join(map(manifests.as_yaml, objects))}
 
     @property
     def prefix(self) -> str:
@@ -45,98 +28,36 @@ class Kubernetes(Launcher):
         text = "".join(sign if sign.isascii() and sign.isalnum() else "-" for sign in self.layout.name.lower())
         return f"april-{text.strip('-')}"[:40].rstrip("-")
 
-    def _object(self, api: str, kind: str, name: str, **content: Any) -> Object:
-        labels = {"app.kubernetes.io/name": "april", "april/run": self.prefix}
-        metadata = {"name": f"{self.prefix}-{name}", "namespace": self.layout.config.launch.namespace, "labels": labels}
-        return {"apiVersion": api, "kind": kind, "metadata": metadata, **content}
-
-    def _configuration(self) -> Object:
-        """As it is resolved, and beside it the modules of somebody's own that it names."""
-        modules = {file.name: file.read_text() for file in self.layout.own_modules()}
-        return self._object("v1", "ConfigMap", "config", data={"config.toml": self.layout.config.to_toml(), **modules})
-
-    def _service(self, role: str) -> Object:
-        """Names for pods, without an address of its own, so that a lane's port needs no entry."""
-        ports = [{"name": "broker", "port": self.layout.config.launch.port}]
-        if role == "broker":
-            ports.append({"name": "http", "port": HTTP_PORT})
-        selector = {"april/run": self.prefix, "april/part": role}
-        spec = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": selector, "ports": ports}
-        return self._object("v1", "Service", role, spec=spec)
-
-    @property
-    def _address(self) -> str:
-        return f"tcp://{self.prefix}-broker:{self.layout.config.launch.port}"
-
-    def _broker(self) -> Object:
-        bind = f"tcp://0.0.0.0:{self.layout.config.launch.port}"
-        command = ["april", "part", "broker", CONFIG, f"--broker.bind={bind}", f"--operations.http=0.0.0.0:{HTTP_PORT}"]
-        health = {"httpGet": {"path": "/health", "port": HTTP_PORT}, "periodSeconds": 10}
-        probes = {
-            "startupProbe": health | {"failureThreshold": 360},
-            "readinessProbe": health,
-            "livenessProbe": health | {"failureThreshold": 12},
-        }
-        return self._job("broker", command, 1, 0, self.layout.config.launch.cores, probes)
-
-    def _learner(self) -> Object:
+    def values(self) -> dict[str, Any]:
+        """What manifests are made of. The configuration is as it is resolved, and beside it lie the modules of
+        somebody's own that it names."""
         launch, layout = self.layout.config.launch, self.layout
-        command = ["april", "part", "learner", CONFIG, "--connect", self._address]
-        if launch.learner_nodes > 1:
-            meeting = f"{self.prefix}-learner-0.{self.prefix}-learner:{launch.port + 1}"
-            node = "$(JOB_COMPLETION_INDEX)"
-            command += ["--nodes", str(launch.learner_nodes), "--node", node, "--meeting", meeting]
-        cores = launch.cores * layout.ranks_a_node
-        job = self._job("learner", command, launch.learner_nodes, layout.learner_accelerators, cores)
-        job["spec"] |= {"completions": launch.learner_nodes, "completionMode": "Indexed"}
-        job["spec"]["template"]["spec"]["subdomain"] = f"{self.prefix}-learner"
-        return job
-
-    def _holders(self, role: str, count: int) -> Object:
-        """Workers, scorers or agents processes, each called after its pod; as many as `parallelism` says, which may be
-        changed while they run."""
-        command = ["april", "part", role, CONFIG, "--connect", self._address, "--name", "$(POD)"]
-        accelerators = self.layout.worker_accelerators if role == "worker" else 0
-        return self._job(role, command, count, accelerators, self.layout.config.launch.cores)
-
-    def _job(
-        self, part: str, command: list[str], pods: int, accelerators: int, cores: int, probes: Object | None = None
-    ) -> Object:
-        launch, config = self.layout.config.launch, self.layout.config
-        limits: Object = {"memory": f"{launch.memory_gb * max(1, cores // launch.cores)}Gi"}
-        if accelerators:
-            limits[launch.accelerator] = accelerators
-        variables = {FOLDERS: BESIDE} | launch.environment
-        pod_name = {"name": "POD", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}
-        container = {
-            "name": part,
+        modules = {file.name: file.read_text() for file in layout.own_modules()}
+        ranks = layout.ranks_a_node
+        holder = self._pod(1, 0)
+        return {
             "image": launch.image,
-            "command": [*command, "--restarts=0", f"--security.keys={KEYS}"],
-            "env": [pod_name, *({"name": name, "value": value} for name, value in variables.items())],
-            "resources": {"requests": {"cpu": cores, **limits}, "limits": limits},
-            "volumeMounts": [
-                {"name": "config", "mountPath": BESIDE, "readOnly": True},
-                {"name": "keys", "mountPath": KEYS, "readOnly": True},
-                {"name": "runs", "mountPath": str(config.run.dir)},
-            ],
-            **(probes or {}),
+            "volume": launch.volume,
+            "folder": str(layout.config.run.dir),
+            "user": launch.user,
+            "port": launch.port,
+            "accelerator": launch.accelerator,
+            "monitor": launch.monitor,
+            "labels": launch.labels,
+            "environment": launch.environment,
+            "broker": holder,
+            "learner": {"pods": launch.learner_nodes, **self._pod(ranks, layout.learner_accelerators)},
+            "worker": {"pods": layout.counts.get("worker", 0), **self._pod(1, layout.worker_accelerators)},
+            "scorer": {"pods": layout.counts.get("scorer", 0), **holder},
+            "agents": {"pods": layout.counts.get("agents", 0), **holder},
+            "files": {"config.toml": layout.config.to_toml(), **modules},
         }
-        template = {
-            "metadata": {"labels": {"april/run": self.prefix, "april/part": part}},
-            "spec": {
-                "restartPolicy": "OnFailure",
-                "terminationGracePeriodSeconds": GRACE_S,
-                "containers": [container],
-                "volumes": [
-                    {"name": "config", "configMap": {"name": f"{self.prefix}-config"}},
-                    {"name": "keys", "secret": {"secretName": f"{self.prefix}-keys", "defaultMode": 0o400}},
-                    {"name": "runs", "persistentVolumeClaim": {"claimName": launch.volume}},
-                ],
-            },
-        }
-        return self._object(
-            "batch/v1", "Job", part, spec={"parallelism": pods, "backoffLimit": RETRIES, "template": template}
-        )
+
+    def _pod(self, ranks: int, accelerators: int) -> Object:
+        launch = self.layout.config.launch
+        return {
+            "cores": launch.cores * ranks, "memory": f"{launch.memory_gb * ranks}Gi", "accelerators": accelerators,
+        }  # fmt: skip
 
     def write(self) -> list:
         missing = [key for key in ("image", "volume") if not getattr(self.layout.config.launch, key)]
@@ -162,7 +83,12 @@ class Kubernetes(Launcher):
     def stop(self) -> str:
         """The broker's container is asked, as at any end of a pod: the learner has its time for a checkpoint."""
         self._ask("delete", "job", f"{self.prefix}-broker", "--wait=false")
-        return f"the run is stopping; then `kubectl delete job,service,configmap --selector april/run={self.prefix}`"
+        return f"the run is stopping; then `{self._removal}`"
+
+    @property
+    def _removal(self) -> str:
+        """The command that takes away what is left of a run that is over."""
+        return f"kubectl delete job,service,configmap --selector april/run={self.prefix}"
 
     def scale(self, workers: int | None) -> str:
         workers = self.layout.config.worker.count if workers is None else workers

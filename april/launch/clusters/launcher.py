@@ -60,6 +60,7 @@ class Launcher:
         paths = []
         for name, text in self.files().items():
             paths.append(self.folder / name)
+            paths[-1].parent.mkdir(exist_ok=True)
             replace_file(paths[-1], text.encode())
         return paths
 

