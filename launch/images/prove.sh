@@ -1,0 +1,50 @@
+#!/usr/bin/env bash
+# Builds the image for CPUs from nothing, on Debian as root, and runs a short quickstart in it as its own user.
+#
+#   launch/images/prove.sh
+#
+# Its base is made here by mmdebstrap instead of being fetched by its digest; every instruction of the recipe is executed by
+# buildah, without a daemon. Settings of this machine for apt and pip are lent to the build, and are not in the image.
+#
+# APRIL_LEND     further files and folders that the build may read, as a mirror of packages on this machine's disk
+# TORCH_INDEX    as in the recipe
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+case ${1:-} in
+    "") ;;
+    -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; exit ;;
+    *) echo "april: argument '$1' is unknown; this script takes none, see --help" >&2; exit 1 ;;
+esac
+if ! command -v mmdebstrap buildah >/dev/null; then
+    export DEBIAN_FRONTEND=noninteractive
+    apt-get update -qq
+    apt-get install -qq --no-install-recommends mmdebstrap buildah >/dev/null
+fi
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+builder() { buildah --root "$work/images" --runroot "$work/run" --storage-driver vfs "$@"; }
+
+began=$SECONDS
+mmdebstrap --quiet --variant=minbase bookworm "$work/base.tar"
+base=$(builder from scratch)
+builder add --quiet "$base" "$work/base.tar" / >/dev/null
+builder commit --quiet "$base" april-base >/dev/null
+builder rm "$base" >/dev/null
+rm "$work/base.tar"
+echo "april: the base took $((SECONDS - began)) s"
+
+lent=()
+for path in /etc/apt/apt.conf.d /usr/local/share/ca-certificates /etc/pip.conf /root/.config/pip ${APRIL_LEND:-}; do
+    [ ! -e "$path" ] || lent+=(--volume "$path:$path:ro")
+done
+began=$SECONDS
+builder build --isolation chroot --format docker --network host "${lent[@]}" --build-arg BASE=localhost/april-base \
+    --build-arg TORCH_INDEX="${TORCH_INDEX:-}" --file "$root/launch/images/cpu.Dockerfile" --tag april:cpu "$root"
+echo "april: the image took $((SECONDS - began)) s"
+
+began=$SECONDS
+container=$(builder from april:cpu)
+builder run --isolation chroot "$container" -- april quickstart --schedule.max_steps 3
+builder run --isolation chroot "$container" -- sh -c 'test "$(id -u)" = 1000 && test -s runs/quickstart/summary.json'
+echo "april: a quickstart in it took $((SECONDS - began)) s"

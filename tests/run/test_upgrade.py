@@ -1,0 +1,65 @@
+"""A run that one April has begun and the next one goes on with, or refuses with a sentence."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import april
+from april.formats.versions import FILE
+from tests.run.processes import APRIL, assert_closed, steps_recorded, wait_until
+
+pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
+NEXT = "0.3.0"
+LONG = ("--schedule.max_steps", "8", "--learner.ranks", "1")
+
+
+@pytest.fixture
+def next_april(tmp_path):
+    """next_april(*replacements) -> words that call this April under the next number, with such (file, old, new)"""
+    source = tmp_path / "next" / "april"
+    shutil.copytree(Path(april.__file__).parent, source, ignore=shutil.ignore_patterns("__pycache__"))
+
+    def change(*replacements):
+        for file, old, new in (("version.py", april.__version__, NEXT), *replacements):
+            text = (source / file).read_text()
+            assert old in text
+            (source / file).write_text(text.replace(old, new))
+        where = source.parent
+        return ["env", f"--chdir={where}", f"PYTHONPATH={where}", sys.executable, "-m", "april.cli"]
+
+    return change
+
+
+@pytest.fixture
+def drained(start, config_file, run_dir):
+    """The folder of a run that was drained and stopped in the middle by this April."""
+    job = start("first", [*APRIL, "run", str(config_file), *LONG])
+    wait_until(lambda: steps_recorded(run_dir) >= 2, job)
+    subprocess.run([*APRIL, "drain", str(run_dir)], check=True)
+    job.process.terminate()
+    job.wait()
+    assert 2 <= steps_recorded(run_dir) < 8
+    return run_dir
+
+
+def test_the_next_april_goes_on_with_a_drained_run(start, config_file, drained, next_april):
+    stamps = [(drained / FILE).read_bytes(), (drained / "journal" / FILE).read_bytes()]
+    following = next_april()
+    job = start("second", [*following, "run", str(config_file), "--resume", *LONG])
+    end = [*following, "drain", str(drained), "--end"]
+    wait_until(lambda: subprocess.run(end, capture_output=True).returncode == 0, job)
+    assert job.wait() == 0, job.output
+    found = assert_closed(drained)
+    assert found["steps"] == 8 and found["state"] == "finished" and found["replays"]["different"] == 0
+    assert stamps == [(drained / FILE).read_bytes(), (drained / "journal" / FILE).read_bytes()], "who began it"
+
+
+def test_an_april_with_another_journal_says_which_one_finishes_the_run(config_file, drained, next_april):
+    following = next_april(("formats/versions.py", '4: "0.2"}', '4: "0.2", 5: "0.3"}'))
+    done = subprocess.run([*following, "run", str(config_file), "--resume", *LONG], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "was written by April 0.2 (format 4, where this April 0.3 has 5); finish it with" in done.stderr
+    assert "Traceback" not in done.stderr and assert_closed(drained)["steps"] >= 2
