@@ -26,6 +26,7 @@ from april.broker.ledger.events import AnyEvent
 from april.broker.views.exporter import Exporter, Picture
 from april.broker.views.metrics import METRICS, SYNC_BUCKETS_S, Histogram
 from april.config import Config, SourceSection, known_keys
+from april.config.evaluation import EvaluationSetSection
 from april.config.overrides import FLAGS
 from april.registry import PLACE, ROOMS, registry_of
 from april.weights.lane_messages import AnyLaneMessage
@@ -35,6 +36,8 @@ UNITS = ("seconds", "tokens", "MiB", "TFLOP/s", "policy steps")
 UNITS_BY_SUFFIX = {"_tokens": "tokens", "_s": "seconds", "_mb": "MiB"}
 """where the description does not name the unit"""
 BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+SEVERAL = {"data.sources": SourceSection, "evaluation.sets": EvaluationSetSection}
+"""sections of which a configuration may have several"""
 EMPTY = (None, "", [], {}, ())
 
 
@@ -74,7 +77,9 @@ def configuration_page() -> str:
         sections.setdefault(section, []).append(key_row(key, field, costs.pop(key)))
     lines = []
     for section, rows in sections.items():
-        heading = "[[data.sources]]" if section == "data.sources" else f"[{section}]"
+        heading = {"data.sources": "[[data.sources]]", "evaluation.sets": "[evaluation.sets.NAME]"}.get(
+            section, f"[{section}]"
+        )
         lines += [f"## `{heading}` {{#{section.replace('.', '-')}}}" if section else "## Outside of any section", ""]
         lines += [
             *section_docstring(section),
@@ -93,13 +98,14 @@ CONFIGURATION_INTRODUCTION = """
 
 
 def keys_with_sources() -> Iterator[tuple[str, Any]]:
-    """As `known_keys`, and behind the section of the data the keys of one of its sources."""
+    """As `known_keys`, and behind a section the keys of those of which it has several."""
     keys = known_keys()
-    last = [key for key in keys if key.startswith("data.")][-1]
+    last = {key.partition(".")[0]: key for key in keys}
     for key, field in keys.items():
         yield key, field
-        if key == last:
-            yield from ((f"data.sources.{name}", field) for name, field in SourceSection.model_fields.items())
+        for several, model in SEVERAL.items():
+            if key == last[several.partition(".")[0]]:
+                yield from ((f"{several}.{name}", field) for name, field in model.model_fields.items())
 
 
 def read_costs() -> dict[str, str]:

@@ -46,9 +46,13 @@ def fingerprints(config: Config, prompts: PromptBook) -> dict[str, str]:
         "model.path (chat template)": of_json(tokenizer.inner.chat_template),
         "data.template_options": json.dumps(config.data.template_options, sort_keys=True),
         "agent.chat_template": of_json(config.agent.chat_template),
-        "data.eval_path (prompts)": prompts.evaluation_rows.fingerprint if len(prompts.evaluation_rows) else NONE,
+        "data.eval_path (prompts)": NONE,
+        "evaluation.sets (names)": ", ".join(config.evaluation.sets) or NONE,
         "environment.name": config.environment.name,
     }
+    for number, one in prompts.held_out.items():
+        key = f"{one.asked.key}.path (prompts)" if number else "data.eval_path (prompts)"
+        found[key] = one.rows.fingerprint if len(one.rows) else NONE
     found |= {f"reward.{key}": str(getattr(config.reward, key)) for key in SCORING}
     if weights := weights_of(folder):
         found["model.path (weights)"] = weights

@@ -64,7 +64,7 @@ class Payloads:
         return b"".join(payload[4 * place.tokens :] for place, payload in self.journal.read_payloads(last))
 
     def _row_of(self, evaluation: bool, epoch: int, row: int) -> Row:
-        return self.prompts.evaluation_rows[row] if evaluation else self.prompts.row(epoch, row)
+        return self.prompts.held_out_row(epoch, row) if evaluation else self.prompts.row(epoch, row)
 
     def reward_of(self, row: Row) -> str:
         """Name of its verifier."""

@@ -1,7 +1,8 @@
 """The dataset as the broker draws from it: rows in seeded epoch order, tokenised once, when they are drawn."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeAlias
 
@@ -11,7 +12,8 @@ from april import wire
 from april.broker.ledger.events import Event, Part, PromptSubmitted
 from april.broker.ledger.state import LedgerState
 from april.config import Config, ConfigError
-from april.data.dataset import load_dataset
+from april.config.evaluation import EvaluationSet
+from april.data.dataset import Dataset, load_dataset
 from april.data.rows import BadRow, Row
 from april.data.tokenizer import Tokenizer
 
@@ -23,14 +25,23 @@ ROWS_CACHED = 16_384
 """rows whose tokens are kept for the next epoch"""
 
 
+@dataclass(frozen=True)
+class HeldOut:
+    """A set of prompts for evaluation."""
+
+    asked: EvaluationSet
+    rows: Dataset
+    tokens: list[tuple[int, bytes]]
+    """(position, token ids) of those that are short enough"""
+
+
 class PromptBook:
-    """Training prompts by (epoch, position), evaluation prompts by position."""
+    """Training prompts by (epoch, position), evaluation prompts by (number of their set, position)."""
 
     def __init__(self, config: Config):
         data = config.data
         allowed = config.reward.allowed
         self.rows = load_dataset(data.train_sources, data, allowed=allowed)
-        self.evaluation_rows = load_dataset(data.eval_sources, data, config.evaluation.prompts, allowed)
         self.tokenizer = Tokenizer(config.model.path)
         self.fingerprint = self.rows.fingerprint
         self.max_prompt_tokens = config.longest_prompt_tokens
@@ -42,9 +53,8 @@ class PromptBook:
         self._tokens_of_row = lru_cache(maxsize=ROWS_CACHED)(self._encode_row)
         self._drawn = lru_cache(maxsize=16)(self._draw)
         """a schedule may look at the same prompt several times before it opens the group"""
-        encoded = [(place, self._encode_held_out(place)) for place in range(len(self.evaluation_rows))]
-        self.evaluation_tokens = [(position, tokens) for position, tokens in encoded if tokens is not None]
-        """(position, token ids) of the evaluation prompts that are short enough"""
+        self.held_out = {one.number: self._held_out(one, allowed) for one in config.evaluation_sets}
+        """by the number of the set, in order"""
         self.draw((0, 0))
 
     def draw(self, cursor: tuple[int, int]) -> tuple[int, int, bytes] | None:
@@ -83,6 +93,9 @@ class PromptBook:
     def row(self, epoch: int, position: int) -> Row:
         return self.rows[self.row_number(epoch, position)]
 
+    def held_out_row(self, number: int, position: int) -> Row:
+        return self.held_out[number].rows[position]
+
     def row_number(self, epoch: int, position: int) -> int:
         """Its place in the dataset, from 0, bad rows left out."""
         return int(self._order(epoch)[position])
@@ -112,9 +125,14 @@ class PromptBook:
                 )  # fmt: skip
         return tokens
 
-    def _encode_held_out(self, place: int) -> bytes | None:
+    def _held_out(self, asked: EvaluationSet, allowed: Collection[str]) -> HeldOut:
+        rows = load_dataset([asked.source], self._config.data, asked.prompts, allowed)
+        encoded = [(place, self._encode_held_out(rows, place)) for place in range(len(rows))]
+        return HeldOut(asked, rows, [(place, tokens) for place, tokens in encoded if tokens is not None])
+
+    def _encode_held_out(self, rows: Dataset, place: int) -> bytes | None:
         try:
-            return self._encode(self.evaluation_rows[place])
+            return self._encode(rows[place])
         except BadRow as error:
             raise ConfigError(f"held-out prompt {place}: {error}; mend it, or data.template_options") from None
 

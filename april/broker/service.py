@@ -12,6 +12,7 @@ from dataclasses import replace
 from april import wire
 from april.broker.books import Books
 from april.broker.desks.agents import AgentDesk
+from april.broker.desks.evaluations import Evaluations
 from april.broker.desks.holders import HolderDesk
 from april.broker.desks.learner import LearnerDesk
 from april.broker.desks.monitors import MonitorDesk
@@ -32,7 +33,6 @@ from april.broker.recovery import SyncNote, check_whole, rebuild
 from april.broker.sessions import HOLDERS, Session, Sessions
 from april.broker.snapshots import Snapshots
 from april.broker.telemetry.census import Census
-from april.broker.telemetry.evaluation import describe_evaluation
 from april.broker.telemetry.lives import Lives
 from april.broker.telemetry.recorder import Mark, Recorder
 from april.broker.verification import Verifier, groups_at
@@ -59,7 +59,7 @@ MAY_SEND = {
     "worker": {"Heartbeat", "Holding", "Lane", "Report"},
     "scorer": {"Heartbeat", "Room", "Report"},
     "agents": {"Heartbeat", "Room", "Report", "Whose"},
-    "learner": {"Heartbeat", "LearnerStart", "Submit", "Fetch", "Consumed", "Durable"},
+    "learner": {"Heartbeat", "LearnerStart", "Submit", "Fetch", "Consumed", "Durable", "BestWanted"},
     "node": {"Heartbeat", "Meet"},
     "monitor": {"Heartbeat", "StatusRequest", "StopRun", "Drain", "DeadLettersRequest", "Requeue"},
 }
@@ -110,10 +110,11 @@ class Service:
             self.recorder, self.census, self.lives, started_at=now, credit_bytes=config.broker.credit_mb << 20,
         )  # fmt: skip
         self.run = self.books.run
+        self.evaluations = Evaluations(self.books)
         self.agents = AgentDesk(self.books)
         self.workers = WorkerDesk(self.books, tell_agents=self.agents.tell)
         self.scorers = ScorerDesk(self.books)
-        self.learner = LearnerDesk(self.books)
+        self.learner = LearnerDesk(self.books, self.evaluations)
         self.monitors = MonitorDesk(self.books, stop=self.stop, abort=self.workers.abort)
         self.holders: dict[str, HolderDesk] = {
             "worker": self.workers, "scorer": self.scorers, "agents": self.agents,
@@ -398,8 +399,7 @@ class Service:
 
     def _advance(self, now: float) -> None:
         step = self.ledger.consumed
-        if self._evaluation_due(step):
-            self._open_evaluation(step)
+        self.evaluations.open_due()
         try:
             self.ledger.filter_ready(self.filters.reason_against)
         except FilterFailed as error:
@@ -409,8 +409,7 @@ class Service:
             return self.stop(f"{count} groups in a row were filtered out, the last for {reason}", "failed", now)
         while self.schedule.advance(self.ledger):
             self.workers.abort(now)
-        for opened in list(self.ledger.evaluations):
-            self._record_evaluation(opened)
+        self.evaluations.record_complete()
         if self.ledger.dead_in_a_row >= DEAD_ROUNDS * self.config.schedule.groups_per_round:
             count, last = self.ledger.dead_in_a_row, self.ledger.last_error
             return self.stop(f"{count} groups in a row lost samples for good, the last to: {last}", "failed", now)
@@ -418,27 +417,6 @@ class Service:
         if all_trained and not self.ledger.evaluations:
             why = "all steps are done" if step >= self.config.schedule.max_steps else "the prompts are exhausted"
             self.stop(why, "finished", now)
-
-    def _evaluation_due(self, step: int) -> bool:
-        opened = step in self.ledger.evaluations or step in self.ledger.evaluated
-        if not self.prompts.evaluation_tokens or opened or step < self.ledger.frontier:
-            return False
-        every = self.config.evaluation.every
-        at_the_end = self.schedule.finished(self.ledger) and step == self.ledger.next_step
-        return step == 0 or at_the_end or bool(every and step % every == 0)
-
-    def _open_evaluation(self, step: int) -> None:
-        for position, tokens in self.prompts.evaluation_tokens:
-            samples = self.config.evaluation.samples
-            self.ledger.open_group(0, position, floor=step, evaluation=True, size=samples, prompt=tokens)
-
-    def _record_evaluation(self, step: int) -> None:
-        """If none of its groups is open any more."""
-        groups = self.ledger.evaluations[step]
-        if all(group.state is not GroupState.OPEN for group in groups):
-            result = self.recorder.evaluated(step, groups, self.config.evaluation.samples)
-            self.ledger.record_evaluation(step, result)
-            log.info("%s", describe_evaluation(result), extra={"step": step})
 
     def end_file(self) -> None:
         """When a file of the journal is full, begin a new one; a snapshot of those that are closed follows."""

@@ -8,8 +8,9 @@ from pathlib import Path
 from april.config.algorithm import AlgorithmSection
 from april.config.critic import CriticSection
 from april.config.data import DataSection
+from april.config.evaluation import check_evaluation, check_paths
 from april.config.lora import check_lora
-from april.config.sections import AUTO, BrokerSection, Config, EvaluationSection, ScheduleSection
+from april.config.sections import AUTO, BrokerSection, Config, ScheduleSection
 from april.config.workers import AgentSection, EnvironmentSection
 from april.errors import ConfigError
 from april.registry import ROOMS, registry_of
@@ -35,7 +36,7 @@ def check(config: Config, inputs: Collection[str] = INPUTS) -> None:
     check_schedule(config.schedule, imported=is_shipped(config, "schedule.kind"))
     check_minibatches(config)
     check_sampling(config)
-    check_evaluation(config.evaluation)
+    check_evaluation(config.evaluation, config.evaluation_sets)
     check_algorithm(config.algorithm, imported=False)
     check_critic(config)
     check_lora(config.lora)
@@ -48,6 +49,7 @@ def check(config: Config, inputs: Collection[str] = INPUTS) -> None:
         check_model(config)
     if "data" in inputs:
         check_data(config.data)
+        check_paths(config.evaluation_sets)
     if is_shipped(config, "worker.engine"):
         check_engine(config)
 
@@ -115,14 +117,6 @@ def check_minibatches(config: Config) -> None:
             f"key 'learner.minibatches' = {config.learner.minibatches} is more than the "
             f"{config.schedule.rollout_batch_size} groups of a batch, each of which is in one minibatch; set it to at "
             "most schedule.rollout_batch_size"
-        )
-
-
-def check_evaluation(evaluation: EvaluationSection) -> None:
-    if evaluation.samples > 1 and evaluation.temperature == 0:
-        raise ConfigError(
-            f"key 'evaluation.samples' = {evaluation.samples} asks for greedy samples, which are all the same; "
-            "set evaluation.temperature above 0 or use 1"
         )
 
 
@@ -420,10 +414,13 @@ def check_engine(config: Config) -> None:
     """Refuse what the engine cannot do, or cannot do rightly; what that is, the engine says."""
     engine = registry_of("worker.engine").find(config.worker.engine)
     check_supports(config)
-    for key, value, whole in (("top_k", config.evaluation.top_k, 0), ("top_p", config.evaluation.top_p, 1.0)):
+    drawn = [(f"{one.key}.{key}", getattr(one, key)) for one in config.evaluation_sets for key in ("top_k", "top_p")]
+    drawn += [("evaluation.top_k", config.evaluation.top_k), ("evaluation.top_p", config.evaluation.top_p)]
+    for key, value in drawn:
+        whole = 0 if key.endswith("top_k") else 1.0
         if value != whole and not engine.cuts:
             raise ConfigError(
-                f"key 'evaluation.{key}' = {value} cuts the distribution, which worker.engine = "
+                f"key '{key}' = {value} cuts the distribution, which worker.engine = "
                 f"{config.worker.engine!r} does not do; use {whole}"
             )
     if config.engine.pace and "pace" not in engine.reads:

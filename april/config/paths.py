@@ -3,7 +3,7 @@ working directory. A validated configuration has absolute ones, so that every pa
 
 import os
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from april.config.section import NAME_OR_FILE, Section
 from april.config.sections import Config
@@ -15,7 +15,8 @@ def anchor(tree: Any, folder: Path, model: type[Section] = Config) -> None:
         value, kinds = tree.get(name), (field.annotation, *get_args(field.annotation))
         inner = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
         if inner:
-            for part in value if isinstance(value, list) else [value]:
+            by_name = isinstance(value, dict) and get_origin(field.annotation) is dict
+            for part in value if isinstance(value, list) else value.values() if by_name else [value]:
                 anchor(part, folder, inner)
         elif isinstance(value, list) and Path in kinds:
             tree[name] = [absolute(one, folder) if isinstance(one, str) else one for one in value]

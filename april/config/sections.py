@@ -12,7 +12,8 @@ from pydantic_core import PydanticCustomError
 from april.config.algorithm import AlgorithmSection
 from april.config.clusters import LaunchSection
 from april.config.critic import CriticSection
-from april.config.data import DataSection
+from april.config.data import DataSection, SourceSection
+from april.config.evaluation import EvaluationSection, EvaluationSet, evaluation_sets
 from april.config.lora import LoraSection
 from april.config.presets import fill_preset
 from april.config.section import CONTEXT_TOKENS, Section
@@ -150,16 +151,6 @@ class SamplingSection(Section):
     def is_cut(self) -> bool:
         """Whether training samples are drawn from a part of the distribution, which then travels with every token."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
-
-
-class EvaluationSection(Section):
-    every: int = Field(0, ge=0, description="steps between evaluations; 0: at the start and at the end only")
-    prompts: int = Field(256, ge=1, description="held-out prompts, the first ones of the file")
-    samples: int = Field(1, ge=1, le=1024, description="k: samples of each, for mean@k and pass@k")
-    temperature: float = Field(1.0, ge=0, description="0 is greedy")
-    top_k: int = Field(0, ge=0, description="tokens kept of the distribution, the likeliest, 0: all")
-    top_p: float = Field(1.0, gt=0, le=1, description="mass that the kept ones reach")
-    share: float = Field(0.5, gt=0, le=1, description="largest share of a worker's slots")
 
 
 class LearnerSection(Section):
@@ -333,6 +324,16 @@ class Config(Section):
         return self.agent.count if self.agent.is_set else 0
 
     @property
+    def evaluation_sets(self) -> list[EvaluationSet]:
+        """Held-out prompts: those of `data.eval_path`, then those of `evaluation.sets`."""
+        return evaluation_sets(self.evaluation, self.data)
+
+    @property
+    def sources(self) -> list[SourceSection]:
+        """Where all prompts come from."""
+        return [*self.data.train_sources, *(one.source for one in self.evaluation_sets)]
+
+    @property
     def run_dir(self) -> Path:
         return self.run.dir / self.run.name
 
@@ -340,6 +341,11 @@ class Config(Section):
     def exported_policy(self) -> Path:
         """Where the learner leaves what it has trained, as a Hugging Face folder."""
         return self.run_dir / "checkpoints/policy"
+
+    @property
+    def exported_best(self) -> Path:
+        """Where it leaves the best that it has trained, by `evaluation.best`, likewise."""
+        return self.run_dir / "checkpoints/best"
 
     @property
     def exported_adapter(self) -> Path:

@@ -134,10 +134,14 @@ def short(column: np.ndarray | None) -> np.ndarray | None:
 
 
 def evaluations(run_dir: Path) -> list[dict[str, Any]]:
-    """Of the run's summary: `step`, `accuracy`, in order."""
+    """Of the run's summary: `step`, `accuracy`, and of several sets that of each in `sets`, in order."""
     found = read_summary(run_dir / "summary.json").get("evaluation") or []
     points = [
-        {"step": point.get("step") or 0, "accuracy": point["accuracy"]}
+        {
+            "step": point.get("step") or 0,
+            "accuracy": point["accuracy"],
+            "sets": {name: of_set.get("accuracy") for name, of_set in (point.get("sets") or {}).items()},
+        }
         for point in found
         if point.get("accuracy") is not None
     ]

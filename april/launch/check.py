@@ -80,7 +80,7 @@ def look(config: Config, devices: Sequence[str], parameters: int, found: Finding
         passes(check_weights, config.model.path)
     if not data.train_sources and data.source == "files":
         found.objections.append("no training prompts: set data.path")
-    for source in (*data.train_sources, *data.eval_sources):
+    for source in config.sources:
         passes(check_source, source)
     readable = not found.objections
     passes(check_keys, config.security.keys, unused_roles(config))
@@ -109,14 +109,14 @@ def look(config: Config, devices: Sequence[str], parameters: int, found: Finding
     book = passes(open_prompts, config) if readable else None
     if book:
         passes(turn_end_ids, config.environment.turn_ends, book.tokenizer)
-        for name in sorted(book.rows.rewards | book.evaluation_rows.rewards):
+        for name in sorted(book.rows.rewards.union(*(one.rows.rewards for one in book.held_out.values()))):
             passes(check_verifier, name, "reward of a row", config.reward.url)
     return book
 
 
 def verifiers_of(config: Config) -> Mapping[str, str]:
     """Those that the configuration names, and by which key."""
-    named = {verifier_of(source): "data.reward" for source in (*config.data.train_sources, *config.data.eval_sources)}
+    named = {verifier_of(source): "data.reward" for source in config.sources}
     return {name: key for name, key in (named | {config.reward.name: "reward.name"}).items() if name}
 
 

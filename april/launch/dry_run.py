@@ -93,10 +93,14 @@ def describe_source(source: SourceSection) -> str:
 
 
 def describe_evaluation(config: Config) -> str:
-    if not config.data.eval_path:
+    if not config.evaluation_sets:
         return "none"
     every = f"every {config.evaluation.every} steps" if config.evaluation.every else "at the start and at the end"
-    return f"{config.data.eval_path}, {config.evaluation.prompts} prompts at most, {every}"
+    sets = [
+        f"{f'{one.name}, ' if one.number else ''}{one.source.path}, {one.prompts} prompts at most"
+        for one in config.evaluation_sets
+    ]
+    return f"{'; '.join(sets)}, {every}"
 
 
 def describe_devices(config: Config, placed: dict[str, list[str]]) -> str:

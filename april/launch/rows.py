@@ -40,7 +40,8 @@ def rows_of(dataset: Dataset, sources: Sequence[SourceSection]) -> Iterable[tupl
 def look_at_rows(config: Config, book: PromptBook, found: Findings) -> list[Seen]:
     """Those of the training prompts, then those held out."""
     data, tokenizer = config.data, book.tokenizer
-    places = [*rows_of(book.rows, data.train_sources), *rows_of(book.evaluation_rows, data.eval_sources)]
+    held_out = [place for one in book.held_out.values() for place in rows_of(one.rows, [one.asked.source])]
+    places = [*rows_of(book.rows, data.train_sources), *held_out]
     seen, refused = [], []
     for where, row in places:
         try:
@@ -63,7 +64,8 @@ def say_lengths(config: Config, book: PromptBook, seen: list[Seen], found: Findi
     lengths = [len(one.tokens) for one in seen]
     counts = book.counts()
     read = f"{counts['rows']:,} rows" + (f", {counts['bad_rows']:,} bad ones left out" if counts["bad_rows"] else "")
-    held_out = f" and {len(book.evaluation_rows):,} held out" if len(book.evaluation_rows) else ""
+    count = sum(len(one.rows) for one in book.held_out.values())
+    held_out = f" and {count:,} held out" if count else ""
     spread = "" if config.agent.is_set else f"; {span(lengths)} in the {len(seen):,} looked at, {most:,} at most"
     found.facts["prompts"] = f"{read}{held_out}{spread}"
     outside = [one.where for one in seen if not 0 < len(one.tokens) <= most]

@@ -54,6 +54,10 @@ class Source(Protocol):
         """The checkpoint of weights `step` is on disk, and the oldest that is kept is `oldest`: the batches below
         that are never needed again."""
 
+    def best(self) -> tuple[int, list[int]]:
+        """Step of the weights that were the most accurate on held-out prompts, -1 where none are known, and those that
+        may turn out to be; asked with `evaluation.best` alone."""
+
 
 class Publisher(Protocol):
     def publish(self, version: Version, tensors: Mapping[str, Tensor], canary: Canary | None) -> dict[str, float]:

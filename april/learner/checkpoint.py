@@ -10,7 +10,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
@@ -133,6 +133,8 @@ class Writer:
     def __init__(self, directory: Path, keep: int, timeout_s: float):
         """Keep the newest `keep`. Collective."""
         self.directory, self.keep = directory, keep
+        self.kept_besides: set[int] = set()
+        """steps that stay, too, however old"""
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self._writing: tuple[int, Future] | None = None
 
@@ -159,7 +161,11 @@ class Writer:
         (partial / PROGRESS_FILE).write_bytes(orjson.dumps(progress))
         write_checksums(partial)
         replace_folder(partial, folder(self.directory, progress["step"]))
-        prune(self.directory, self.keep)
+        self.prune()
+
+    def prune(self) -> None:
+        """Remove what need not be kept."""
+        prune(self.directory, self.keep, self.kept_besides)
 
     def completed(self, wait: bool = False) -> int | None:
         """Step of the checkpoint that was started last, once, when it is on disk. Raises what went wrong."""
@@ -216,10 +222,11 @@ def sharded_state(parts: Sequence[Part]) -> dict[str, Tensor]:
     return state
 
 
-def prune(directory: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints, and what crashes have left half-written."""
+def prune(directory: Path, keep: int, besides: Collection[int] = ()) -> None:
+    """Remove all but the newest `keep` checkpoints and those `besides`, and what crashes have left half-written."""
     for step in steps(directory)[:-keep]:
-        shutil.rmtree(folder(directory, step))
+        if step not in besides:
+            shutil.rmtree(folder(directory, step))
     for leftover in directory.glob("*.partial"):
         shutil.rmtree(leftover)
 

@@ -22,6 +22,9 @@ from april.processes.pulse import MAIN
 
 log = logging.getLogger(__name__)
 
+NONE = -1
+"""no step"""
+
 
 class Diverged(RuntimeError):
     """Batch after batch had no finite loss or gradient; the text says where the batches are."""
@@ -32,7 +35,8 @@ def run(config: Config, trainer: Trainer, source: Source | None, publisher: Publ
 
     Batch k turns weights k into k + 1. After it: `consumed(k)`; the checkpoint is begun if one is due, and
     `durable` said when it is on disk; then Version(branch, k + 1) is published, unless it is below the frontier.
-    At the end the last weights get a checkpoint if they have none, and are exported. A batch without a finite loss and
+    At the end the last weights get a checkpoint if they have none, and are exported, as are the best by
+    `evaluation.best`. A batch without a finite loss and
     gradient is passed: it lies in `nonfinite/` of the run folder, and the weights are published again under the next
     name. `Diverged` is raised after `learner.max_nonfinite` in a row.
 
@@ -47,6 +51,7 @@ def run(config: Config, trainer: Trainer, source: Source | None, publisher: Publ
     group, meeting = handover_group(), handover_group()
     saved_step = trainer.restore()
     branch, frontier = share_numbers(source.start(saved_step) if source else (0, 0), group)
+    keep_best(trainer, source)
     handover = Handover(source, group, trainer.prepare)
     release = Release(trainer, Sending(publisher, branch, frontier))
     nonfinite_in_a_row = 0
@@ -72,7 +77,7 @@ def run(config: Config, trainer: Trainer, source: Source | None, publisher: Publ
         MAIN.at("meeting the other ranks")
         dist.barrier(meeting)
         costs = {}
-        if trainer.step_count % config.learner.checkpoint_every == 0:
+        if is_kept(config, trainer.step_count):
             began = time.perf_counter()
             settle(trainer, source, meeting)
             if keeper:
@@ -96,8 +101,40 @@ def run(config: Config, trainer: Trainer, source: Source | None, publisher: Publ
         trainer.start_save()
         settle(trainer, source, meeting)
     MAIN.at("exporting the policy", takes_long=True)
+    (best,) = share_numbers((best_of(trainer, source),), meeting)
+    if best > 0:
+        trainer.export_best(best)
     trainer.export()
     dist.barrier(meeting)
+
+
+def is_kept(config: Config, step: int) -> bool:
+    """Whether weights `step` have a checkpoint, though more are trained: also those that are evaluated, where the best
+    of these is kept."""
+    evaluation = config.evaluation
+    may_be_best = evaluation.best and evaluation.every and step % evaluation.every == 0
+    return bool(may_be_best) or step % config.learner.checkpoint_every == 0
+
+
+def keep_best(trainer: Trainer, source: Source | None) -> None:
+    """Have the checkpoint stay that is the best so far by `evaluation.best`, and those that are still evaluated."""
+    if source and trainer.config.evaluation.best:
+        best, undecided = source.best()
+        trainer.checkpoints.kept_besides = {best, *undecided}
+
+
+def best_of(trainer: Trainer, source: Source | None) -> int:
+    """Step of the best checkpoint at the end, beside which none but the newest stay; -1 where none is wanted, or none
+    is there."""
+    if source is None or not trainer.config.evaluation.best:
+        return NONE
+    best, _ = source.best()
+    if best > 0 and not trainer.is_whole(best):
+        log.error("the best weights are those of step %d, whose checkpoint is not whole; they are not exported", best)
+        return NONE
+    trainer.checkpoints.kept_besides = {best}
+    trainer.checkpoints.prune()
+    return best
 
 
 def keep_pace(config: Config, began: float, tokens: float) -> None:
@@ -131,6 +168,7 @@ def say_durable(trainer: Trainer, source: Source | None, wait: bool = False) -> 
     step = trainer.saved(wait)
     if source and step is not None:
         source.durable(step, trainer.oldest_checkpoint)
+        keep_best(trainer, source)
 
 
 def settle(trainer: Trainer, source: Source | None, meeting: dist.ProcessGroup) -> None:

@@ -84,6 +84,10 @@ class BrokerSource:
     def durable(self, step: int, oldest: int) -> None:
         self._ask(wire.Durable(step, oldest))
 
+    def best(self) -> tuple[int, list[int]]:
+        [answer] = self._ask(wire.BestWanted())
+        return answer.message.step, answer.message.undecided
+
     def close(self) -> None:
         self._closed = True
         self._wake()

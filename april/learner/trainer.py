@@ -398,9 +398,22 @@ class Trainer:
 
     @property
     def oldest_checkpoint(self) -> int:
-        """Step of the oldest checkpoint that is kept; 0, the starting weights, until one had to be removed."""
-        kept = checkpoint.steps(self.directory)
-        return kept[0] if len(kept) >= self.config.learner.keep_checkpoints else 0
+        """Step of the oldest checkpoint that a learner goes on from; 0, the starting weights, until one had to be
+        removed."""
+        newest = checkpoint.steps(self.directory)[-self.config.learner.keep_checkpoints :]
+        return newest[0] if len(newest) >= self.config.learner.keep_checkpoints else 0
+
+    def export_best(self, step: int) -> None:
+        """Write the policy of checkpoint `step` as a Hugging Face folder, `checkpoints/best`, and hold that of
+        `step_count` again, whose checkpoint is on disk. Collective."""
+        checkpoint.restore(self.directory, step, [self.part])
+        checkpoint.export(self.policy, self.config.model.path, self.config.exported_best)
+        checkpoint.restore(self.directory, self.step_count, [self.part])
+
+    def is_whole(self, step: int) -> bool:
+        """Whether there is a checkpoint of it, as it was written."""
+        kept = step in checkpoint.steps(self.directory)
+        return kept and not checkpoint.damaged_files(checkpoint.folder(self.directory, step))
 
     def export(self) -> None:
         """Write the policy as a Hugging Face folder, `checkpoints/policy`, and an adapter alone as well, into

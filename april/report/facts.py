@@ -81,7 +81,8 @@ def facts(run: Run) -> list[tuple[str, str]]:
         ("failed because", run.summary.get("failure") or ""),
         ("steps", steps(run)),
         ("reward, first → last 3", reward(run)),
-        ("held-out accuracy, first → last", accuracy(run)),
+        ("held-out accuracy, first → last", "" if run.named_evaluations else accuracy(run)),
+        *((f"accuracy, {name}", first_to_last_of(points)) for name, points in run.named_evaluations.items()),
         ("paced, not measured", paced(run)),
         ("rollout speed", rate(rollout_tokens_per_s(run))),
         ("gradient", gradient(run)),
@@ -125,7 +126,10 @@ def first_to_last(first: float | None, last: float | None) -> str:
 def accuracy(run: Run) -> str:
     if not run.evaluation:
         return ""
-    points = run.evaluation_sets[-1]
+    return first_to_last_of(run.evaluation_sets[-1])
+
+
+def first_to_last_of(points: list[dict]) -> str:
     first, last = points[0], points[-1]
     prompts = f", {last['prompts']} prompts" if last.get("prompts") else ""
     prompts += f", {last['failed']} left out" if last.get("failed") else ""

@@ -32,7 +32,9 @@ def reward_picture(run: Run) -> str | None:
     figure, (axes,) = new_figure(2.9)
     if len(steps):
         draw_series(axes, steps, rewards, BLUE, "training reward")
-    for number, points in enumerate(run.evaluation_sets):
+    named = {f"accuracy, {name}": points for name, points in run.named_evaluations.items()}
+    stretches = {f"held-out accuracy{f', set {n}' if n > 1 else ''}": p for n, p in enumerate(run.evaluation_sets, 1)}
+    for number, (label, points) in enumerate((named or stretches).items()):
         axes.plot(
             [point.get("step") or 0 for point in points],
             [point["accuracy"] for point in points],
@@ -41,7 +43,7 @@ def reward_picture(run: Run) -> str | None:
             ls=(0, (4, 3)),
             marker="Ds^v"[number % 4],
             ms=5.5,
-            label="held-out accuracy" if not number else f"held-out accuracy, set {number + 1}",
+            label=label,
         )
     axes.set_ylabel("reward, accuracy")
     finish(axes, run)

@@ -73,10 +73,26 @@ class Run:
         return [orjson.loads(path.read_bytes()) for path in sorted(self.path.glob("paced/*.json"))]
 
     @property
+    def named_evaluations(self) -> dict[str, list[dict]]:
+        """By the name of the set, where there are several, or one with a name of its own; oldest first."""
+        points = sorted(self.summary.get("evaluation") or [], key=lambda point: point.get("step") or 0)
+        return evaluations_by_set(points)
+
+    @property
     def evaluation(self) -> list[dict]:
-        """Held-out evaluations that have an accuracy, oldest first."""
+        """Held-out evaluations that have an accuracy, oldest first; of several sets the first."""
         points = [point for point in self.summary.get("evaluation") or [] if point.get("accuracy") is not None]
         return sorted(points, key=lambda point: point.get("step") or 0)
+
+
+def evaluations_by_set(found: list[dict]) -> dict[str, list[dict]]:
+    """Points that have an accuracy, by the name of their set: `step`, `accuracy`, and what else was found."""
+    by_set: dict[str, list[dict]] = {}
+    for point in found:
+        for name, of_set in (point.get("sets") or {}).items():
+            if of_set.get("accuracy") is not None:
+                by_set.setdefault(name, []).append({"step": point.get("step") or 0, **of_set})
+    return by_set
 
 
 def read_run(run_dir: str | Path) -> Run:

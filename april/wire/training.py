@@ -143,5 +143,17 @@ class Durable(Message):
     oldest: Number
 
 
+class BestWanted(Message):
+    """Which checkpoints must stay, by `evaluation.best`?"""
+
+
+class Best(Message):
+    """The weights that were the most accurate are those of `step`, -1 where none are known; those of the steps
+    `undecided` may turn out to be."""
+
+    step: int
+    undecided: list[int]
+
+
 class Accepted(Message):
     pass

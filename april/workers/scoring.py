@@ -111,8 +111,7 @@ def closing(score: Score | GroupScore, length: int = 0) -> wire.Closing:
 def reward_rules(config: Config) -> RewardRules:
     section = config.reward
     named = {field: getattr(section, field) for field in RewardRules.__struct_fields__ if hasattr(section, field)}
-    sources = (*config.data.train_sources, *config.data.eval_sources)
-    verifiers = {section.name, *section.allowed, *filter(None, map(verifier_of, sources))}
+    verifiers = {section.name, *section.allowed, *filter(None, map(verifier_of, config.sources))}
     return RewardRules(
         max_response_tokens=config.sampling.max_response_tokens, verifiers=tuple(sorted(verifiers)), **named
     )

@@ -59,6 +59,7 @@ ONLY_FOR = {
         wire.Fetch(0),
         wire.Consumed(0, {"loss": 1.0}),
         wire.Durable(0, 0),
+        wire.BestWanted(),
     ],
     "node": [wire.Meet("here:1"), wire.Meet()],
     "monitor": [wire.StatusRequest(), wire.StopRun("enough"), wire.Drain(True), wire.Requeue([1])],

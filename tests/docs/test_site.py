@@ -12,16 +12,21 @@ from types import SimpleNamespace
 import pytest
 
 from april.config import Config, SourceSection, known_keys
+from april.config.evaluation import EvaluationSetSection
 from april.config.overrides import FLAGS
 from april.simulate.scenario import Scenario
 
 ROOT = Path(__file__).parents[2]
 OUTSIDE_THE_SITE = [*sorted(ROOT.glob("*.md")), ROOT / "benchmarks/README.md"]
 PAGES = [*sorted((ROOT / "docs").rglob("*.md")), *OUTSIDE_THE_SITE]
-KEYS = {*known_keys(), *(f"data.sources.{name}" for name in SourceSection.model_fields)}
+KEYS = {
+    *known_keys(),
+    *(f"data.sources.{name}" for name in SourceSection.model_fields),
+    *(f"evaluation.sets.{name}" for name in EvaluationSetSection.model_fields),
+}
 SCENARIO_KEYS = set(known_keys(Scenario))
 SECTIONS = [name for name in Config.model_fields if f"{name}.{name}" not in KEYS and name != "seed"]
-FREE_TABLES = ("engine.server", "data.template_options")
+FREE_TABLES = ("engine.server", "data.template_options", "evaluation.sets")
 """their keys are somebody else's"""
 FILES = (".py", ".json", ".jsonl", ".key", ".md", ".msgpack", ".toml", ".sh")
 

@@ -164,7 +164,8 @@ class AgentDesk(HolderDesk):
     def _send_session(self, session: Session, lease: Lease) -> None:
         sample, group, payloads = lease.sample, lease.sample.group, self.books.payloads
         row = payloads.row_of(group.evaluation, group.epoch, group.row)
-        sampling, evaluation = self.config.sampling, self.config.evaluation
+        sampling = self.config.sampling
+        drawn = self.books.prompts.held_out[group.epoch].asked if group.evaluation else sampling
         told = wire.Session(
             lease_id=lease.id,
             group=group.id,
@@ -173,7 +174,7 @@ class AgentDesk(HolderDesk):
             prompt=msgspec.json.encode(row.prompt).decode(),
             label=row.label,
             max_tokens=sampling.max_response_tokens,
-            temperature=evaluation.temperature if group.evaluation else sampling.temperature,
+            temperature=drawn.temperature,
         )
         rows: list[Row] = []
         bodies: list[bytes] = []

@@ -54,7 +54,7 @@ def send_grant(books: Books, session: Session, lease: Lease) -> None:
 def task_of(books: Books, group: Group) -> wire.Task:
     row = books.payloads.row_of(group.evaluation, group.epoch, group.row)
     sampling = books.config.sampling
-    drawn = books.config.evaluation if group.evaluation else sampling
+    drawn = books.prompts.held_out[group.epoch].asked if group.evaluation else sampling
     return wire.Task(
         group=group.id,
         evaluation=group.evaluation,

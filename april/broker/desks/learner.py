@@ -4,6 +4,7 @@ import logging
 
 from april import wire
 from april.broker.books import Books
+from april.broker.desks.evaluations import Evaluations
 from april.broker.ledger.admission import Verdict
 from april.broker.ledger.ledger import LedgerError
 from april.broker.ledger.samples import Group, Sample, SampleState
@@ -14,6 +15,7 @@ from april.wire import limits
 
 log = logging.getLogger(__name__)
 
+NONE_YET = -1
 PART_BYTES = 1 << 19
 """arrays in one message of a batch, rounded up to whole groups"""
 PASS_BYTES = 1 << 19
@@ -21,8 +23,8 @@ PASS_BYTES = 1 << 19
 
 
 class LearnerDesk:
-    def __init__(self, books: Books):
-        self.books = books
+    def __init__(self, books: Books, evaluations: Evaluations):
+        self.books, self.evaluations = books, evaluations
         self.ledger = books.ledger
         self.sessions = books.sessions
         self.came = False
@@ -163,6 +165,11 @@ class LearnerDesk:
         self.books.run.summary_is_old = True
         step, reward, tokens = record["step"], record["reward"], record["tokens"]
         log.info("step %d trained: reward %.3f, %d tokens", step, reward, tokens, extra={"step": step})
+
+    def on_BestWanted(self, session: Session, received: wire.Received, now: float) -> None:
+        best = self.evaluations.best()
+        answer = wire.Best(NONE_YET if best is None else best, self.evaluations.undecided())
+        self.sessions.send(session, answer, sequence=received.sequence)
 
     def on_Durable(self, session: Session, received: wire.Received, now: float) -> None:
         step = received.message.step

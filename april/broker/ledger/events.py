@@ -55,7 +55,8 @@ class BrokerStarted(Event):
 class GroupOpened(Event):
     """Drawing a prompt and creating its group are one fact; (epoch, row) is the prompt cursor.
 
-    For evaluation, `epoch` is 0 and `floor` the policy step that is evaluated. Array: the prompt's token ids, int32.
+    For evaluation, `epoch` is the number of its set and `floor` the policy step that is evaluated. Array: the prompt's
+    token ids, int32.
     """
 
     group: int

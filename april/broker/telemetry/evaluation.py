@@ -4,6 +4,10 @@ from math import comb, sqrt
 from statistics import fmean, stdev
 from typing import Any
 
+from april.broker.ledger.samples import Group, Sample, SampleState
+from april.config.evaluation import HELD_OUT
+from april.wire.version import Version
+
 PASSED = 1.0
 """a sample with at least this reward has solved its prompt"""
 Z95 = 1.959964
@@ -25,11 +29,51 @@ def summarise(rewards: list[list[float]], samples: int) -> dict[str, Any]:
     return {"mean_at_k": mean and {"k": samples, **mean}, "pass_at_k": passes}
 
 
+def describe_set(groups: list[Group], samples: int) -> dict[str, Any]:
+    """Of held-out prompts that were asked `samples` times; failed samples are counted, not scored as zero. `accuracy`
+    is the mean over prompts of that of their samples."""
+    done = [found for group in groups if (found := done_of(group))]
+    scores = summarise([[sample.accuracy for sample in of_prompt] for of_prompt in done], samples)
+    return {
+        "accuracy": scores["mean_at_k"] and scores["mean_at_k"]["value"],
+        "prompts": len(done),
+        "failed": len(groups) - len(done),
+        "failed_samples": len(groups) * samples - sum(map(len, done)),
+        **scores,
+    }
+
+
+def versions_of(groups: list[Group]) -> set[Version]:
+    """That have sampled any of it."""
+    lines = [line for group in groups for sample in done_of(group) for line in sample.lines]
+    return {version for line in lines for _, _, version in line.segments}
+
+
+def done_of(group: Group) -> list[Sample]:
+    return [sample for sample in group.samples if sample.state is SampleState.DONE]
+
+
+def accuracy_of(result: dict[str, Any], name: str) -> float | None:
+    """On the set of that name; None where it was not asked, or nothing could be scored."""
+    return sets_of(result).get(name, {}).get("accuracy")
+
+
+def sets_of(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What was found, by the names of the sets."""
+    return result.get("sets") or {HELD_OUT: result}
+
+
 def describe_evaluation(result: dict[str, Any]) -> str:
     """In one sentence, with the prompts that it had to leave out."""
-    left_out = f", {result['failed']} left out, whose responses could not be scored" if result["failed"] else ""
-    accuracy = "none" if result["accuracy"] is None else f"{result['accuracy']:.3f}"
-    return f"evaluation at step {result['step']}: accuracy {accuracy} on {result['prompts']} prompts{left_out}"
+    sets = sets_of(result)
+    said = [f"{f'{name} ' if len(sets) > 1 else ''}{score(found)}" for name, found in sets.items()]
+    return f"evaluation at step {result['step']}: accuracy {'; '.join(said)}"
+
+
+def score(found: dict[str, Any]) -> str:
+    left_out = f", {found['failed']} left out, whose responses could not be scored" if found["failed"] else ""
+    accuracy = "none" if found["accuracy"] is None else f"{found['accuracy']:.3f}"
+    return f"{accuracy} on {found['prompts']} prompts{left_out}"
 
 
 def sizes(samples: int) -> list[int]:

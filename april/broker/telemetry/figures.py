@@ -14,8 +14,13 @@ def of_step(record: dict[str, Any]) -> dict[str, float]:
     return figures | {f"alarms/{alarm['name']}": 1.0 for alarm in record.get("alarms", ())}
 
 
+SCORES = ("accuracy", "mean_at_k", "pass_at_k")
+
+
 def of_evaluation(result: dict[str, Any]) -> dict[str, float]:
-    return scalars({"evaluation": {name: result[name] for name in ("accuracy", "mean_at_k", "pass_at_k")}})
+    """Those of the first set, and of several those of each, as sets/NAME."""
+    sets = {name: {score: found[score] for score in SCORES} for name, found in result.get("sets", {}).items()}
+    return scalars({"evaluation": {score: result[score] for score in SCORES} | {"sets": sets}})
 
 
 def scalars(figures: dict[str, Any], prefix: str = "") -> dict[str, float]:

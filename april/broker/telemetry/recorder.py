@@ -16,13 +16,14 @@ from april.broker.ledger.samples import Group, Sample, SampleState
 from april.broker.sessions import Sessions
 from april.broker.telemetry.alarm import Alarms
 from april.broker.telemetry.engine_gap import split_gaps
-from april.broker.telemetry.evaluation import summarise
+from april.broker.telemetry.evaluation import describe_set, versions_of
 from april.broker.telemetry.failed_share import failed_share
 from april.broker.telemetry.length_drift import Drift, drift_of
 from april.broker.telemetry.lengths import describe, histogram, summarise_cohorts
 from april.broker.telemetry.metrics_file import MetricsFile, without_lanes
 from april.broker.telemetry.sink import Sinks
 from april.broker.telemetry.slots import SlotMeans
+from april.config.evaluation import EvaluationSet
 from april.processes import clock
 from april.wire import limits
 from april.wire.version import LARGEST
@@ -269,25 +270,20 @@ class Recorder:
             self._drift, self._drift_due = drift_of(ledger.cohorts), now + DRIFT_S
         return self._drift
 
-    def evaluated(self, step: int, groups: list[Group], samples: int) -> dict[str, Any]:
-        """The accuracy of an evaluation of `samples` a prompt that is complete; failed samples are counted, not scored
-        as zero. `accuracy` is the mean over prompts of that of their samples."""
-        of_prompts = [[sample for sample in group.samples if sample.state is SampleState.DONE] for group in groups]
-        of_prompts = [of_prompt for of_prompt in of_prompts if of_prompt]
-        done = [sample for of_prompt in of_prompts for sample in of_prompt]
-        scores = summarise([[sample.accuracy for sample in of_prompt] for of_prompt in of_prompts], samples)
-        versions = sorted({version for sample in done for line in sample.lines for _, _, version in line.segments})
+    def evaluated(self, step: int, asked: list[tuple[EvaluationSet, list[Group]]]) -> dict[str, Any]:
+        """Write down an evaluation that is complete: what `describe_set` says of the first of the sets, and where any
+        has a name of its own what it says of each, in `sets` by name."""
+        of_sets = [(one, describe_set(groups, one.samples)) for one, groups in asked]
+        versions = sorted({version for _, groups in asked for version in versions_of(groups)})
         result = {
             "step": step,
             "time": round(clock.now(), 3),
             "version": list(versions[-1]) if versions else None,
             "versions": [list(version) for version in versions],
-            "accuracy": scores["mean_at_k"] and scores["mean_at_k"]["value"],
-            "prompts": len(of_prompts),
-            "failed": len(groups) - len(of_prompts),
-            "failed_samples": len(groups) * samples - len(done),
-            **scores,
+            **of_sets[0][1],
         }
+        if any(one.number for one, _ in of_sets):
+            result["sets"] = {one.name: found for one, found in of_sets}
         self.lines.append_evaluation(result)
         self.sinks.evaluation(result, clock.now())
         return result

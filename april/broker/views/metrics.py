@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from april.broker.books import Books
+from april.broker.telemetry.evaluation import sets_of
 
 Series = dict[tuple[str, ...], float]
 """values by those of the labels"""
@@ -71,6 +72,7 @@ METRICS = {
         "counter", "Steps trained again after a restart, with the loss that was logged or another", ("loss",)
     ),
     "april_evaluation_accuracy": Metric("gauge", "Accuracy of the newest evaluation"),
+    "april_evaluation_set_accuracy": Metric("gauge", "Accuracy of the newest evaluation by set", ("set",)),
     "april_evaluation_step": Metric("gauge", "Policy step of the newest evaluation"),
     "april_sessions": Metric("gauge", "Peers that are connected", ("role",)),
     "april_worker_leases": Metric("gauge", "Samples that a worker generates", ("worker",)),
@@ -187,6 +189,9 @@ class Photographer:
         if ledger.evaluated:
             newest = ledger.evaluated[max(ledger.evaluated)]
             series["april_evaluation_step"] = single(newest["step"])
+            series["april_evaluation_set_accuracy"] = {
+                (name,): found["accuracy"] for name, found in sets_of(newest).items() if found["accuracy"] is not None
+            }
             if newest["accuracy"] is not None:
                 series["april_evaluation_accuracy"] = single(newest["accuracy"])
         return series | self._workers(books, now)

@@ -29,6 +29,11 @@ function running(counts) {
   return (counts ?? []).map((count) => (sum += count ?? 0));
 }
 
+const heldOut = (held) => {
+  const sets = Object.entries(held?.sets ?? {});
+  return (sets.length ? sets : [["Held-out", held?.accuracy]]).map(([name, accuracy]) => [name, number(accuracy, 3), held && `at step ${held.step}`]);
+};
+
 const since = (times) => (times ?? []).map((time) => (time - times[0]) / 60);
 
 export async function runView(place, { run, runs, address, signal, follow }) {
@@ -98,7 +103,7 @@ export async function runView(place, { run, runs, address, signal, follow }) {
     const shown = [
       ["Step", number(last("step")), max && `of ${number(max)}`],
       ["Reward", number(summary.reward?.last3 ?? last("reward"), 3), summary.reward?.first != null && `first ${number(summary.reward.first, 3)}`],
-      ["Held-out", number(held?.accuracy, 3), held && `at step ${held.step}`],
+      ...heldOut(held),
       ["Rollout", short(summary.rollout_tokens_per_s ?? last("rollout_tokens_per_s")), "tokens/s"],
       ["Staleness", number(summary.staleness?.mean ?? last("staleness.mean"), 2), summary.staleness && `at most ${summary.staleness.max}`],
       ["Time", duration(summary.wall_s), about.all_read ? "" : "still reading"],

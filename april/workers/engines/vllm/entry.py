@@ -44,7 +44,9 @@ class VLLMEntry(ServerEntry):
 
 
 def check_sampling(config: Config) -> None:
-    for key, temperature in (("sampling", config.sampling.temperature), ("evaluation", config.evaluation.temperature)):
+    drawn = {"sampling": config.sampling.temperature, "evaluation": config.evaluation.temperature}
+    drawn |= {one.key: one.temperature for one in config.evaluation_sets}
+    for key, temperature in drawn.items():
         if temperature > HIGHEST_TEMPERATURE:
             raise ConfigError(
                 f"key '{key}.temperature' = {temperature} is above {HIGHEST_TEMPERATURE:g}, the most that vLLM takes; "

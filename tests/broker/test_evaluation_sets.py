@@ -1,0 +1,180 @@
+"""Held-out prompts in several sets: each drawn and scored in its own way, told by its name, and the best weights by one
+of them."""
+
+import orjson
+import pytest
+
+from april import config as configuration
+from april import wire
+from april.broker.journal.files import JournalError
+from april.broker.telemetry.evaluation import describe_evaluation
+from april.broker.telemetry.figures import of_evaluation
+from april.formats.versions import RUN_FOLDER
+from april.report.run_folder import read_run
+from tests.broker.conversation import Conversation, FakeLearner, FakeWorker
+from tests.broker.test_steps import train
+
+SETS = """
+[evaluation]
+prompts = 2
+every = 1
+share = 1.0
+best = "hard"
+{sets}
+"""
+HARD = """
+[evaluation.sets.hard]
+path = "hard.jsonl"
+prompts = 3
+samples = 2
+temperature = 0.5
+reward = "exact"
+"""
+EASY = """
+[evaluation.sets.easy]
+path = "hard.jsonl"
+prompts = 1
+temperature = 0.0
+"""
+
+
+@pytest.fixture
+def load(config_file):
+    """load(sets) -> the small run with these sets of held-out prompts beside that of data.eval_path"""
+    rows = [{"prompt": f"{row:02d}*3+60=", "label": str(row)} for row in range(5)]
+    (config_file.parent / "hard.jsonl").write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
+    small = config_file.read_text().replace("evaluation = { prompts = 8 }\n", "")
+
+    def load(sets=HARD + EASY, overrides=()):
+        config_file.write_text(small + SETS.format(sets=sets))
+        return configuration.load(config_file, ["--schedule.max_steps", "6", *overrides])
+
+    return load
+
+
+def evaluation_grants(worker):
+    """By the number of the set; those for training are given back."""
+    found = {}
+    for grant in worker.grants():
+        if grant.evaluation:
+            found.setdefault(worker.conversation.ledger.groups[grant.group].epoch, []).append(grant)
+        else:
+            worker.report(closings=[wire.GiveBack(grant.lease_id, 0, "abort")])
+    return found
+
+
+def test_each_set_has_its_prompts_its_samples_and_its_verifier(load):
+    talk = Conversation(load())
+    worker = FakeWorker(talk)
+    worker.join(capacity=64)
+    grants = evaluation_grants(worker)
+    assert {number: len(of_set) for number, of_set in grants.items()} == {0: 2, 1: 6, 2: 1}
+    drawn = {number: {(grant.temperature, grant.reward) for grant in of_set} for number, of_set in grants.items()}
+    default = talk.config.reward.name
+    assert drawn == {0: {(1.0, default)}, 1: {(0.5, "exact")}, 2: {(0.0, default)}}
+    assert sorted({grant.label for grant in grants[1]}) == ["0", "1", "2"]
+
+
+def test_results_are_told_by_name_and_survive_a_broker_that_dies_between_the_sets(load):
+    talk = Conversation(load())
+    worker = FakeWorker(talk)
+    worker.join(capacity=64)
+    grants = evaluation_grants(worker)
+    for grant in grants[0]:
+        worker.complete(grant, reward=1.0)
+    for turn, grant in enumerate(grants[1][:4]):
+        worker.complete(grant, reward=float(turn == 0))
+    assert not talk.ledger.evaluated
+    talk.restart_broker()
+    talk.tick(talk.config.broker.readopt_s + 1)
+    worker = FakeWorker(talk)
+    worker.join(capacity=64)
+    rest = evaluation_grants(worker)
+    assert {number: len(of_set) for number, of_set in rest.items()} == {1: 2, 2: 1}
+    for grant in rest[1] + rest[2]:
+        worker.complete(grant, reward=0.0)
+    result = talk.ledger.evaluated[0]
+    found = {name: (one["accuracy"], one["prompts"]) for name, one in result["sets"].items()}
+    assert found == {"heldout": (1.0, 2), "hard": (pytest.approx(1 / 6, abs=1e-6), 3), "easy": (0.0, 1)}
+    assert result["accuracy"] == 1.0 and list(result["sets"]["hard"]["pass_at_k"]) == ["1", "2"]
+    said = "evaluation at step 0: accuracy heldout 1.000 on 2 prompts; hard 0.167 on 3 prompts; easy 0.000 on 1 prompts"
+    assert describe_evaluation(result) == said
+    figures = of_evaluation(result)
+    assert figures["evaluation/accuracy"] == 1.0 and figures["evaluation/sets/easy/accuracy"] == 0.0
+    lines = (talk.config.run_dir / "metrics.jsonl").read_bytes().splitlines()
+    assert [orjson.loads(line)["evaluation"]["sets"] for line in lines] == [result["sets"]]
+
+
+def answer(learner):
+    learner.say(wire.BestWanted())
+    message = learner.take(wire.Best)[-1].message
+    return message.step, message.undecided
+
+
+def evaluate(worker, accuracy):
+    """Finish what is open: on the set `hard` with this accuracy of 6 samples."""
+    grants = evaluation_grants(worker)
+    for number, of_set in grants.items():
+        for turn, grant in enumerate(of_set):
+            worker.complete(grant, reward=float(number != 1 or turn < accuracy * 6))
+
+
+def test_the_best_weights_are_those_of_the_chosen_set_and_are_known_after_a_restart(load):
+    talk = Conversation(load())
+    worker, learner = FakeWorker(talk), FakeLearner(talk)
+    learner.join()
+    worker.join(capacity=64)
+    evaluate(worker, 1.0)
+    assert answer(learner) == (-1, []), "the starting weights have no checkpoint"
+    found = []
+    for step, accuracy in enumerate((1 / 6, 4 / 6, 2 / 6)):
+        train(talk, worker, learner, step)
+        found.append(answer(learner))
+        evaluate(worker, accuracy)
+        found.append(answer(learner))
+    assert found == [(-1, [1]), (1, []), (1, [2]), (2, []), (2, [3]), (2, [])]
+    talk.restart_broker()
+    learner = FakeLearner(talk)
+    learner.join(step=3)
+    assert answer(learner) == (2, [])
+
+
+def test_the_sets_stay_those_that_a_run_was_begun_with(load):
+    talk = Conversation(load())
+    for sets in (HARD, EASY + HARD, HARD + EASY.replace("prompts = 1", "prompts = 2")):
+        talk.config = load(sets)
+        with pytest.raises(JournalError, match=r"evaluation.sets"):
+            talk.restart_broker()
+        talk.journal.close()
+
+
+@pytest.mark.parametrize(
+    "sets, overrides, refusal",
+    [
+        (HARD, ["--evaluation.every", "0"], r"'evaluation.best' = 'hard' .* evaluation.every = 0; set"),
+        (EASY, [], r"'evaluation.best' = 'hard' is no set .*; use 'heldout' or 'easy'"),
+        (HARD.replace("hard.jsonl", "gone.jsonl"), [], r"'evaluation.sets.hard.path' = .*gone.jsonl' does not exist"),
+        (HARD.replace("0.5", "0.0"), [], r"'evaluation.sets.hard.samples' = 2 asks for greedy samples"),
+        (HARD + EASY.replace("easy", '"a/b"'), [], r"evaluation.sets' .* should have names of up to 64 letters"),
+        (HARD + EASY.replace("easy", "heldout"), [], r"evaluation.sets' .* none called heldout"),
+        (HARD, ["--evaluation.sets.hard.sample", "3"], r"unknown key 'evaluation.sets.hard.sample' = 3"),
+    ],
+)
+def test_sets_that_make_no_sense_are_refused(load, sets, overrides, refusal):
+    with pytest.raises(configuration.ConfigError, match=refusal):
+        load(sets, overrides)
+
+
+def test_a_report_has_each_set_by_name(load):
+    talk = Conversation(load())
+    worker = FakeWorker(talk)
+    worker.join(capacity=64)
+    evaluate(worker, 0.5)
+    talk.service._write_summary(talk.now)
+    run_dir = talk.config.run_dir
+    (run_dir / "config.toml").write_text(talk.config.to_toml())
+    RUN_FOLDER.claim(run_dir, new=True)
+    named = read_run(run_dir).named_evaluations
+    assert {name: [point["accuracy"] for point in points] for name, points in named.items()} == {
+        "heldout": [1.0], "hard": [0.5], "easy": [1.0]
+    }  # fmt: skip

@@ -1,0 +1,75 @@
+"""The checkpoint that is the best by an evaluation stays beside the newest, and is exported beside the last."""
+
+import os
+
+import pytest
+import torch
+from learner_setup import Diary, make_config
+from safetensors.torch import load_file
+
+from april.config.evaluation import EvaluationSection
+from april.learner import checkpoint, loop
+from april.learner.trainer import Trainer
+
+
+class Judge(Diary):
+    """Says what is the best by the checkpoints that it has heard of."""
+
+    def __init__(self, *arguments, best, **options):
+        super().__init__(*arguments, **options)
+        self.best_of, self.last, self.kept = best, 0, []
+
+    def durable(self, step, oldest):
+        super().durable(step, oldest)
+        self.last = step
+        self.kept.append(checkpoint.steps(self.directory))
+
+    def best(self):
+        return self.best_of(self.last)
+
+
+def best_of(last):
+    """(best so far, undecided) by the last checkpoint: 2, until 4 turns out to be better at the end."""
+    if last >= 6:
+        return 4, []
+    return (2 if last >= 2 else -1), [step for step in (4,) if step <= last]
+
+
+@pytest.fixture
+def live(one_rank, policy_folder, tmp_path):
+    config = make_config(policy_folder, tmp_path / "run", checkpoint_every=100, keep_checkpoints=1)
+    config = config.model_copy(update={"evaluation": EvaluationSection(every=1, best="heldout")})
+
+    def run(last_step, best=best_of):
+        diary = Judge(policy_folder, last_step, best=best)
+        diary.directory = config.run_dir / "checkpoints"
+        trainer = Trainer(config, torch.device("cpu"))
+        loop.run(config, trainer, diary, diary)
+        return diary, trainer
+
+    return run
+
+
+def test_what_is_or_may_be_the_best_stays_and_is_exported_beside_the_last(live):
+    diary, trainer = live(6)
+    assert diary.kept == [[1], [2], [2, 3], [2, 4], [2, 4, 5], [2, 4, 6]]
+    assert checkpoint.steps(diary.directory) == [4, 6]
+    assert diary.durables[-1] == ("durable", 6, 6), "a learner never goes back to the best"
+    exported = {name: load_file(diary.directory / name / "model.safetensors") for name in ("best", "policy")}
+    of_steps = {step: tensors for (_, step), tensors in diary.weights.items()}
+    for name, step in (("best", 4), ("policy", 6)):
+        assert all(torch.equal(value, of_steps[step][key]) for key, value in exported[name].items()), name
+    assert all(torch.equal(value, of_steps[6][key]) for key, value in trainer.weights().items())
+
+
+def test_a_restarted_learner_keeps_the_best_from_before(live):
+    live(3)
+    diary, _ = live(5, best=lambda last: (2, []))
+    assert diary.kept == [[2, 4], [2, 5]]
+    assert (diary.directory / "best").is_dir()
+
+
+def test_weights_without_a_checkpoint_are_not_exported(live, caplog):
+    diary, _ = live(2, best=lambda last: (1, []) if last == 2 else (-1, []))
+    assert "the best weights are those of step 1, whose checkpoint is not whole" in caplog.text
+    assert sorted(os.listdir(diary.directory)) == ["policy", "step_000002"]
