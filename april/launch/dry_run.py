@@ -41,6 +41,7 @@ def describe(config: Config, devices: Sequence[str]) -> str:
         "devices": indented([describe_devices(config, placed), *describe_placement(placed)]),
         "learner": f"{samples} samples a step, {samples // config.learner.ranks} a rank; {training(config, shape)}",
         "engines": f"{config.worker.engine}, {config.worker.slots} slots each; {engine(config, shape)}",
+        "ports": describe_ports(config),
         "lanes": describe_lanes(config, shape, placed),
         "groups": indented(describe_groups(config)),
         "journal": f"up to {size(samples * longest_bytes)} a step",
@@ -110,6 +111,19 @@ def describe_devices(config: Config, placed: dict[str, list[str]]) -> str:
     for_workers = config.worker.count * each
     parts = [f"{count} {name}" for count, name in ((for_workers, "for workers"), (ranks, "for the learner")) if count]
     return f"{counted(ranks + for_workers, 'accelerator')}: {', '.join(parts)}"
+
+
+def describe_ports(config: Config) -> str:
+    """Where this machine's parts listen: * and 0 are any port that is free, as is a lane's."""
+    servers = f"{config.engine.port} and up" if config.engine.port else ""
+    opened = {
+        "broker": config.broker.bind.removeprefix("tcp://"),
+        "metrics": config.operations.http,
+        "agents": config.agent.listen if config.agents else "",
+        "servers": servers,
+        "learner ranks": str(config.launch.port + 1) if config.launch.learner_nodes > 1 else "",
+    }
+    return ", ".join(f"{name} {place}" for name, place in opened.items() if place)
 
 
 def planned(config: Config, devices: Sequence[str]) -> dict[str, list[str]]:
