@@ -197,6 +197,7 @@ class Learner(Remembered, FakeLearner):
             self.received_bytes += batch.array_bytes
             self.say(wire.Consumed(step, {"loss": 0.5}))
             self.say(wire.Durable(step + 1, step))
+            self.say(wire.BestWanted())
 
 
 class Monitor(Remembered):
