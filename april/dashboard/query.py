@@ -14,6 +14,8 @@ from april.dashboard.one import opened
 
 PAGE = 50
 """rows that are sent at once"""
+BLOCK = 1 << 16
+"""rows that are sorted at once"""
 SEARCH_HITS = 200
 SEARCH_S = 20.0
 """after which a search says how far it has come, and is gone on with when it is asked to be"""
@@ -94,7 +96,13 @@ def matching(index: SampleIndex, query: Query) -> np.ndarray:
                 kept &= False
         if query.prompt is not None:
             kept &= index.column("prompt") == np.uint64(query.prompt)
-        return np.flatnonzero(kept)
+        return true_places(kept)
+
+
+def true_places(kept: np.ndarray) -> np.ndarray:
+    """int32: where it is true."""
+    found = [np.flatnonzero(kept[at : at + BLOCK]).astype(np.int32) + np.int32(at) for at in range(0, len(kept), BLOCK)]
+    return np.concatenate(found) if found else np.empty(0, np.int32)
 
 
 def page(index: SampleIndex, rows: np.ndarray, query: Query) -> list[dict[str, Any]]:
@@ -104,12 +112,20 @@ def page(index: SampleIndex, rows: np.ndarray, query: Query) -> list[dict[str, A
         keys = [(column_of(index, name), query.sort.startswith("-")), (index.column("step"), True)]
         keys += [(index.column("group"), False), (index.column("index"), False)]
         ordered = first(rows, keys, query.offset + PAGE)
-        return [index.row(number) for number in ordered[query.offset :]]
+        return [index.row(number) for number in ordered[query.offset :].tolist()]
 
 
 def first(rows: np.ndarray, keys: list[tuple[np.ndarray, bool]], count: int) -> np.ndarray:
-    """So many of the rows in order of the keys, each a column and whether its largest come first: only what is close
-    to the front is sorted."""
+    """So many of the rows in order of the keys, each a column and whether its largest come first; a block of rows at a
+    time, so that no column is copied whole."""
+    front, block = rows[:0], max(BLOCK, count)
+    for at in range(0, len(rows), block):
+        front = front_of(np.concatenate([front, rows[at : at + block]]), keys, count)
+    return front
+
+
+def front_of(rows: np.ndarray, keys: list[tuple[np.ndarray, bool]], count: int) -> np.ndarray:
+    """The same of all the rows at once: only what is close to the front is sorted."""
     chosen, rest, missing = [], rows, count
     for column, falling in keys:
         if len(rest) <= missing:

@@ -9,6 +9,7 @@ import orjson
 import pyarrow.parquet as parquet
 import pytest
 
+from april.dashboard import query
 from april.dashboard.folder import WatchedRun
 from april.dashboard.index import SampleIndex
 from april.dashboard.query import Query, first, matching, page
@@ -101,9 +102,10 @@ def test_a_text_is_found_newest_step_first(client, samples):
     assert orjson.loads(nothing) == {"done": True, "before": None}
 
 
-def test_of_many_equals_the_first_are_those_of_the_next_key():
+def test_of_many_equals_the_first_are_those_of_the_next_key(monkeypatch):
     import numpy as np
 
+    monkeypatch.setattr(query, "BLOCK", 700)
     chance = np.random.default_rng(0)
     keys = [(chance.integers(0, 3, 5000), True), (chance.integers(0, 40, 5000), False), (np.arange(5000), False)]
     rows = np.flatnonzero(chance.random(5000) < 0.8)

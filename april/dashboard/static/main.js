@@ -20,7 +20,7 @@ let leave = new AbortController();
 let shown = "";
 
 function chooseView({ view: name, rest }) {
-  if (name === "samples") return rest.length === 3 ? sampleView : rest.length === 2 ? groupView : samplesView;
+  if (name === "samples") return rest.length >= 3 ? sampleView : rest.length === 2 ? groupView : samplesView;
   return { run: runView, now: nowView, timeline: timelineView, compare: compareView }[name];
 }
 
