@@ -26,7 +26,7 @@ FULL, QUICK = (5000, 200, 512), (100, 200, 16)
 """steps, samples a step, workers"""
 REPEATS = 7
 PATIENCE_MS, READY_MS = 120_000, 900_000
-RESPONSE_TOKENS = 60
+PROMPT_TOKENS, RESPONSE_TOKENS = 40, 60
 WORDS = ["the", "a", "of", "and", "so", "then", "we", "add", "seven", "nine", "apples", "each", "gives", "is", "total"]
 RARE = "persimmon"
 """a word that one sample of 500 has"""
@@ -73,7 +73,7 @@ def rows(samples: int, chance: np.random.Generator) -> pyarrow.Table:
         figures = -chance.random(RESPONSE_TOKENS).astype(np.float32)
         return {
             "step": 0, "group": number // 8, "index": number % 8, "branch": 0, "prompt": prompts[number // 8],
-            "prompt_ids": ids[:40],
+            "prompt_ids": ids[:PROMPT_TOKENS],
             "response": " ".join(chance.choice(WORDS, RESPONSE_TOKENS)), "response_ids": ids,
             "segments": [{"start": 0, "end": RESPONSE_TOKENS, "branch": 0, "step": 0}],
             "behaviour_logprobs": figures, "learner_logprobs": figures, "entropies": -figures, "reward": 0.0,
@@ -84,7 +84,7 @@ def rows(samples: int, chance: np.random.Generator) -> pyarrow.Table:
 
 
 def write_samples(run: Path, step: int, table: pyarrow.Table, chance: np.random.Generator) -> None:
-    from april.learner.samples import ROW_GROUP_SAMPLES
+    from april.learner.samples import row_group_size
 
     count = len(table)
     texts = table["response"].to_pylist()
@@ -103,7 +103,8 @@ def write_samples(run: Path, step: int, table: pyarrow.Table, chance: np.random.
     for name, column in new.items():
         table = table.set_column(table.schema.get_field_index(name), name, column)
     path = run / f"samples/step_{step:06d}.parquet"
-    parquet.write_table(table, path, row_group_size=ROW_GROUP_SAMPLES, compression="zstd")
+    size = row_group_size(count, count * (PROMPT_TOKENS + RESPONSE_TOKENS))
+    parquet.write_table(table, path, row_group_size=size, compression="zstd")
 
 
 class Served:

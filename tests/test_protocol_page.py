@@ -317,18 +317,18 @@ def test_a_client_written_from_the_page_carries_a_batch_from_prompt_to_consumed(
     step, place, total, groups = batch.fields
     assert (step, place, total, len(groups)) == (0, 0, 4, 4)
     arrays = iter(batch.arrays)
-    for group, prompt_tokens, samples, opened_at, delivered_at, number, extra in groups:
-        assert (number, extra) == (-1, b""), "the prompt is of a file"
+    for group, prompt_tokens, samples, opened_at, delivered_at, number, extra, discarded in groups:
+        assert (number, extra, discarded) == (-1, b"", ""), "the prompt is of a file"
         prompt = next(arrays)
         assert prompt_tokens == len(prompt)
         assert opened_at <= delivered_at
-        for index, length, reward, finish_reason, segments, details, stays, branch in samples:
+        for index, length, reward, finish_reason, segments, details, stays, branch, *kept in samples:
             lease = completed[group, index]
             assert (prompt, next(arrays), next(arrays)) == (lease.prompt, lease.ids, lease.logprobs)
             assert length == len(lease.ids)
             assert (reward, finish_reason) == (reward_of(lease), "stop")
             assert (segments, details) == ([[0, length, [0, 0]]], {})
-            assert branch == 0
+            assert branch == 0 and kept == [[], 0, "", 0, 0, 0], "nothing that it has not asked for"
             assert [(what, how) for what, *_, how in stays][-2:] == [("generate", "stop"), ("score", "scored")]
     assert list(arrays) == []
     assert learner.ask("Accepted", "Consumed", 0, {"loss": 0.5}).connection == "data"
@@ -363,7 +363,7 @@ def test_a_client_written_from_the_page_carries_a_batch_from_prompt_to_consumed(
     for lease in list(worker.leases.values()):
         worker.give_back(lease, "leave")
     worker.send("Goodbye")
-    assert learner.ask("Finished", "Fetch", 1).fields == ["seen enough"]
+    assert learner.ask("Finished", "Fetch", 1).fields == ["seen enough", []]
     learner.send("Goodbye")
     assert broker.wait() == 0, broker.output
     summary = assert_closed(broker.run_dir)
@@ -450,7 +450,7 @@ def test_a_client_written_from_the_page_brings_prompts_and_gets_them_back(broker
         assert lease.label == "1" and lease.prompt in ([5, 6], [7, 8])
         worker.complete(lease, 2, [0, 0])
     batch = learner.ask("Batch", "Fetch", 0)
-    assert [(number, extra) for *_, number, extra in batch.fields[3]] == [(number, b"mine") for number in range(4)]
+    assert [(number, extra) for *_, number, extra, _ in batch.fields[3]] == [(number, b"mine") for number in range(4)]
 
 
 # --- the tables ---------------------------------------------------------------------------------------------------

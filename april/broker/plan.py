@@ -23,6 +23,7 @@ def ledger_rules(config: Config) -> Rules:
         filtered=schedule.filters_groups,
         scored_apart=config.reward.where == "scorer",
         submitted=config.data.source == "submitted",
+        keeps_discards=config.samples.every > 0,
         agents=config.agent.is_set,
     )
 

@@ -12,6 +12,7 @@ import logging
 import sys
 from collections.abc import Iterator
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import msgspec
@@ -43,7 +44,7 @@ def make_snapshot(folder: Path, until: int, rules: Rules) -> Iterator[list[int]]
     position = put_back(ledger, lives, store, partial(read_closed, folder, until=until))
     starts = [start for start in file_starts(folder) if start <= until]
     older = [0, *(other for other in store.positions() if other < position)][-1]
-    dead = unneeded(starts, older, live_positions(ledger))
+    dead = unneeded(starts, older, chain(live_positions(ledger), lives.discards.positions()))
     yield dead
     for start in dead:
         file_path(folder, start).unlink(missing_ok=True)

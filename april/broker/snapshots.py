@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Protocol
 
@@ -121,7 +122,7 @@ class Snapshots:
         """What no process could do, in the broker's loop, which it holds up; `ledger` is at `position`."""
         self._in_a_row = 0
         older = [0, 0, *self.store.positions()][-2]
-        dead = unneeded(file_starts(self.folder), older, live_positions(ledger))
+        dead = unneeded(file_starts(self.folder), older, chain(live_positions(ledger), lives.discards.positions()))
         let_go(dead)
         try:
             for start in dead:

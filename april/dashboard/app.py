@@ -159,7 +159,9 @@ class Desk:
         run, path = self._folder(request)
         where = request.path_params
         branch = int(query.number("branch", request.query_params.get("branch", "0")))
-        return one.whole(path, where["step"], where["group"], where["index"], run.model, self.pieces, branch)
+        discarded = request.query_params.get("discarded", "")
+        places = one.places_of(path, where["step"], where["group"], where["index"], branch, discarded)
+        return one.whole(path, where["step"], places[0], run.model, self.pieces)
 
     def compare(self, request: Request) -> dict[str, Any]:
         asked = request.query_params

@@ -38,10 +38,10 @@ def shared_prompts(one: SampleIndex, other: SampleIndex, offset: int = 0) -> dic
 
 
 def rewards(index: SampleIndex) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Of each prompt: its digest, how many samples it has, their mean reward, and the row of one of them."""
+    """Of each prompt: its digest, how many samples with a reward it has, its mean, and the row of one of them."""
     with index.lock:
-        rows = np.flatnonzero(index.column("step") != GONE)
+        rows = np.flatnonzero((index.column("step") != GONE) & np.isfinite(index.column("reward")))
         prompts, scores = index.column("prompt")[rows], index.column("reward")[rows]
     found, where, numbers, counts = np.unique(prompts, return_index=True, return_inverse=True, return_counts=True)
-    sums = np.bincount(numbers, weights=np.nan_to_num(scores), minlength=len(found))
+    sums = np.bincount(numbers, weights=scores, minlength=len(found))
     return found, counts, sums / np.maximum(counts, 1), rows[where]

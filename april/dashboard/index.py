@@ -34,9 +34,13 @@ KNOWN = {
 and `newest`, steps of its versions; `staleness`, of its oldest token; `prompt`, a digest of its prompt's text"""
 WORDS = ("finish_reason", "discarded", "worker")
 """columns of few different words, where they are there"""
-READ = ("group", "index", "reward", "advantage", "trained", "segments", "prompt")
+READ = ("group", "index", "reward", "advantage", "trained", "prompt")
+WITHIN = {"segments": ("start", "end", "step"), "stays": ("what", "where")}
+"""of columns of lists, what is read"""
 LIFE = ("opened_at", "delivered_at")
 """columns of Unix seconds, of which the index keeps the distance alone, as `life_s`"""
+PLAIN = ("attempts", "discarded_from", "parent", "shared")
+"""columns that are not searched for"""
 MOST_FURTHER = 6
 """columns of one number a sample beyond those of April 0.2's files; more are not searched for"""
 MOST_WORDS = 1000
@@ -209,9 +213,10 @@ def describe(path: Path, step: int) -> tuple[dict[str, np.ndarray], dict[str, li
         words = [name for name in WORDS if name in schema.names]
         further = [field.name for field in schema if is_further(field)][:MOST_FURTHER]
         times = [name for name in LIFE if name in schema.names]
-        stays = [name for name in ("stays",) if name in schema.names]
+        stays = "stays" in schema.names
         branch = [name for name in ("branch",) if name in schema.names]
-        table = file.read([*READ, *branch, *words, *further, *times, *stays], use_threads=False).combine_chunks()
+        flat = [*READ, *branch, *words, *further, *times]
+        table = file.read([*flat, *leaves(file)], use_threads=False).combine_chunks()
     columns = {
         "step": np.full(len(table), step, np.int32),
         "group": numbers(table, "group", np.int64),
@@ -231,12 +236,30 @@ def describe(path: Path, step: int) -> tuple[dict[str, np.ndarray], dict[str, li
     return columns, said | ({"worker": last_workers(table["stays"])} if stays else {})
 
 
+def leaves(file: Any) -> list[str]:
+    """The paths of what is read of a file's columns of lists."""
+    paths = [file.schema.column(place).path for place in range(len(file.schema.names))]
+    return [path for path in paths if path.split(".")[-1] in WITHIN.get(path.split(".")[0], ())]
+
+
 def last_workers(column: Any) -> list[str | None]:
     """Who has generated the end of each sample."""
-    return [
-        next((stay["where"] for stay in reversed(stays or []) if stay["what"] == "generate"), None)
-        for stays in column.to_pylist()
-    ]
+    counts, flat = lists(column)
+    found: list[str | None] = [None] * len(counts)
+    owners = np.repeat(np.arange(len(counts)), counts).tolist()
+    for owner, what, where in zip(owners, flat.field("what").to_pylist(), flat.field("where").to_pylist(), strict=True):
+        if what == "generate":
+            found[owner] = where
+    return found
+
+
+def lists(column: Any) -> tuple[np.ndarray, Any]:
+    """How long each list of a column is, int64, and all their elements one behind the other."""
+    import pyarrow as arrow
+
+    array = column.combine_chunks()
+    array = array.chunk(0) if isinstance(array, arrow.ChunkedArray) else array
+    return array.value_lengths().fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64), array.flatten()
 
 
 def is_further(field: Any) -> bool:
@@ -244,7 +267,7 @@ def is_further(field: Any) -> bool:
     import pyarrow.types as types
 
     of_numbers = types.is_integer(field.type) or types.is_floating(field.type) or types.is_boolean(field.type)
-    return of_numbers and field.name not in (*KNOWN, *WORDS) and not field.name.endswith("_at")
+    return of_numbers and field.name not in (*KNOWN, *WORDS, *PLAIN) and not field.name.endswith("_at")
 
 
 def numbers(table: Any, name: str, kind: Any) -> np.ndarray:
@@ -256,12 +279,7 @@ def numbers(table: Any, name: str, kind: Any) -> np.ndarray:
 
 def of_segments(column: Any, step: int) -> dict[str, np.ndarray]:
     """What each sample's segments say: `tokens`, `versions`, `oldest`, `newest`, `staleness`."""
-    import pyarrow as arrow
-
-    array = column.combine_chunks()
-    array = array.chunk(0) if isinstance(array, arrow.ChunkedArray) else array
-    counts = array.value_lengths().fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
-    flat = array.flatten()
+    counts, flat = lists(column)
     starts, ends, steps = (flat.field(name).to_numpy(zero_copy_only=False) for name in ("start", "end", "step"))
     tokens, versions = np.zeros(len(counts), np.int32), np.zeros(len(counts), np.int16)
     oldest = newest = np.full(len(counts), step - 1, np.int32)

@@ -9,8 +9,8 @@ from april.dashboard.pieces import Pieces
 
 EXCERPT_CHARACTERS = 160
 """of a text in a table"""
-HEAVY = ("prompt_ids", "response_ids", "behaviour_logprobs", "learner_logprobs", "entropies")
-"""columns with a value a token"""
+HEAVY = ("prompt_ids", "response_ids", "behaviour_logprobs", "learner_logprobs", "entropies", "chunks")
+"""columns with a value a token or a chunk"""
 
 
 def path_of(run_dir: Path, step: int) -> Path:
@@ -69,21 +69,24 @@ def finite(value: Any) -> Any:
     return value
 
 
-def places_of(run_dir: Path, step: int, group: int, index: int | None = None, branch: int = 0) -> list[int]:
+def places_of(
+    run_dir: Path, step: int, group: int, index: int | None = None, branch: int = 0, discarded: str = ""
+) -> list[int]:
     """Of a group's samples in the step's file, or of one of them, by their index; `branch` of that, where it is the
-    session of an agent. Raises ConfigError."""
+    session of an agent, and first what was `discarded` of it for that reason. Raises ConfigError."""
     import pyarrow as arrow
 
     try:
         with opened(run_dir, step) as file:
-            columns = [name for name in ("group", "index", "branch") if name in file.schema_arrow.names]
+            columns = [name for name in ("group", "index", "branch", "discarded") if name in file.schema_arrow.names]
             table = file.read(columns, use_threads=False)
     except (OSError, arrow.ArrowInvalid):
         raise ConfigError(f"samples of step {step} are not kept, or cannot be read; look for another step's") from None
     branches = table["branch"].to_pylist() if "branch" in columns else [0] * len(table)
+    reasons = table["discarded"].to_pylist() if "discarded" in columns else [""] * len(table)
     rows = list(zip(table["group"].to_pylist(), table["index"].to_pylist(), branches, strict=True))
     found = [
-        (*row, place)
+        (*row, (reasons[place] or "") != discarded, place)
         for place, row in enumerate(rows)
         if row == (group, index, branch) or (index is None and row[0] == group)
     ]
@@ -132,11 +135,9 @@ def sampled(row: dict[str, Any]) -> int:
     return sum(segment["end"] - segment["start"] for segment in row["segments"] or [])
 
 
-def whole(
-    run_dir: Path, step: int, group: int, index: int, model: Path, pieces: Pieces, branch: int = 0
-) -> dict[str, Any]:
+def whole(run_dir: Path, step: int, place: int, model: Path, pieces: Pieces) -> dict[str, Any]:
     """All that is kept of a sample, the `pieces` of its response, and its `turns`."""
-    (row,) = read_places(run_dir, step, places_of(run_dir, step, group, index, branch))
+    (row,) = read_places(run_dir, step, [place])
     ids = row["response_ids"] or []
     return row | {
         "pieces": pieces.of(model, ids),

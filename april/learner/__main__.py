@@ -3,6 +3,7 @@
 import argparse
 import logging
 import sys
+from functools import partial
 
 from april import config as configuration
 from april.connections.broker import AccessDenied, BrokerRefused, BrokerUnreachable
@@ -84,6 +85,7 @@ def train(config: configuration.Config, address: str) -> None:
 
     from april.connections.address import address_at
     from april.learner import loop, process_group
+    from april.learner.seen import keeps
     from april.learner.source import BrokerSource
     from april.learner.trainer import Trainer
     from april.processes.pulse import MAIN, Watch
@@ -100,7 +102,10 @@ def train(config: configuration.Config, address: str) -> None:
         keys = config.security.keys
         address = address_at(address, config.broker.patience_s)
         publisher = WeightPublisher(weights_towards(config, address), config.run.name, device.type, keys)
-        source = BrokerSource(address, publisher.address, config.broker.patience_s, load_keys(keys, "learner"))
+        source = BrokerSource(
+            address, publisher.address, config.broker.patience_s, load_keys(keys, "learner"),
+            keeps=partial(keeps, config.samples),
+        )  # fmt: skip
     loop.run(config, Trainer(config, device), source, publisher)
     process_group.leave()
     if source and publisher:

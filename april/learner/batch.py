@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from april.data.support import Support
-from april.wire.training import Stay
+from april.wire.training import GroupHead, Stay
 from april.wire.version import Version
 
 NO_MORE_BATCHES = -1
@@ -52,6 +52,11 @@ class TrainSample:
     """Unix seconds; 0 where nobody has said it"""
     branch: int = 0
     """of the session of an agent, whose branches are a row each; what they share is trained with one of them"""
+    chunks: tuple[tuple[int, float], ...] = ()
+    """(response tokens that there were, Unix seconds) of each chunk, where the sample is kept to be read"""
+    parent: int = 0
+    shared: int = 0
+    """of a branch, to be read: the one that it has left, and how many tokens at its beginning are that one's"""
 
     def __post_init__(self):
         if self.prompt_tokens < 1:
@@ -84,6 +89,10 @@ class TrainSample:
         return np.concatenate(spans) if spans else np.zeros(0, np.int64)
 
 
+ToldGroup = tuple[GroupHead, list[TrainSample]]
+"""a group, and what the broker says of it"""
+
+
 @dataclass(frozen=True, eq=False)
 class Batch:
     """The groups that turn weights `step` into weights `step + 1`; a group may have lost samples."""
@@ -92,6 +101,8 @@ class Batch:
     groups: list[list[TrainSample]]
     origins: list[tuple[int, bytes]] = field(default_factory=list)
     """of each group whose prompt the trainer has brought: number of the prompt, and what was brought beside it"""
+    discards: list[ToldGroup] = field(default_factory=list)
+    """what was discarded since the batch before and is kept to be read; rank 0's"""
 
     @property
     def samples(self) -> list[TrainSample]:
@@ -138,7 +149,7 @@ class FlatBatch(msgspec.Struct, omit_defaults=True):
 
 
 def encode(batch: Batch) -> bytes:
-    """MessagePack, arrays little-endian; `decode` gives an equal batch back."""
+    """MessagePack, arrays little-endian; `decode` gives an equal batch back, without what is only kept to be read."""
     samples = batch.samples
     supports = [sample.support for sample in samples if sample.support]
     if supports and len(supports) < len(samples):
@@ -207,8 +218,8 @@ def decode(data: bytes | bytearray | memoryview) -> Batch:
 def share_batch(batch: Batch | None, group: dist.ProcessGroup | None = None) -> Batch | None:
     """Rank 0's batch on every rank; None there (the run is over) is None everywhere. Collective.
 
-    The other ranks pass None and wait here for rank 0; `group` must carry CPU tensors (default: the
-    default group).
+    What is only kept to be read stays on rank 0. The other ranks pass None and wait here for rank 0; `group` must carry
+    CPU tensors (default: the default group).
     """
     leader = dist.get_rank() == 0
     data = encode(batch) if leader and batch is not None else b""
@@ -219,4 +230,4 @@ def share_batch(batch: Batch | None, group: dist.ProcessGroup | None = None) -> 
     size = int(size.item())
     buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8) if leader else torch.empty(size, dtype=torch.uint8)
     dist.broadcast(buffer, src=0, group=group)
-    return decode(memoryview(buffer.numpy()))
+    return batch if leader else decode(memoryview(buffer.numpy()))

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from april.learner.background import in_background
-from april.learner.batch import Batch, share_batch
+from april.learner.batch import Batch, ToldGroup, share_batch
 from april.weights.canary import Canary
 from april.wire.training import Discard
 from april.wire.version import Version
@@ -43,6 +43,9 @@ class Source(Protocol):
 
     def fetch(self, step: int) -> Batch | None:
         """Wait for batch `step`, which may be one ahead of the batches consumed; None when the run is over."""
+
+    left: list[ToldGroup]
+    """where the run has failed, what was discarded since the last batch, if samples are kept"""
 
     def alive(self) -> None:
         """The learner waits for what it has asked for, and lives; said every `ALIVE_S`."""

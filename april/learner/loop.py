@@ -94,7 +94,8 @@ def run(config: Config, trainer: Trainer, source: Source | None, publisher: Publ
                 f"{config.learner.max_nonfinite} to go on for longer"
             )
     release.finish()
-    if keeper:
+    if keeper and source:
+        keeper.keep_left(trainer.step_count, source.left)
         keeper.finish()
     settle(trainer, source, meeting)
     if saved_step != trainer.step_count:

@@ -6,7 +6,8 @@ A step that is trained again replaces its file. Its columns are those of `schema
 
 import importlib.util
 import logging
-import random
+import math
+from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -16,15 +17,17 @@ import numpy as np
 
 from april.config import Config
 from april.data.tokenizer import Tokenizer
+from april.formats.samples import chosen_groups
 from april.learner.background import in_background
-from april.learner.batch import Batch, TrainSample
+from april.learner.batch import Batch, ToldGroup, TrainSample
 from april.learner.objective import Prepared
 from april.learner.seen import SeenTokens
 
 log = logging.getLogger(__name__)
 
-ROW_GROUP_SAMPLES = 16
-"""are read at a time"""
+ROW_GROUP_TOKENS = 1 << 16
+"""of the samples that are read at a time, about: one is shown by reading its row group, and all are listed faster the
+fewer groups there are"""
 
 
 def schema():
@@ -37,12 +40,15 @@ def schema():
     detail = [("name", arrow.string()), ("value", arrow.float64())]
     stay = [("what", arrow.string()), ("where", arrow.string()), ("began", arrow.float64()), ("ended", arrow.float64())]
     stay += [*stretch, ("how", arrow.string())]
+    chunk = [("end", arrow.int32()), ("at", arrow.float64())]
     return arrow.schema(
         {
             "step": arrow.int32(),
             "group": arrow.int64(),
             "index": arrow.int32(),
             "branch": arrow.int32(),
+            "parent": arrow.int32(),
+            "shared": arrow.int32(),
             "prompt": arrow.string(),
             "response": arrow.string(),
             "prompt_ids": ids,
@@ -58,10 +64,15 @@ def schema():
             "trained": arrow.bool_(),
             "finish_reason": arrow.string(),
             "discarded": arrow.string(),
+            "discarded_from": arrow.int32(),
+            "attempts": arrow.int32(),
+            "error": arrow.string(),
             "opened_at": arrow.float64(),
             "generated_at": arrow.float64(),
             "scored_at": arrow.float64(),
             "delivered_at": arrow.float64(),
+            "discarded_at": arrow.float64(),
+            "chunks": arrow.list_(arrow.struct(chunk)),
             "stays": arrow.list_(arrow.struct(stay)),
         }
     )
@@ -85,6 +96,12 @@ class SampleKeeper:
         if self.works:
             self._writing = in_background(self._write, batch, prepared, seen, nonfinite)
 
+    def keep_left(self, step: int, discards: list[ToldGroup]) -> None:
+        """What was discarded since the last batch, where no batch `step` will come."""
+        self.finish()
+        if self.works and discards:
+            self._writing = in_background(self._put, step, [], discards)
+
     def finish(self) -> None:
         """Wait for the file that is being written."""
         if self._writing is None:
@@ -97,18 +114,15 @@ class SampleKeeper:
         self._writing = None
 
     def _write(self, batch: Batch, prepared: Prepared, seen: SeenTokens, nonfinite: bool) -> None:
-        import pyarrow as arrow
-        import pyarrow.parquet as parquet
-
-        self.tokenizer = self.tokenizer or Tokenizer(self.model)
-        kept = set(chosen_groups(batch, self.section.groups, random.Random(f"{self.seed} {batch.step}")))
+        tokenizer = self._tokenizer()
+        rewards = [[sample.reward for sample in group] for group in batch.groups]
+        kept = set(chosen_groups(rewards, self.section.groups, f"{self.seed} {batch.step}"))
         columns = dict(zip(prepared.places, seen.of_samples(), strict=True))
         rows, place = [], 0
         for number, group in enumerate(batch.groups):
             for index, sample in enumerate(group):
                 if number in kept:
-                    row = describe(sample, columns.get(place), self.tokenizer) | {
-                        "step": batch.step + 1,
+                    row = describe(sample, columns.get(place), tokenizer) | {
                         "group": sample.group if sample.group >= 0 else number,
                         "index": sample.index if sample.index >= 0 else index,
                         "advantage": float(prepared.of_batch[place]),
@@ -116,24 +130,49 @@ class SampleKeeper:
                     }
                     rows.append(row)
                 place += 1
+        self._put(batch.step, rows, batch.discards)
+
+    def _tokenizer(self) -> Tokenizer:
+        self.tokenizer = self.tokenizer or Tokenizer(self.model)
+        return self.tokenizer
+
+    def _put(self, step: int, rows: list[dict[str, Any]], discards: list[ToldGroup]) -> None:
+        """Rows of batch `step`, and what was discarded before it."""
+        import pyarrow as arrow
+        import pyarrow.parquet as parquet
+
+        rows = [row | {"step": step + 1} for row in (*rows, *describe_discards(discards, self._tokenizer()))]
         self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / f"step_{batch.step + 1:06d}.parquet"
+        path = self.folder / f"step_{step + 1:06d}.parquet"
         temporary = path.with_suffix(".tmp")
         table = arrow.Table.from_pylist(rows, schema=schema())
-        parquet.write_table(table, temporary, row_group_size=ROW_GROUP_SAMPLES, compression="zstd")
+        tokens = sum(len(row["prompt_ids"]) + len(row["response_ids"]) for row in rows)
+        size = row_group_size(len(rows), tokens)
+        parquet.write_table(table, temporary, row_group_size=size, compression="zstd")
         temporary.replace(path)
         thin_out(self.folder, self.section.max_mb << 20)
 
 
-def chosen_groups(batch: Batch, count: int | None, chance: random.Random) -> list[int]:
-    """The groups with the best and the worst sample, then random ones; all without a `count`."""
-    numbers = [number for number, group in enumerate(batch.groups) if group]
-    if count is None or len(numbers) <= count:
-        return numbers
-    best = max(numbers, key=lambda number: max(sample.reward for sample in batch.groups[number]))
-    worst = min(numbers, key=lambda number: min(sample.reward for sample in batch.groups[number]))
-    others = [number for number in numbers if number not in (best, worst)]
-    return list(dict.fromkeys([best, worst, *chance.sample(others, len(others))]))[:count]
+def row_group_size(samples: int, tokens: int) -> int:
+    """How many samples of a file go into each of its row groups."""
+    return max(1, ROW_GROUP_TOKENS * samples // max(1, tokens))
+
+
+def describe_discards(discards: list[ToldGroup], tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
+    for head, group in discards:
+        for told, sample in zip(head.samples, group, strict=True):
+            first = sample.prompt_tokens - head.prompt_tokens
+            yield describe(sample, None, tokenizer) | {
+                "group": head.group,
+                "index": told.index,
+                "reward": None if math.isnan(told.reward) else told.reward,
+                "discarded": head.discarded,
+                "discarded_from": max(0, told.discarded_from - first),
+                "attempts": told.attempts,
+                "error": told.error,
+                "delivered_at": None,
+                "discarded_at": head.delivered_at,
+            }
 
 
 def describe(sample: TrainSample, seen: np.ndarray | None, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -161,6 +200,8 @@ def describe(sample: TrainSample, seen: np.ndarray | None, tokenizer: Tokenizer)
         "learner_logprobs": None if seen is None else at_sampled(seen[0]),
         "entropies": None if seen is None else at_sampled(seen[1]),
         "branch": sample.branch,
+        "parent": sample.parent if sample.branch else None,
+        "shared": sample.shared if sample.branch else None,
         "reward": float(sample.reward),
         "reward_details": [{"name": name, "value": value} for name, value in sorted(sample.details.items())],
         "trained": seen is not None,
@@ -196,6 +237,7 @@ def times(sample: TrainSample) -> dict[str, Any]:
         "generated_at": last("generate"),
         "scored_at": last("score") or last("act"),
         "delivered_at": sample.delivered_at or None,
+        "chunks": [{"end": end, "at": at or None} for end, at in sample.chunks],
         "stays": [msgspec.structs.asdict(stay) for stay in sample.stays],
     }
 

@@ -6,12 +6,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from april.config.sections import SamplesSection
-from april.learner.batch import Batch, TrainSample
+from april.learner.batch import TrainSample
 
 
-def keeps(section: SamplesSection, batch: Batch) -> bool:
+def keeps(section: SamplesSection, step: int) -> bool:
     """Whether samples of this batch are kept: of the first, and of every `samples.every`-th from there."""
-    return section.every > 0 and batch.step % section.every == 0
+    return section.every > 0 and step % section.every == 0
 
 
 class SeenTokens:

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from april import wire
 from april.connections.broker import BrokerConnection, BrokerRefused
 from april.data.support import Support
-from april.learner.batch import Batch, TrainSample
+from april.learner.batch import Batch, ToldGroup, TrainSample
 from april.processes.pulse import MAIN
 from april.security.keys import Keys
 
@@ -40,8 +40,17 @@ class BrokerSource:
     the last.
     """
 
-    def __init__(self, address: str, weights_address: str, patience_s: float, keys: Keys | None = None):
-        self.weights_address = weights_address
+    def __init__(
+        self,
+        address: str,
+        weights_address: str,
+        patience_s: float,
+        keys: Keys | None = None,
+        keeps: Callable[[int], bool] = lambda step: False,
+    ):
+        """`keeps`: whether samples of a step are kept to be read."""
+        self.weights_address, self.keeps = weights_address, keeps
+        self.left: list[ToldGroup] = []
         self.connection = BrokerConnection(address, "learner", "learner", uuid.uuid4().hex, patience_s, keys)
         self.connection.hello(leases=[])
         self._inbox: queue.SimpleQueue[Request] = queue.SimpleQueue()
@@ -58,16 +67,18 @@ class BrokerSource:
         return answer.message.branch, answer.message.frontier
 
     def fetch(self, step: int) -> Batch | None:
-        parts = self._ask(wire.Fetch(step), is_whole)
+        parts = self._ask(wire.Fetch(step, self.keeps(step)), is_whole)
         if isinstance(parts[0].message, wire.Finished):
+            self.left = to_groups(parts[0].message.groups, parts[0].arrays)
             return None
         by_place = {part.message.first: part for part in parts}
         ordered = [by_place[first] for first in sorted(by_place)]
-        heads = [head for part in ordered for head in part.message.groups]
+        told = [one for part in ordered for one in to_groups(part.message.groups, part.arrays)]
         return Batch(
             step,
-            [group for part in ordered for group in to_groups(part.message, part.arrays)],
-            [(head.prompt, head.extra) for head in heads if head.prompt >= 0],
+            [group for head, group in told if not head.discarded],
+            [(head.prompt, head.extra) for head, _ in told if head.prompt >= 0],
+            [(head, group) for head, group in told if head.discarded],
         )
 
     def submit(self, first: int, prompts: list[wire.Submission], ids: np.ndarray) -> int:
@@ -171,14 +182,14 @@ def is_whole(answers: list[wire.Received]) -> bool:
     return sum(sizes.values()) == last.total
 
 
-def to_groups(message: wire.Batch, arrays: list[np.ndarray]) -> list[list[TrainSample]]:
-    """Put the arrays of a batch message together with what its heads say of them: a prompt to a group, and to each
-    sample two arrays, or four with its support."""
+def to_groups(heads: list[wire.GroupHead], arrays: list[np.ndarray]) -> list[ToldGroup]:
+    """Put the arrays of a message together with what the heads of its groups say of them: a prompt to a group, and to
+    each sample two arrays, or four with its support."""
     groups, rest = [], iter(arrays)
-    with_support = len(arrays) == sum(1 + 4 * len(group.samples) for group in message.groups)
-    for group in message.groups:
+    with_support = len(arrays) == sum(1 + 4 * len(group.samples) for group in heads)
+    for group in heads:
         prompt = next(rest)
-        groups.append([to_sample(group, head, prompt, rest, with_support) for head in group.samples])
+        groups.append((group, [to_sample(group, head, prompt, rest, with_support) for head in group.samples]))
     return groups
 
 
@@ -205,6 +216,9 @@ def to_sample(
         opened_at=group.opened_at,
         delivered_at=group.delivered_at,
         branch=head.branch,
+        chunks=tuple((end - first, at) for end, at in head.chunks if end > first),
+        parent=head.parent,
+        shared=head.shared,
     )
 
 

@@ -178,7 +178,7 @@ class Trainer:
         ready = ready or self.prepare(batch)
         began, seconds = time.perf_counter(), PhaseSeconds(self.device)
         gaps = EngineGaps(ready.prepared.samples, self.device)
-        kept = keeps(self.config.samples, batch)
+        kept = keeps(self.config.samples, batch.step)
         self.seen = seen = SeenTokens(ready.prepared.samples, self.device) if kept else None
 
         def see(indices: list[int], logprobs: Tensor, entropies: Tensor, tokens: ResponseTokens) -> None:

@@ -10,7 +10,10 @@ from april.report.lanes import make_lanes
 from april.report.run_folder import Run
 from april.report.samples import files, read_step
 
-LIFE = ("step", "group", "index", "reward", "finish_reason", "stays", "opened_at", "delivered_at")
+LIFE = (
+    "step", "group", "index", "reward", "finish_reason", "stays", "chunks", "opened_at", "delivered_at", "discarded_at",
+    "discarded", "branch",
+)  # fmt: skip
 """columns of kept samples that are read"""
 RESOLUTION = 1e5
 """spans of a worker that lie closer than this part of the run are one"""
@@ -54,9 +57,14 @@ def export(run: Run, path: Path) -> int:
 
 def draw_life(writer: "Writer", parent: int, sample: dict[str, Any]) -> None:
     """Where a sample has been, one stretch behind the other; an agent's program on a track below."""
-    name = f"{sample['group']}.{sample['index']}  reward {sample['reward']:.3g}"
+    reward = "without reward" if sample["reward"] is None else f"reward {sample['reward']:.3g}"
+    number = f"{sample['group']}.{sample['index']}" + (f"/{sample['branch']}" if sample["branch"] else "")
+    name = "  ".join(filter(None, (number, reward, sample["discarded"])))
     track = writer.track(name, parent)
-    for kind in ("opened", "delivered"):
+    for chunk in sample["chunks"] or []:
+        if chunk["at"]:
+            writer.instant(track, f"{chunk['end']} tokens", chunk["at"])
+    for kind in ("opened", "delivered", "discarded"):
         if at := sample[f"{kind}_at"]:
             writer.instant(track, kind, at)
     stays = sorted(sample["stays"] or [], key=lambda stay: stay["began"])

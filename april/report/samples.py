@@ -44,13 +44,17 @@ def read_step(run_dir: Path, step: int | None = None, columns: tuple[str, ...] |
         raise ConfigError("reading samples needs pyarrow; `pip install 'april-rl[data]'`") from None
     path = kept[max(kept) if step is None else step]
     try:
-        return parquet.read_table(path, columns=columns and list(columns)).to_pylist()
+        with parquet.ParquetFile(path) as file:
+            known = [name for name in file.schema_arrow.names if columns is None or name in columns]
+            rows = file.read(known).to_pylist()
+        return [dict.fromkeys(columns or ()) | row for row in rows]
     except (OSError, ValueError) as error:
         raise ConfigError(f"samples {path} cannot be read ({str(error).splitlines()[0]}); remove that file") from None
 
 
 def pick(samples: list[Sample], worst: int | None, best: int | None, group: int | None) -> list[Sample]:
-    """Of one group or all; the worst, then the best, without one twice. Raises ConfigError for an unknown group."""
+    """Of one group or all; the worst, then the best of those with a reward, without one twice. Raises ConfigError for
+    an unknown group."""
     groups = sorted({sample["group"] for sample in samples})
     if group is not None and group not in groups:
         raise ConfigError(
@@ -59,7 +63,7 @@ def pick(samples: list[Sample], worst: int | None, best: int | None, group: int 
     chosen = [sample for sample in samples if group is None or sample["group"] == group]
     if worst is None and best is None:
         return chosen
-    by_reward = sorted(chosen, key=lambda sample: sample["reward"])
+    by_reward = sorted((one for one in chosen if one["reward"] is not None), key=lambda sample: sample["reward"])
     low = by_reward[: worst or 0]
     high = [sample for sample in reversed(by_reward) if sample not in low][: best or 0]
     return low + high

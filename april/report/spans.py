@@ -21,7 +21,7 @@ from april.report.run_folder import Run
 from april.report.samples import files, read_step
 
 EXAMPLE = "http://localhost:4318/v1/traces"
-TOLD = ("step", "group", "index", "reward", "finish_reason")
+TOLD = ("step", "group", "index", "reward", "finish_reason", "discarded")
 
 
 class Ids(IdGenerator):
@@ -64,7 +64,7 @@ def record(tracer: Tracer, sample: dict[str, Any]) -> bool:
     """A span from its opening to its delivery, and one below it for each of its stays; False where no time is known."""
     stays = sample["stays"] or []
     begins = [sample["opened_at"], *(stay["began"] for stay in stays)]
-    ends = [sample["delivered_at"], *(stay["ended"] for stay in stays)]
+    ends = [sample["delivered_at"], sample["discarded_at"], *(stay["ended"] for stay in stays)]
     begin, end = min(filter(None, begins), default=0.0), max(filter(None, ends), default=0.0)
     if not begin or not end:
         return False
@@ -77,6 +77,9 @@ def record(tracer: Tracer, sample: dict[str, Any]) -> bool:
         told = {f"april.{name}": stay[name] for name in ("where", "how", "start", "end")}
         span = tracer.start_span(stay["what"], inside, start_time=nanoseconds(stay["began"]), attributes=told)
         span.end(nanoseconds(stay["ended"]))
+    for chunk in sample["chunks"] or []:
+        if chunk["at"]:
+            whole.add_event("chunk", {"april.end": chunk["end"]}, nanoseconds(chunk["at"]))
     whole.end(nanoseconds(end))
     return True
 

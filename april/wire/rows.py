@@ -108,6 +108,11 @@ def padded(size: int) -> int:
     return (size + 3) & ~3
 
 
+def padded_sizes(table: np.ndarray) -> np.ndarray:
+    """The same for each row of a table of `TABLE`, int64."""
+    return (table["size"].astype(np.int64) + 3) & ~3
+
+
 def select_rows(table: Buffer, payload: Buffer, taken: Sequence[bool]) -> tuple[bytearray, bytes]:
     """The rows of a table that are `taken`, and their payloads."""
     rows, payloads, view, offset = bytearray(), [], memoryview(payload), 0

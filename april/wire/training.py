@@ -66,6 +66,8 @@ class Submitted(Message):
 
 class Fetch(Message):
     step: Number
+    samples: bool = False
+    """what is kept to be read is wanted, too: discarded samples behind the groups, and when each chunk was sampled"""
 
 
 class Stay(msgspec.Struct, array_like=True, frozen=True):
@@ -96,6 +98,19 @@ class SampleHead(msgspec.Struct, array_like=True, frozen=True):
     stays: list[Stay] = []
     branch: int = 0
     """of the session of an agent: its branches come one behind the other, each with the reward of the session"""
+    chunks: list[tuple[int, float]] = []
+    """of a sample that is kept to be read: (response tokens that there were, Unix seconds by the clock of whoever had
+    it), of each chunk"""
+    attempts: int = 0
+    """of a discarded sample: leases that were lost or failed"""
+    error: str = ""
+    """of the last of them"""
+    discarded_from: int = 0
+    """of a discarded sample: what lies before is not"""
+    parent: int = 0
+    """of a branch: the one that it has left"""
+    shared: int = 0
+    """of a branch: the tokens at its beginning that are those of the one that it has left"""
 
 
 class GroupHead(msgspec.Struct, array_like=True, frozen=True):
@@ -109,11 +124,15 @@ class GroupHead(msgspec.Struct, array_like=True, frozen=True):
     """number of a prompt that the trainer has brought, -1 for others"""
     extra: bytes = b""
     """what it has brought beside it"""
+    discarded: str = ""
+    """why these samples are none of the batch; then `delivered_at` is when they were discarded, and a reward that is
+    not known is nan"""
 
 
 class Batch(Message):
-    """The answer to Fetch, in one or more parts: some of the `total` groups of a step, from the `first` on.
-    Arrays of each group: the prompt int32, then of each of its samples `TOKEN_ARRAYS`: all with supports, or none.
+    """The answer to Fetch, in one or more parts: some of the `total` groups of a step, from the `first` on, those that
+    were discarded last. Arrays of each group: the prompt int32, then of each of its samples `TOKEN_ARRAYS`: all with
+    supports, or none.
     Without any group: the trainer has to bring more prompts before there can be such a batch."""
 
     step: int
@@ -123,9 +142,11 @@ class Batch(Message):
 
 
 class Finished(Message):
-    """There is no batch any more."""
+    """There is no batch any more. Arrays of each group, as of a batch's."""
 
     reason: str
+    groups: list[GroupHead] = []
+    """what was discarded since the last batch, if the run has failed and it was asked for"""
 
 
 class Consumed(Message):

@@ -243,9 +243,9 @@ class FakeLearner(Peer):
         self.say(wire.LearnerStart(step, "tcp://weights"))
         return self.take(wire.LearnerStarted)[-1].message
 
-    def fetch(self, step):
+    def fetch(self, step, samples=False):
         """The batch if it exists by now, with its arrays as lists."""
-        self.say(wire.Fetch(step))
+        self.say(wire.Fetch(step, samples))
         batches = self.take(wire.Batch)
         return (batches[-1].message, [array.tolist() for array in batches[-1].arrays]) if batches else None
 

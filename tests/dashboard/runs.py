@@ -9,7 +9,7 @@ import pyarrow.parquet as parquet
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
-from april.learner.samples import ROW_GROUP_SAMPLES, schema
+from april.learner.samples import schema
 from tests.report.synthetic_run import START_S, write_run
 
 HOSTILE = [
@@ -20,7 +20,7 @@ HOSTILE = [
 ]
 """responses of the first samples of the first step"""
 BROKEN = b"broken \xff\xfe UTF-8 \xc3"
-GROUPS, SIZE = 6, 4
+GROUPS, SIZE, ROW_GROUP_SAMPLES = 6, 4, 16
 
 
 def tokenizer():
@@ -106,11 +106,24 @@ def row(step, group, index, letters, chance, text=None):
                 "how": "stop",
             }
         ],
+        "chunks": [{"end": end, "at": START_S + step + at} for end, at in ((count // 2, 1.25), (count, 2.5))],
         "advantage": -1.5 if index == 3 else 0.5,
         "trained": True,
         "finish_reason": "length" if text else "stop",
         "discarded": "",
     }
+
+
+def discards(step, letters, chance):
+    """Two of a group without spread, and one that died before it had a reward."""
+    found = []
+    for index, reason in enumerate(("zero_spread", "zero_spread", "dead_sample")):
+        sample = row(step, GROUPS + (reason == "dead_sample"), index, letters, chance)
+        of_the_learner = {"learner_logprobs": None, "entropies": None, "advantage": None, "trained": False}
+        found.append(sample | of_the_learner | {"discarded": reason, "discarded_at": sample["delivered_at"]})
+        found[-1] |= {"delivered_at": None, "attempts": 0, "error": "", "discarded_from": 0}
+    found[-1] |= {"reward": None, "attempts": 5, "error": "engine <b>fell</b> over", "finish_reason": ""}
+    return found
 
 
 def add_step(run):

@@ -1,6 +1,7 @@
 """The dashboard in a real browser: what is seen is what the files say, whatever they say it in."""
 
 import os
+import random
 import re
 import subprocess
 import sys
@@ -10,7 +11,19 @@ from urllib.parse import urlsplit
 import pytest
 
 from tests.conftest import SERVERS
-from tests.dashboard.runs import BROKEN, GROUPS, HOSTILE, SIZE, add_step, make_run
+from tests.dashboard.runs import (
+    BROKEN,
+    GROUPS,
+    HOSTILE,
+    SIZE,
+    add_step,
+    discards,
+    make_run,
+    row,
+    rows_of,
+    tokenizer,
+    write_rows,
+)
 from tests.dashboard.test_views import stored
 from tests.run.processes import PATIENCE_S, steps_recorded, summary, wait_until
 
@@ -263,6 +276,81 @@ def test_a_sample_s_life_is_a_lane_among_those_of_the_run(serve, open_page, runs
     page.locator(".said", has_text=f"sample {sample['group']}.{sample['index']}: generating for 2.0 s").wait_for()
     page.get_by_role("button", name="Closer").click()
     page.wait_for_url(re.compile(f"sample=5.{sample['group']}.{sample['index']}"))
+
+
+@pytest.mark.full
+def test_discarded_samples_are_chosen_by_their_reason_and_say_what_happened(serve, open_page, tmp_path):
+    run, letters = make_run(tmp_path, steps=3), tokenizer()
+    chance = random.Random(0)
+    write_rows(run, 3, [*rows_of(3, letters, chance), *discards(3, letters, chance)])
+    page = open_page(f"{serve(run)}#/demo/samples")
+    page.get_by_text(f"{3 * GROUPS * SIZE + 3} samples").wait_for()
+    page.get_by_label("Discarded").select_option("zero_spread")
+    page.get_by_text("2 samples").wait_for()
+    page.get_by_label("Discarded").select_option("dead_sample")
+    page.get_by_text("1 sample, 1 to 1 shown.").wait_for()
+    page.locator("tbody th a").click()
+    dead = next(row for row in stored(run, 3) if row["discarded"] == "dead_sample")
+    page.get_by_role("heading", name=f"Sample {dead['group']}.{dead['index']}").wait_for()
+    page.get_by_text(f"Discarded as dead sample, 5 failed attempts: {dead['error']}").wait_for()
+    assert shown(page, "Reward") == "–" and shown(page, "Life") == "6.0 s" and "discarded=dead_sample" in page.url
+    page.get_by_text("Its tokens came in 2 chunks").click()
+    count = len(dead["response_ids"])
+    page.get_by_text(f"tokens 0 to {count // 2}: after 1.3 s").wait_for()
+    assert page.locator(".track i.chunk").count() == 2
+    page.locator(".tokens [data-at]").last.hover()
+    page.locator(".said", has_text="came after 2.5 s").wait_for()
+    page.get_by_role("link", name="The whole group").click()
+    page.get_by_text("1 sample of one prompt, rewards not known.").wait_for()
+
+
+@pytest.mark.full
+def test_the_branches_of_a_session_are_read_as_a_tree(serve, open_page, tmp_path):
+    run, letters, chance = make_run(tmp_path, steps=1), tokenizer(), random.Random(0)
+    acted = {"what": "act", "where": "agents-0", "began": 1.0, "ended": 2.0, "start": 0, "end": 0, "how": "scored"}
+    branches = [
+        row(1, GROUPS, 0, letters, chance) | {"stays": [acted], "branch": branch, "parent": parent, "shared": shared}
+        for branch, parent, shared in ((0, None, None), (1, 0, 5), (2, 1, 7))
+    ]
+    write_rows(run, 1, branches)
+    page = open_page(f"{serve(run)}#/demo/samples/1/{10 + GROUPS}/0")
+    tree = page.locator(".panel", has_text="Its session")
+    tree.get_by_text("leaves branch 1 after 7 tokens").wait_for()
+    assert tree.locator("li li li a").all_inner_texts() == ["Branch 2"]
+    tree.get_by_role("link", name="Branch 2").click()
+    page.get_by_role("heading", name=f"Sample {10 + GROUPS}.0/2").wait_for()
+    tree.locator("a[aria-current]", has_text="Branch 2").wait_for()
+
+
+@pytest.mark.full
+def test_it_is_used_by_the_keyboard_alone_and_read_out(serve, open_page, runs_folder):
+    """What a screen reader is given: one first heading a view, places by name, a name for whatever acts or is drawn."""
+    address = serve(runs_folder)
+    page = open_page(f"{address}#/demo/run")
+    for view, drawn in VIEWS.items():
+        page.goto(f"{address}#/demo/{view}")
+        page.locator(drawn).first.wait_for()
+        told = page.locator("body").aria_snapshot()
+        assert re.search(r"^- main", told, re.M) and "- navigation" in told, view
+        assert len(re.findall(r"heading .*\[level=1\]", told)) == 1, view
+        acting = re.findall(
+            r"- (button|link|textbox|searchbox|spinbutton|combobox|slider|img|table)(?=:|$)(.*)", told, re.M
+        )
+        assert acting == [], f"{view}: without a name"
+    page.goto(f"{address}#/demo/samples")
+    page.locator(".excerpt").first.wait_for()
+    page.get_by_role("searchbox").focus()
+    for _ in range(200):
+        page.keyboard.press("Tab")
+        if page.evaluate("document.activeElement.matches('tbody th a')"):
+            break
+    first = page.evaluate("document.activeElement.textContent")
+    outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
+    page.keyboard.press("ArrowDown")
+    second = page.evaluate("document.activeElement.textContent")
+    assert second != first and outline != "none"
+    page.keyboard.press("Enter")
+    page.get_by_role("heading", name=f"Sample {second}").wait_for()
 
 
 def test_an_answer_that_is_given_up_or_cut_off_midway_is_no_answer(serve, open_page, runs_folder):

@@ -148,7 +148,7 @@ class Table:
 
     def story(self, sample):
         """Everything that is known of a complete sample but for the versions."""
-        ids, logprobs = (packed.data for packed in self.talk.service.payloads.response(sample))
+        ids, logprobs = (packed.data for packed in self.talk.service.payloads.response(sample.places))
         return {
             "ids": list(memoryview(ids).cast("i")),
             "logprobs": [round(value, 3) for value in memoryview(logprobs).cast("f")],

@@ -155,7 +155,7 @@ class Diary:
 
     def __init__(self, policy, last_step, branch=0, frontier=0):
         self.policy, self.last_step, self.branch, self.frontier = policy, last_step, branch, frontier
-        self.events, self.metrics, self.weights, self.canaries = [], [], {}, {}
+        self.events, self.metrics, self.weights, self.canaries, self.left = [], [], {}, {}, []
 
     def start(self, checkpoint_step):
         self.events.append(("start", checkpoint_step))

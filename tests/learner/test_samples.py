@@ -1,6 +1,5 @@
 """Samples that are kept to be read: what a file has, who reads it, and what is thinned out."""
 
-import random
 from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
@@ -13,6 +12,7 @@ from msgspec.structs import astuple
 
 from april import cli, runs, wire
 from april.config import ConfigError
+from april.formats.samples import chosen_groups
 from april.formats.versions import RUN_FOLDER
 from april.learner import loop, samples
 from april.learner.batch import Batch
@@ -35,13 +35,30 @@ class Letters:
 STAYS = (wire.Stay("generate", "w0", 12.0, 13.0, 0, 2, "abort"), wire.Stay("score", "w1", 15.0, 16.5, 6, 6, "scored"))
 
 
+CHUNKS = ((1, 12.25), (2, 12.75))
+
+
 class Told(Diary):
-    """Whose batches say what a broker's do of their samples."""
+    """Whose batches say what a broker's do of their samples; beside each, one group was discarded."""
 
     def fetch(self, step):
         if batch := super().fetch(step):
             told = {"details": {"correct": 1.0}, "stays": STAYS, "opened_at": 11.0, "delivered_at": 20.0}
-            return Batch(step, [[replace(sample, **told) for sample in group] for group in batch.groups])
+            groups = [[replace(sample, chunks=CHUNKS, **told) for sample in group] for group in batch.groups]
+            return Batch(step, groups, discards=[discarded(groups[0][:2])])
+
+
+def discarded(group):
+    """One of two that died, before it had a reward, and its sibling."""
+    heads = [
+        wire.SampleHead(index, sample.response_tokens, reward, "", [], attempts=attempts, error=error)
+        for index, (sample, reward, attempts, error) in enumerate(
+            zip(group, (float("nan"), 0.5), (5, 0), ("engine fell over", ""), strict=True)
+        )
+    ]
+    head = wire.GroupHead(1000, group[0].prompt_tokens, heads, 11.0, 19.0, discarded="dead_sample")
+    samples = [replace(sample, reward=told.reward, group=1000) for sample, told in zip(group, heads, strict=True)]
+    return head, samples
 
 
 @pytest.fixture
@@ -59,8 +76,8 @@ def lived(one_rank, policy_folder, tmp_path, monkeypatch):
 def test_what_a_step_has_trained_can_be_read_as_the_learner_saw_it(lived):
     run = runs.load(lived.config.run_dir)
     assert run.sample_steps == [1, 2, 3]
-    assert len(run.samples(3)) == len(lived.diary.fetch(2).samples) and len(run.samples()) > len(run.samples(3))
-    batch, rows = lived.diary.fetch(2), read_step(run.path, 3)
+    assert len(run.samples(3)) == len(lived.diary.fetch(2).samples) + 2 and len(run.samples()) > len(run.samples(3))
+    batch, rows = lived.diary.fetch(2), [row for row in read_step(run.path, 3) if not row["discarded"]]
     assert len(rows) == len(batch.samples) and list(rows[0]) == COLUMNS
     for row, sample in zip(rows, batch.samples, strict=True):
         assert row["step"] == 3 and row["reward"] == sample.reward
@@ -74,7 +91,19 @@ def test_what_a_step_has_trained_can_be_read_as_the_learner_saw_it(lived):
         assert row["reward_details"] == [{"name": "correct", "value": 1.0}]
         assert (row["opened_at"], row["generated_at"], row["scored_at"], row["delivered_at"]) == (11, 13, 16.5, 20)
         assert [tuple(stay.values()) for stay in row["stays"]] == list(map(astuple, STAYS))
+        assert [tuple(chunk.values()) for chunk in row["chunks"]] == list(CHUNKS)
     assert any(row["trained"] for row in rows)
+
+
+def test_what_was_discarded_is_kept_beside_it_with_its_reason_and_without_a_reward_that_nobody_gave(lived, capsys):
+    dead, sibling = [row for row in read_step(lived.config.run_dir, 3) if row["discarded"]]
+    assert (dead["discarded"], dead["attempts"], dead["error"]) == ("dead_sample", 5, "engine fell over")
+    assert dead["reward"] is None and (sibling["reward"], sibling["error"]) == (0.5, "")
+    for row in (dead, sibling):
+        assert (row["group"], row["trained"], row["advantage"], row["learner_logprobs"]) == (1000, False, None, None)
+        assert (row["delivered_at"], row["discarded_at"]) == (None, 19.0)
+    assert cli.main(["samples", str(lived.config.run_dir), "--step", "3", "--group", "1000"]) == 0
+    assert "reward –  advantage – (no gradient)" in capsys.readouterr().out
 
 
 def test_turns_are_the_policys_and_those_of_whoever_answers(policy_folder):
@@ -113,8 +142,7 @@ def test_the_command_shows_the_worst_and_refuses_what_is_not_kept(lived, capsys)
 
 
 def test_best_and_worst_are_kept_among_few_groups():
-    groups = [[SimpleNamespace(reward=reward)] for reward in (0.5, 0.1, 0.4, 0.9, 0.3)]
-    kept = samples.chosen_groups(SimpleNamespace(groups=groups), 3, random.Random(0))
+    kept = chosen_groups([[0.5], [0.1], [0.4], [0.9], [0.3]], 3, "seed")
     assert len(kept) == 3 and {1, 3} <= set(kept)
 
 

@@ -86,8 +86,8 @@ def test_a_batch_is_whole_when_every_group_of_it_is_there():
 
 def test_four_arrays_to_a_sample_are_its_tokens_and_their_supports():
     one = part(0, 1, [5, 6])
-    whole = to_groups(one.message, one.arrays)[0][0]
-    [[cut]] = to_groups(one.message, [*one.arrays, np.array([2, 1], "i4"), np.array([5, 7, 6], "i4")])
+    [(_, [whole])] = to_groups(one.message.groups, one.arrays)
+    [(_, [cut])] = to_groups(one.message.groups, [*one.arrays, np.array([2, 1], "i4"), np.array([5, 7, 6], "i4")])
     assert whole.support is None and whole.tokens.tolist() == cut.tokens.tolist() == [9, 5, 6]
     assert (cut.support.counts.tolist(), cut.support.ids.tolist()) == ([2, 1], [5, 7, 6])
 
@@ -100,7 +100,7 @@ def test_what_a_branch_shares_is_read_before_its_own_tokens_and_has_no_loss():
     arrays = [np.array(ids, "i4") for ids in ([], range(5), range(8))]
     logprobs = [np.array([0, 0, -1, -1, -1], "f4"), np.array([0] * 6 + [-2, -2], "f4")]
     message = wire.Batch(0, 0, 1, [wire.GroupHead(7, 0, heads)])
-    [group] = to_groups(message, [arrays[0], arrays[1], logprobs[0], arrays[2], logprobs[1]])
+    [(_, group)] = to_groups(message.groups, [arrays[0], arrays[1], logprobs[0], arrays[2], logprobs[1]])
     assert [(row.index, row.branch, row.prompt_tokens, row.sampled_tokens) for row in group] == [
         (0, 0, 2, 3),
         (0, 1, 6, 2),

@@ -2,15 +2,21 @@
 
 import logging
 
+from msgspec.structs import replace
+
 from april import wire
 from april.broker.books import Books
 from april.broker.desks.evaluations import Evaluations
+from april.broker.journal.files import Damaged
 from april.broker.ledger.admission import Verdict
 from april.broker.ledger.ledger import LedgerError
-from april.broker.ledger.samples import Group, Sample, SampleState
+from april.broker.ledger.samples import Group, Sample, SampleState, places_in
+from april.broker.payloads import pack
 from april.broker.sessions import Session
+from april.broker.telemetry.discards import Discard
 from april.broker.telemetry.lives import Lives
 from april.data.rows import BadRow
+from april.formats.samples import chosen_groups
 from april.wire import limits
 
 log = logging.getLogger(__name__)
@@ -20,6 +26,10 @@ PART_BYTES = 1 << 19
 """arrays in one message of a batch, rounded up to whole groups"""
 PASS_BYTES = 1 << 19
 """arrays sent to the learner in one pass, so that nobody else waits long"""
+
+
+Told = tuple[wire.GroupHead, list[wire.Packed]]
+"""of a group, what goes into a batch"""
 
 
 class LearnerDesk:
@@ -32,7 +42,9 @@ class LearnerDesk:
         self.waiting: tuple[Session, wire.Received] | None = None
         """a fetch whose batch does not exist yet, or is not sent to its end"""
         self.sent_groups = 0
-        """of the batch that is being sent"""
+        """of the batch that is being sent, and of what was discarded before it"""
+        self.chosen: set[int] = set()
+        """places of its groups that are kept to be read"""
         self.sendable_from: int | None = None
         """that batch's delivery is on disk once the journal is, up to here"""
 
@@ -94,17 +106,25 @@ class LearnerDesk:
         step = received.message.step
         replayed = step < self.ledger.frontier
         if self.books.run.over and not (replayed and self.ledger.deliveries.get(step)):
-            self.sessions.send(session, wire.Finished(self.books.run.over), sequence=received.sequence)
-            self.waiting = None
+            self._finish(session, received)
         elif step in self.ledger.deliveries:
             if self.sendable_from is None:
                 self.sendable_from = self.books.journal.end
+                self.chosen = self._choose(step) if received.message.samples else set()
             bytes_before = session.sent_bytes
             while session.sent_bytes - bytes_before < PASS_BYTES and self.can_send:
-                self._send_part(session, step, received.sequence)
+                self._send_part(session, received)
         elif self.books.schedule.wants_prompts(self.ledger):
             self.sessions.send(session, wire.Batch(step, 0, 0, []), sequence=received.sequence)
             self.waiting = None
+
+    def _finish(self, session: Session, received: wire.Received) -> None:
+        """What was discarded last says why a run has failed."""
+        wanted = received.message.samples and self.books.run.state == "failed"
+        told = [self._discard(discard) for discard in self.books.lives.discards.waiting] if wanted else []
+        finished = wire.Finished(self.books.run.over, [head for head, _ in told])
+        self.sessions.send(session, finished, [one for _, arrays in told for one in arrays], received.sequence)
+        self.waiting = None
 
     def begin_again(self, step: int) -> None:
         """A batch is another than before. Who has a part of it already says hello and asks again."""
@@ -125,27 +145,54 @@ class LearnerDesk:
             return False
         return self.sessions.has_credit(self.waiting[0], self.books.credit_bytes)
 
-    def _send_part(self, session: Session, step: int, sequence: int) -> None:
+    def _choose(self, step: int) -> set[int]:
+        sessions = [[line.session for line in trained_lines(group)] for group in self.ledger.deliveries[step]]
+        rewards = [[one.reward for one in of_group if one.reward is not None] for of_group in sessions]
+        return set(chosen_groups(rewards, self.books.config.samples.groups, f"{self.books.config.seed} {step}"))
+
+    def _send_part(self, session: Session, received: wire.Received) -> None:
         """The next groups of the batch, PART_BYTES or one group."""
-        groups, heads, arrays, size = self.ledger.deliveries[step], [], [], 0
+        step, heads, arrays, size = received.message.step, [], [], 0
+        groups: list[Group | Discard] = [*self.ledger.deliveries[step]]
+        groups += self.books.lives.discards.of(step) if received.message.samples else []
         first = sent = self.sent_groups
         while sent < len(groups) and size < PART_BYTES:
             group = groups[sent]
-            group_arrays = self._group_arrays(group)
-            heads.append(group_head(group, self.books))
-            arrays += group_arrays
-            size += sum(len(array.data) for array in group_arrays)
+            told = self._discard(group) if isinstance(group, Discard) else self._group(group, sent in self.chosen)
+            heads.append(told[0])
+            arrays += told[1]
+            size += sum(len(array.data) for array in told[1])
             sent += 1
         self.sent_groups = sent
-        self.sessions.send_at_once(session, wire.Batch(step, first, len(groups), heads), arrays, sequence)
+        self.sessions.send_at_once(session, wire.Batch(step, first, len(groups), heads), arrays, received.sequence)
         if self.sent_groups == len(groups):
             self.waiting = None
 
-    def _group_arrays(self, group: Group) -> list[wire.Packed]:
-        arrays = [self.books.payloads.prompt(group.prompt)]
-        for line in trained_lines(group):
-            arrays += self.books.payloads.response(line)
-        return arrays
+    def _group(self, group: Group, is_kept: bool) -> Told:
+        payloads, lines = self.books.payloads, trained_lines(group)
+        arrays = [payloads.prompt(group.prompt)]
+        for line in lines:
+            arrays += payloads.response(line.places)
+        head = group_head(group, self.books)
+        if is_kept:
+            heads = [
+                replace(one, chunks=payloads.times(line.places)) for one, line in zip(head.samples, lines, strict=True)
+            ]
+            head = replace(head, samples=heads)
+        return head, arrays
+
+    def _discard(self, discard: Discard) -> Told:
+        """Without samples if the journal cannot give them back."""
+        payloads, head = self.books.payloads, discard.head
+        try:
+            arrays, heads = [payloads.prompt(discard.prompt)], []
+            for one, chunks in zip(head.samples, discard.chunks, strict=True):
+                places = list(places_in(chunks))
+                arrays += payloads.response(places)
+                heads.append(replace(one, chunks=payloads.times(places)))
+        except Damaged:
+            return replace(head, samples=[]), [pack("i4", [])]
+        return replace(head, samples=heads), arrays
 
     def on_Consumed(self, session: Session, received: wire.Received, now: float) -> None:
         step = received.message.step
@@ -199,22 +246,13 @@ def trained_lines(group: Group) -> list[Sample]:
 
 
 def group_head(group: Group, books: Books) -> wire.GroupHead:
-    samples, life = [sample_head(one, books.lives) for one in trained_lines(group)], books.lives.of(group)
+    samples, life = [sample_head(line, books.lives) for line in trained_lines(group)], books.lives.of(group)
     number, extra = books.prompts.origin(group.row)
     return wire.GroupHead(group.id, group.prompt_tokens, samples, life.opened_at, life.delivered_at, number, extra)
 
 
 def sample_head(line: Sample, lives: Lives) -> wire.SampleHead:
-    session = line.session
-    if session.reward is None:
+    reward = line.session.reward
+    if reward is None:
         raise ValueError(f"sample {line.group.id}.{line.index} has no reward, and is not done")
-    return wire.SampleHead(
-        line.index,
-        line.length,
-        session.reward,
-        session.finish_reason,
-        list(line.segments),
-        session.details or {},
-        list(lives.stays(line)),
-        line.branch,
-    )
+    return lives.head_of(line, reward)

@@ -14,7 +14,7 @@ from april.broker.ledger.samples import Lease
 from april.config import Config
 from april.data.support import Support
 from april.wire import limits
-from april.wire.rows import ENDINGS, OBSERVATION, TABLE
+from april.wire.rows import ENDINGS, OBSERVATION, TABLE, padded_sizes
 
 NOT_FINITE = 0x7F800000
 """bits of an infinite float32; those of one that is no number are more"""
@@ -48,11 +48,6 @@ def is_turn_request(state: bytes) -> bool:
     except msgspec.DecodeError:
         return False
     return len(request.stops) <= wire.STOPS and len(request.key) <= wire.KEY_BYTES and request.max_tokens > 0
-
-
-def padded_sizes(table: np.ndarray) -> np.ndarray:
-    """int64 [rows]: bytes of each payload, with what aligns the next one."""
-    return (table["size"].astype(np.int64) + 3) & ~3
 
 
 class RowChecks:

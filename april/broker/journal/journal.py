@@ -297,6 +297,17 @@ class Journal:
                 raise self._damaged(record, offset)
             yield place, memoryview(payload)
 
+    def read_event(self, position: int) -> tuple[Event | None, int]:
+        """The event of a record and where its one array begins; None if it cannot be read."""
+        if appended := self._in_memory(position):
+            event, [*_, (_, last)], length = appended
+            return event, length - len(last)
+        head = records.decode_head(self._read(position, records.HEAD.size))
+        written = self._read(position + records.HEAD.size, head.size) if head else b""
+        if head is None or records.event_checksum(head.synced, written) != head.checksum:
+            return None, 0
+        return self._decoder.decode(written), records.HEAD.size + head.size + records.PART.size
+
     def _in_memory(self, position: int) -> Appended | None:
         return self._kept.get(position) or self._unwritten.get(position) or self._in_sync.get(position)
 

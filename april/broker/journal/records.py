@@ -10,6 +10,7 @@ import re
 import struct
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import msgspec
 from zlib_ng.zlib_ng import crc32
@@ -32,6 +33,14 @@ class Record(msgspec.Struct, frozen=True, gc=False):
     arrays: list[Part]
     length: int
     """bytes of the whole record"""
+
+
+class Head(NamedTuple):
+    synced: int
+    checksum: int
+    """of the event"""
+    size: int
+    """of the event, bytes"""
 
 
 def encode(synced: int, event: bytes, arrays: Sequence[Part] = ()) -> tuple[list[bytes | memoryview], int]:
@@ -71,6 +80,14 @@ def decode(data: bytes | memoryview, offset: int = 0) -> Record | None:
             return None
         arrays.append((checksum, array))
     return Record(synced, event, arrays, at - offset)
+
+
+def decode_head(data: bytes) -> Head | None:
+    """What a record begins with; None of bytes that are too few."""
+    if len(data) != HEAD.size:
+        return None
+    _, _, synced, _, checksum, _, size = HEAD.unpack(data)
+    return Head(synced, checksum, size)
 
 
 def event_checksum(synced: int, event: bytes | memoryview) -> int:

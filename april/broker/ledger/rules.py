@@ -22,5 +22,7 @@ class Rules:
     """the lease that generates a response ends with it; another one is for its score"""
     submitted: bool = False
     """prompts come while the run goes on: that none is left is not its end"""
+    keeps_discards: bool = False
+    """some of the samples that are discarded are told to the learner, to be read"""
     agents: bool = False
     """samples are sessions of agents: a response goes in turns, each under a lease of its own"""

@@ -52,6 +52,14 @@ class Place(NamedTuple):
     observed: bool
 
 
+def places_in(chunks: "array[int] | bytes") -> Iterator[Place]:
+    """What `Sample.chunks` says."""
+    record, stretch, content = np.frombuffer(chunks, np.uint64).reshape(-1, PLACE_WORDS).T
+    tokens = content >> WORD
+    columns = (record, stretch >> WORD, stretch & LOW, content & LOW, tokens & (OBSERVED - 1), tokens >= OBSERVED)
+    return map(Place, *(column.tolist() for column in columns))
+
+
 TO_GENERATE = (SampleState.WAITING, SampleState.PARTIAL)
 UNFINISHED = (*TO_GENERATE, SampleState.LEASED, SampleState.ACTING)
 ENDED = (SampleState.DONE, SampleState.DEAD)
@@ -188,11 +196,7 @@ class Sample:
     @property
     def places(self) -> Iterator[Place]:
         """Where the journal has its chunks, observations among them."""
-        words = np.frombuffer(self.chunks, np.uint64).reshape(-1, PLACE_WORDS)
-        record, stretch, content = words.T
-        tokens = content >> WORD
-        columns = (record, stretch >> WORD, stretch & LOW, content & LOW, tokens & (OBSERVED - 1), tokens >= OBSERVED)
-        return map(Place, *(column.tolist() for column in columns))
+        return places_in(self.chunks)
 
     @property
     def first_step(self) -> int:

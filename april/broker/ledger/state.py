@@ -4,6 +4,7 @@
 """
 
 from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from april.broker.ledger import events
@@ -41,11 +42,17 @@ HANDLERS = {kind: f"_on_{kind.__name__}" for kind in events.Event.__subclasses__
 """the method that applies each kind of event"""
 
 
+OnDiscard = Callable[[Sequence[Sample], str, int], None]
+"""samples of one training group, why they are discarded, and how many tokens of their beginning are not"""
+
+
 class LedgerState(LeaseBook, Batches):
     def __init__(self, rules: Rules):
         LeaseBook.__init__(self)
         Batches.__init__(self, rules)
         self.rules = rules
+        self.on_discard: OnDiscard = lambda samples, reason, kept: None
+        """is shown them as they were"""
         self.open_samples = OpenSamples()
         self.queue = HandOutQueue()
         self.resumed: Counter[str] = Counter()
@@ -266,7 +273,10 @@ class LedgerState(LeaseBook, Batches):
 
     def _cut(self, sample: Sample, length: int, reason: str) -> None:
         """Discard what lies behind the end of a turn of a sample whose group is open."""
-        dropped, group = sample.cut(length), sample.group
+        group = sample.group
+        if sample.segments.end > length and not group.evaluation:
+            self.on_discard([sample], reason, length)
+        dropped = sample.cut(length)
         group.tokens -= dropped
         if dropped and not group.evaluation:
             self.tokens[group.state] -= dropped
@@ -283,6 +293,10 @@ class LedgerState(LeaseBook, Batches):
         lease = self.release(event.lease_id)
         samples, group = lease.samples, lease.sample.group
         starts_anew = lease.agent and event.cause == "agent_failed"
+        if event.cause not in NO_ATTEMPT and (starts_anew or not lease.advanced):
+            self.last_error = event.error or event.cause
+            for session in (sample.session for sample in samples):
+                session.attempts, session.last_error = session.attempts + 1, self.last_error
         if starts_anew:
             self.void(lease.sample)
             for line in lease.sample.lines:
@@ -290,9 +304,6 @@ class LedgerState(LeaseBook, Batches):
             self._end_branches(lease.sample, SampleState.DEAD)
         for sample in samples:
             session = sample.session
-            if event.cause not in NO_ATTEMPT and (starts_anew or not lease.advanced):
-                session.attempts += 1
-                session.last_error = self.last_error = event.error or event.cause
             if session.attempts >= self.rules.max_attempts:
                 self.dead_letters.add(session, event.at)
                 if self._ends_with(session, "dead_sample"):
@@ -344,11 +355,14 @@ class LedgerState(LeaseBook, Batches):
             group.state = GroupState.READY
             del self.groups[group.id]
             return
-        lost = sum(sample.sampled for sample in group.samples if sample.state is SampleState.DEAD)
+        dead = [sample for sample in group.samples if sample.state is SampleState.DEAD]
+        lost = sum(sample.sampled for sample in dead)
         group.tokens -= lost
         self.tokens[group.state] -= lost
         if lost:
             self.discarded["dead_sample"] += lost
+        if dead:
+            self.on_discard([line for sample in dead for line in sample.lines], "dead_sample", 0)
         self.move(group, GroupState.READY)
         self.ready.add(group)
         if self.rules.filtered:
@@ -381,6 +395,7 @@ class LedgerState(LeaseBook, Batches):
         self.move(group, GroupState.DISCARDED)
         self.count_discarded(group, reason, 1)
         self.cohorts.finish(group.ordinal, [sample.sampled for sample in group.samples], [])
+        self.on_discard(list(group.lines), reason, 0)
         group.forget()
 
     def _on_GroupRequeued(self, event: events.GroupRequeued, reference: Any) -> None:

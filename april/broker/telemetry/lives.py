@@ -4,18 +4,22 @@ The ledger does not need it and does not keep it: it is found by watching what t
 its snapshots. So a broker that was restarted tells a batch's lives as the one before it did.
 """
 
+import math
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from april import wire
 from april.broker.ledger import events
+from april.broker.ledger.dead_letters import ERROR_CHARS
 from april.broker.ledger.ledger import Ledger
 from april.broker.ledger.samples import Group, Lease, Sample, SampleState
+from april.broker.telemetry.discards import Discard, Discards
 from april.connections.identity import name_of
 from april.wire.rows import ENDINGS, TABLE
 
@@ -29,6 +33,8 @@ HOW = (
 WIDTH = 7
 """numbers of a stay: what, holder, began, ended, start, end, how; 56 bytes"""
 ENDED, END, HOW_ENDED = 3, 5, 6
+UNREADABLE = "unreadable"
+"""why a group is discarded of which the journal has lost something"""
 
 
 @dataclass(slots=True)
@@ -45,12 +51,22 @@ class GroupLife:
             return self.stays[sample.index]
         return self.of_branches.setdefault((sample.index, sample.branch), array("d"))
 
+    def end_all(self, sample: Sample, now: float) -> None:
+        """Whatever has not ended, ends with its group."""
+        numbers = self.of(sample)
+        for place in range(0, len(numbers), WIDTH):
+            if not numbers[place + HOW_ENDED]:
+                numbers[place + ENDED], numbers[place + END] = now, sample.length
+                numbers[place + HOW_ENDED] = HOW.index("void")
+
 
 class Lives:
     """Those of the groups that the ledger has; `see` is shown every event before it is applied."""
 
     def __init__(self, ledger: Ledger):
         self.ledger = ledger
+        self.discards = Discards()
+        ledger.on_discard = self._discarded
         self._lives: dict[int, GroupLife] = {}
         """by group"""
         self._holders: list[str] = []
@@ -65,9 +81,8 @@ class Lives:
             events.GroupScored: lambda event, now: self._ended(event.lease_id, "scored", now),
             events.AgentClosed: lambda event, now: self._ended(event.lease_id, "closed", now),
             events.LeaseEnded: lambda event, now: self._ended(event.lease_id, event.cause, now),
-            events.GroupDiscarded: lambda event, now: self._forget(event.group),
             events.BatchDelivered: self._delivered,
-            events.CheckpointDurable: lambda event, now: self._forget(*self._lives.keys() - ledger.groups.keys()),
+            events.CheckpointDurable: self._durable,
         }
 
     def see(self, event: events.Event) -> None:
@@ -84,13 +99,15 @@ class Lives:
             )
             for group, life in self._lives.items()
         }
-        return msgspec.msgpack.encode((lives, self._holders))
+        return msgspec.msgpack.encode((lives, self._holders, *self.discards.freeze()))
 
     def thaw(self, frozen: bytes) -> None:
         """What `freeze` was of; nothing of nothing."""
         if not frozen:
             return
-        lives, self._holders = msgspec.msgpack.decode(frozen)
+        lives, self._holders, *discards = msgspec.msgpack.decode(frozen)
+        if discards:
+            self.discards.thaw(*discards)
         self._numbers = {holder: number for number, holder in enumerate(self._holders)}
         for group, (opened_at, delivered_at, stays, of_branches) in lives.items():
             branches = {(index, branch): array("d", numbers) for index, branch, numbers in of_branches}
@@ -106,6 +123,22 @@ class Lives:
         for what, holder, began, ended, start, end, how in zip(*[rows] * WIDTH, strict=True):
             where = name_of(self._holders[int(holder)])
             yield wire.Stay(WHAT[int(what)], where, began, ended, int(start), int(end), HOW[int(how)])
+
+    def head_of(self, line: Sample, reward: float) -> wire.SampleHead:
+        """What is told of it with its batch, or beside that."""
+        session = line.session
+        return wire.SampleHead(
+            line.index,
+            line.length,
+            reward,
+            session.finish_reason,
+            list(line.segments),
+            session.details or {},
+            list(self.stays(line)),
+            line.branch,
+            parent=line.parent,
+            shared=line.shared,
+        )
 
     def _number(self, holder: str) -> int:
         if holder not in self._numbers:
@@ -156,10 +189,34 @@ class Lives:
         for group in event.groups:
             if life := self._life(self.ledger.groups[group]):
                 life.delivered_at = now
+        self.discards.deliver(event.step)
 
-    def _forget(self, *groups: int) -> None:
-        for group in groups:
-            self._lives.pop(group, None)
+    def _durable(self, event: events.CheckpointDurable, now: float) -> None:
+        for group in self._lives.keys() - self.ledger.groups.keys():
+            del self._lives[group]
+        self.discards.forget(event.oldest)
+
+    def _discarded(self, lines: Sequence[Sample], reason: str, kept: int) -> None:
+        """Keep what is told of them, where that is wanted; the life of a group that has ended is forgotten."""
+        group, now = lines[0].group, self.ledger.now
+        told = [line for line in lines if line.segments or group.prompt_tokens]
+        if self.ledger.rules.keeps_discards and told and reason != UNREADABLE and self.discards.has_room(reason):
+            life = self.of(group)
+            for line in told:
+                life.end_all(line, now)
+            heads = [
+                replace(
+                    self.head_of(line, math.nan if line.session.reward is None else line.session.reward),
+                    attempts=line.session.attempts,
+                    error=line.session.last_error[:ERROR_CHARS],
+                    discarded_from=kept,
+                )
+                for line in told
+            ]
+            head = wire.GroupHead(group.id, group.prompt_tokens, heads, life.opened_at, now, discarded=reason)
+            self.discards.add(Discard(head, group.prompt, [line.chunks.tobytes() for line in told]))
+        if group.id not in self.ledger.groups:
+            self._lives.pop(group.id, None)
 
     def _begin(self, sample: Sample, what: int, holder: str, now: float, length: int) -> None:
         life = self._life(sample.group)

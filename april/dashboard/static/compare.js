@@ -25,7 +25,7 @@ export async function compareView(place, { run, runs, address, signal }) {
     if (found.reading && !signal.aborted) setTimeout(() => signal.aborted || allPrompts(), AGAIN_MS);
     if (!found.total) return fill(body, note(found.reading ? "Their samples are still being read …" : "No prompt has samples in both."));
     fill(body, h("p", { class: "count" }, `${number(found.total)} prompts have samples in both.${found.reading ? " Some are still being read." : ""}`),
-      h("div", { class: "scroll" }, h("table", { class: "rows" }, h("thead", {}, h("tr", {}, ["Prompt", `Reward in ${run.name}`, `in ${other.name}`, "Difference", "Samples"].map((text, n) => h("th", { scope: "col", class: n ? "figure" : "" }, text)))),
+      h("div", { class: "scroll" }, h("table", { class: "rows", "aria-label": "Prompts of both runs" }, h("thead", {}, h("tr", {}, ["Prompt", `Reward in ${run.name}`, `in ${other.name}`, "Difference", "Samples"].map((text, n) => h("th", { scope: "col", class: n ? "figure" : "" }, text)))),
         h("tbody", {}, found.prompts.map((one) => h("tr", {}, h("th", { scope: "row", class: "wide" }, h("a", { class: "excerpt", dir: "auto", href: go({ prompt: one.prompt }) }, one.text ?? one.prompt)),
           one.reward.map((reward) => h("td", { class: "figure" }, number(reward, 3))), h("td", { class: "figure" }, number(one.reward[1] - one.reward[0], 3)), h("td", { class: "figure" }, one.samples.map((count) => number(count)).join(" and "))))))),
       found.total > found.page && h("div", { class: "pages" }, offset > 0 && h("a", { class: "button", href: go({ offset: Math.max(0, offset - found.page) || "" }) }, "Back"), offset + found.page < found.total && h("a", { class: "button", href: go({ offset: offset + found.page }) }, "On")));

@@ -1,6 +1,6 @@
 // A group: all samples of one prompt draw, side by side.
 
-import { addressOf, apiOf, ask, fill, h, number, sampleAddress, sampleName } from "./lib.js";
+import { addressOf, apiOf, ask, fill, h, number, sampleAddress, sampleName, samplesOf, why } from "./lib.js";
 
 export async function groupView(place, { run, address, signal }) {
   const [step, group] = address.rest;
@@ -8,7 +8,7 @@ export async function groupView(place, { run, address, signal }) {
   fill(place,
     h("p", { class: "path" }, h("a", { href: addressOf(run.name, "samples") }, "Samples"), " › ", h("a", { href: addressOf(run.name, "samples", [], { "step.min": step, "step.max": step }) }, `step ${step}`)),
     h("h1", {}, `Group ${group}`),
-    h("p", { class: "note" }, `${samples.length} samples of one prompt, rewards ${rewards(samples)}.`),
+    h("p", { class: "note" }, `${samplesOf(samples.length)} of one prompt, rewards ${rewards(samples)}.`),
     h("section", { class: "speech prompt" }, h("h2", {}, "Prompt"), h("pre", { dir: "auto", tabindex: 0 }, samples[0].prompt)),
     h("div", { class: "beside" }, samples.map((sample) => card(run, sample))));
 }
@@ -18,12 +18,13 @@ export function card(run, sample, heading = sampleName(sample)) {
   return h("article", { class: "card" },
     h("h2", {}, h("a", { href: sampleAddress(run.name, sample) }, heading)),
     h("p", { class: "note" }, `reward ${number(sample.reward, 3)} · advantage ${number(sample.advantage, 3)}${sample.trained ? "" : " (no gradient)"} · ${number(sample.tokens)} tokens · version ${versions.join(", ")} · ${sample.finish_reason ?? ""}`),
-    sample.discarded && h("p", { class: "chip failed" }, sample.discarded),
+    sample.discarded && h("p", { class: "chip failed" }, why(sample)),
     h("pre", { dir: "auto", tabindex: 0 }, sample.response));
 }
 
 function rewards(samples) {
-  const known = samples.map(({ reward }) => reward);
+  const known = samples.map(({ reward }) => reward).filter((reward) => reward !== null);
+  if (known.length === 0) return "not known";
   const [low, high] = [Math.min(...known), Math.max(...known)];
   return low === high ? `all ${number(low, 3)}: without spread` : `${number(low, 3)} to ${number(high, 3)}`;
 }

@@ -44,10 +44,13 @@ export function addressOf(run, view = "run", rest = [], query = {}) {
   return `#/${path}${asked ? `?${asked}` : ""}`;
 }
 
-/** Of an agent's session each branch is a row. */
-export const sampleAddress = (run, row) => addressOf(run, "samples", [row.step, row.group, row.index, ...(row.branch ? [row.branch] : [])]);
-export const sampleOf = (run, [step, group, index, branch = 0]) => `${apiOf(run)}/samples/${step}/${group}/${index}?branch=${branch}`;
+/** Of an agent's session each branch is a row, and so is what was discarded of it. */
+export const sampleAddress = (run, row) => addressOf(run, "samples", [row.step, row.group, row.index, ...(row.branch ? [row.branch] : [])], { discarded: row.discarded });
+export const sampleOf = (run, [step, group, index, branch = 0], discarded) => `${apiOf(run)}/samples/${step}/${group}/${index}?${new URLSearchParams({ branch, discarded: discarded ?? "" })}`;
 export const sampleName = (row) => `${row.group}.${row.index}${row.branch ? `/${row.branch}` : ""}`;
+export const samplesOf = (count) => `${number(count)} ${count === 1 ? "sample" : "samples"}`;
+/** That a sample is in no batch, or its batch was passed over. */
+export const why = ({ discarded, attempts, error }) => `${discarded.replaceAll("_", " ")}${attempts ? `, ${attempts} failed ${attempts === 1 ? "attempt" : "attempts"}` : ""}${error ? `: ${error}` : ""}`;
 export const groupAddress = (run, row) => addressOf(run, "samples", [row.step, row.group]);
 
 /** Four significant digits, thousands apart; a dash for what is unknown. */

@@ -1,6 +1,6 @@
 // One sample: what was said by whom, every token coloured by what is asked of it, and all that is known of it.
 
-import { addressOf, apiOf, ask, choices, duration, fill, groupAddress, h, note, number, sampleName, sampleOf } from "./lib.js";
+import { addressOf, apiOf, ask, choices, duration, fill, groupAddress, h, note, number, sampleAddress, sampleName, sampleOf, why } from "./lib.js";
 
 const COLOURS = {
   version: ["Version", "The policy's version that has sampled the token"],
@@ -14,11 +14,12 @@ const PART = 1000;
 const HUES = 8;
 const GAP_NATS = 1;
 const ENTROPY_NATS = 3;
-const SHOWN = new Set(["prompt", "response", "prompt_ids", "response_ids", "segments", "behaviour_logprobs", "learner_logprobs", "entropies", "pieces", "turns", "stays", "reward_details", "opened_at", "delivered_at", "generated_at", "scored_at", "step", "group", "index", "branch", "reward", "advantage", "trained", "finish_reason", "discarded", "tokens"]);
+const SHOWN = new Set(["prompt", "response", "prompt_ids", "response_ids", "segments", "behaviour_logprobs", "learner_logprobs", "entropies", "pieces", "turns", "stays", "reward_details", "opened_at", "delivered_at", "generated_at", "scored_at", "step", "group", "index", "branch", "parent", "shared", "reward", "advantage", "trained", "finish_reason", "discarded", "discarded_from", "discarded_at", "attempts", "error", "chunks", "tokens"]);
 
 export async function sampleView(place, { run, address, signal }) {
   const [step, group, index] = address.rest;
-  const sample = await ask(sampleOf(run.name, address.rest), signal);
+  const discarded = address.query.get("discarded");
+  const sample = await ask(sampleOf(run.name, address.rest, discarded), signal);
   const row = { step, group, index };
   let by = COLOURS[address.query.get("by")] ? address.query.get("by") : "version";
   const versions = versionsOf(sample);
@@ -28,7 +29,7 @@ export async function sampleView(place, { run, address, signal }) {
   const colours = (value) => {
     by = value;
     speech.className = `speech-all by-${by}`;
-    history.replaceState(null, "", addressOf(run.name, "samples", address.rest, { by: by === "version" ? "" : by }));
+    history.replaceState(null, "", addressOf(run.name, "samples", address.rest, { discarded, by: by === "version" ? "" : by }));
     drawKey();
   };
   const drawKey = () => fill(key, keyOf(by, versions, sample));
@@ -38,13 +39,14 @@ export async function sampleView(place, { run, address, signal }) {
       h("a", { href: addressOf(run.name, "samples", [], { "step.min": step, "step.max": step }) }, `step ${step}`), " › ",
       h("a", { href: groupAddress(run.name, row) }, `group ${group}`)),
     h("h1", {}, `Sample ${sampleName(sample)}`),
+    sample.discarded && h("p", { class: "chip failed" }, `Discarded as ${why(sample)}${sample.discarded_from ? `, from token ${number(sample.discarded_from + 1)} on` : ""}`),
     h("dl", { class: "facts small" }, facts(sample, versions)),
     h("div", { class: "tools sticky" }, choices("Colour tokens by", Object.entries(COLOURS).map(([name, [label, title]]) => [name, label, title]), by, colours), key,
       h("a", { class: "button", href: groupAddress(run.name, row) }, "The whole group"),
       h("a", { class: "button", href: addressOf(run.name, "samples", [], { prompt: await promptOf() }) }, "This prompt in other steps")),
     said,
     h("section", { class: "speech prompt" }, h("h2", {}, "Prompt", h("span", { class: "note" }, ` ${number(sample.prompt_ids?.length ?? 0)} tokens`)), h("pre", { dir: "auto", tabindex: 0 }, sample.prompt)),
-    speech, life(run, address, sample), further(sample));
+    speech, life(run, address, sample), await session(run, sample, signal), further(sample));
   drawKey();
   const tokens = new Tokens(sample, versions, said);
   fill(speech, sample.pieces ? sample.turns.map((turn) => tokens.turn(turn)) : [
@@ -124,10 +126,12 @@ class Tokens {
     const at = Number(span.dataset.at);
     const { pieces, response_ids: ids, behaviour_logprobs: engine, learner_logprobs: learner, entropies } = this.sample;
     const version = this.versions[this.of[at]];
+    const came = cameAfter(this.sample, at);
     const parts = [`token ${number(at + 1)}`, `“${visible(pieces[at])}”`, `id ${ids[at]}`, version ? `version ${name(version)}` : "not the policy's"];
     if (engine?.[at] != null) parts.push(`engine ${number(engine[at], 3)}`);
     if (learner?.[at] != null) parts.push(`learner ${number(learner[at], 3)}`, `gap ${number(learner[at] - engine[at], 2)}`);
     if (entropies?.[at] != null) parts.push(`entropy ${number(entropies[at], 3)}`);
+    if (came !== null) parts.push(`came after ${duration(came)}`);
     this.said.textContent = parts.join(" · ");
   }
 
@@ -176,10 +180,9 @@ function facts(sample, versions) {
     ["Tokens", number(sample.tokens)],
     ["Versions", versions.map(name).join(", ")],
     ["Finish", sample.finish_reason || "–"],
-    sample.discarded && ["Discarded", sample.discarded],
     gaps.length > 0 && ["Mean gap", number(mean(gaps), 2)],
     known.length > 0 && ["Mean entropy", number(mean(known), 2)],
-    sample.opened_at && sample.delivered_at && ["Life", duration(sample.delivered_at - sample.opened_at)],
+    sample.opened_at && endOf(sample) && ["Life", duration(endOf(sample) - sample.opened_at)],
     ...(sample.reward_details ?? []).map(({ name, value }) => [name.replaceAll("_", " "), number(value, 3)]),
   ].filter(Boolean).map(([name, value]) => h("div", { class: "fact" }, h("dt", { class: "name" }, name), h("dd", { class: "value" }, value)));
 }
@@ -189,23 +192,52 @@ function segmentTable(sample) {
     h("tbody", {}, (sample.segments ?? []).map((segment) => h("tr", {}, h("td", {}, `${number(segment.start)} to ${number(segment.end)}`), h("td", {}, name(segment))))));
 }
 
+const endOf = ({ delivered_at: delivered, discarded_at: discarded }) => delivered ?? discarded;
+
+/** Seconds from the opening of its group to the chunk that brought a token; null where they are not known. */
+function cameAfter({ chunks, opened_at: opened }, place) {
+  const chunk = chunks?.find(({ end }) => place < end);
+  return chunk?.at && opened ? Math.max(0, chunk.at - opened) : null;
+}
+
+/** Who had it when a chunk came: clocks differ a little. */
+const whereAt = (stays, at) => (stays.findLast(({ what, began }) => what !== "score" && began <= at) ?? stays[0]).where;
+
 /** Where it has been and when, from the opening of its group to its delivery. */
 function life(run, address, sample) {
-  const { stays = [], opened_at: opened, delivered_at: delivered } = sample;
+  const { stays = [], opened_at: opened } = sample;
+  const chunks = (sample.chunks ?? []).filter(({ at }) => at);
   if (!stays?.length) return null;
   const begin = opened ?? Math.min(...stays.map(({ began }) => began));
-  const end = delivered ?? Math.max(...stays.map(({ ended }) => ended));
+  const end = endOf(sample) ?? Math.max(...stays.map(({ ended }) => ended));
   const share = (seconds) => `${(100 * seconds) / Math.max(1e-6, end - begin)}%`;
-  return h("section", { class: "panel" }, h("h2", {}, "Its life", h("span", { class: "note" }, ` ${duration(end - begin)} from the opening of its group to its delivery`)),
+  return h("section", { class: "panel" }, h("h2", {}, "Its life", h("span", { class: "note" }, ` ${duration(end - begin)} from the opening of its group to ${sample.discarded_at ? "its discard" : "its delivery"}`)),
     h("div", { class: "lives" }, [...new Set(stays.map(({ where }) => where))].map((where) => h("div", {}, h("span", {}, where),
-      h("div", { class: "track", "aria-hidden": "true" }, stays.filter((stay) => stay.where === where).map((stay) => h("i", { class: stay.what, title: told(stay, begin), vars: { "--left": share(stay.began - begin), "--width": share(stay.ended - stay.began) } })))))),
+      h("div", { class: "track", "aria-hidden": "true" }, stays.filter((stay) => stay.where === where).map((stay) => h("i", { class: stay.what, title: told(stay, begin), vars: { "--left": share(stay.began - begin), "--width": share(stay.ended - stay.began) } })),
+        chunks.filter(({ at }) => whereAt(stays, at) === where).map(({ at }) => h("i", { class: "chunk", vars: { "--left": share(Math.min(Math.max(at, begin), end) - begin) } })))))),
     h("ol", {}, stays.map((stay) => h("li", {}, told(stay, begin)))),
-    h("a", { href: addressOf(run.name, "timeline", [], { from: begin.toFixed(3), to: end.toFixed(3), sample: address.rest.join(".") }) }, "Its life among the lanes of the run"));
+    chunks.length > 0 && h("details", {}, h("summary", {}, `Its tokens came in ${number(chunks.length)} chunks`),
+      h("ol", {}, chunks.map(({ end: tokens, at }, n) => h("li", {}, `tokens ${number(n ? chunks[n - 1].end : 0)} to ${number(tokens)}: after ${duration(Math.max(0, at - begin))}`)))),
+    h("a", { href: addressOf(run.name, "timeline", [], { from: begin.toFixed(3), to: end.toFixed(3), sample: address.rest.join("."), discarded: sample.discarded }) }, "Its life among the lanes of the run"));
 }
 
 const DOES = { generate: "generated", score: "scored", act: "with its agent" };
 const told = ({ what, where, began, ended, start, end, how }, begin) =>
   `${DOES[what] ?? what} at ${where} from ${duration(Math.max(0, began - begin))} on, for ${duration(ended - began)}${end > start ? `, tokens ${number(start)} to ${number(end)}` : ""}: ${how.replaceAll("_", " ")}`;
+
+/** The branches of an agent's session, each below the one that it has left. */
+async function session(run, sample, signal) {
+  if (!sample.stays?.some(({ what }) => what === "act") && !sample.branch) return null;
+  const rows = (await ask(`${apiOf(run.name)}/groups/${sample.step}/${sample.group}`, signal)).filter(({ index, discarded }) => index === sample.index && (discarded ?? "") === (sample.discarded ?? ""));
+  if (rows.length < 2) return null;
+  const known = new Set(rows.map(({ branch }) => branch));
+  const below = (parent) => rows.filter((row) => (row.branch && known.has(row.parent) ? row.parent : null) === parent);
+  const list = (found) => found.length > 0 && h("ul", {}, found.map((row) => h("li", {},
+    h("a", { href: sampleAddress(run.name, row), "aria-current": row.branch === sample.branch ? "page" : undefined }, row.branch ? `Branch ${row.branch}` : "The first branch"),
+    ` ${number(row.tokens)} tokens of the policy${row.branch ? `, leaves ${row.parent ? `branch ${row.parent}` : "the first"} after ${number(row.shared)} tokens` : ""}`,
+    list(below(row.branch)))));
+  return h("section", { class: "panel" }, h("h2", {}, "Its session"), list(below(null)));
+}
 
 /** Whatever else the file says of it. */
 function further(sample) {

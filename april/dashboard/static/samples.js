@@ -1,6 +1,6 @@
 // Samples: a table of all that are kept, filtered, sorted and searched; the address says how.
 
-import { addressOf, apiOf, ask, fill, groupAddress, h, note, number, problem, sampleAddress, sampleName } from "./lib.js";
+import { addressOf, apiOf, ask, fill, groupAddress, h, note, number, problem, sampleAddress, sampleName, samplesOf } from "./lib.js";
 
 const COLUMNS = [
   ["step", "Step"], ["group", "Sample"], ["reward", "Reward"], ["advantage", "Advantage"], ["tokens", "Tokens"], ["versions", "Versions"], ["staleness", "Stale"],
@@ -119,7 +119,7 @@ export async function samplesView(place, { run, address, signal, follow }) {
   function say(answer, shown) {
     const offset = Number(asked.get("offset") ?? 0);
     const reading = answer.read < answer.kept ? ` ${number(answer.read)} of ${number(answer.kept)} steps are read so far.` : "";
-    const text = answer.total ? `${number(answer.total)} samples, ${number(offset + 1)} to ${number(offset + shown)} shown.` : answer.kept ? "No sample is like that." : "No samples are kept of this run.";
+    const text = answer.total ? `${samplesOf(answer.total)}, ${number(offset + 1)} to ${number(offset + shown)} shown.` : answer.kept ? "No sample is like that." : "No samples are kept of this run.";
     fill(count, text + reading, answer.unreadable.length > 0 && problem(`Cannot be read: ${answer.unreadable.join("; ")}`));
     fill(pages, answer.total > answer.page && [h("button", { type: "button", disabled: offset === 0, onclick: () => set("offset", Math.max(0, offset - answer.page) || "") }, "Back"),
       h("button", { type: "button", disabled: offset + shown >= answer.total, onclick: () => set("offset", offset + answer.page) }, "On")]);

@@ -7,13 +7,15 @@ const ROW = 22, GAP = 5, NAMES = 116, TOP = 24;
 const KINDS = [["generate", "--line-1", "generating"], ["weights", "--line-3", "loading weights"], ["train", "--line-2", "training"]];
 const OF_A_SAMPLE = [["score", "--line-4", "scoring"], ["act", "--line-5", "with its agent"]];
 const MARKS = [["abort", "--muted", "abort"], ["joined", "--line-1", "joined"], ["lost", "--bad", "lost"]];
+const CHUNK = ["chunk", "--ink", "its tokens come"];
 const LEAST_S = 0.05;
 
 export async function timelineView(place, { run, address, signal, follow }) {
   const { query } = address;
   let [from, to] = [Number(query.get("from")) || null, Number(query.get("to")) || null];
-  const sample = query.get("sample") ? await ask(sampleOf(run.name, query.get("sample").split(".")), signal) : null;
+  const sample = query.get("sample") ? await ask(sampleOf(run.name, query.get("sample").split("."), query.get("discarded")), signal) : null;
   const kinds = sample ? [...KINDS, ...OF_A_SAMPLE] : KINDS;
+  const marks = sample?.chunks?.length ? [...MARKS, CHUNK] : MARKS;
   let shown = null;
   let request = new AbortController();
   signal.addEventListener("abort", () => request.abort());
@@ -26,7 +28,7 @@ export async function timelineView(place, { run, address, signal, follow }) {
   const move = (share) => shown && choose(shown.begin + share * (shown.end - shown.begin), shown.end + share * (shown.end - shown.begin));
   fill(place, h("h1", { class: "hidden" }, `Timeline of ${run.name}`),
     h("div", { class: "tools" }, [["Earlier", () => move(-0.5)], ["Later", () => move(0.5)], ["Closer", () => zoom(0.5)], ["Wider", () => zoom(2)], ["All", () => shown && choose(table.time[0] - 60, table.time.at(-1))], ["Newest", () => choose(null, null)]].map(([text, act]) => h("button", { type: "button", onclick: act }, text)),
-      h("span", { class: "legend" }, [...kinds, ...MARKS].map(([, line, text]) => h("span", { vars: { "--of": `var(${line})` } }, h("i", {}), text)))),
+      h("span", { class: "legend" }, [...kinds, ...marks].map(([, line, text]) => h("span", { vars: { "--of": `var(${line})` } }, h("i", {}), text)))),
     strip, said, h("div", { class: "scroll" }, lanes), words);
 
   let table = await ask(`${apiOf(run.name)}/steps?columns=time,rollout_tokens_per_s,reward`, signal);
@@ -35,7 +37,7 @@ export async function timelineView(place, { run, address, signal, follow }) {
   async function choose(begin, end) {
     if (!shown) return;
     [from, to] = [begin, end];
-    history.replaceState(null, "", addressOf(run.name, "timeline", [], { from: from?.toFixed(3), to: to?.toFixed(3), sample: query.get("sample") }));
+    history.replaceState(null, "", addressOf(run.name, "timeline", [], { from: from?.toFixed(3), to: to?.toFixed(3), sample: query.get("sample"), discarded: query.get("discarded") }));
     await load();
   }
 
@@ -117,7 +119,7 @@ export async function timelineView(place, { run, address, signal, follow }) {
       pen.fillStyle = colour("--ink");
       for (const { began, ended } of stays(lane))
         pen.fillRect(at(Math.max(began, shown.begin)), y + ROW - 3, Math.max(2, at(Math.min(ended, shown.end)) - at(Math.max(began, shown.begin))), 3);
-      for (const [kind, line] of MARKS)
+      for (const [kind, line] of marks)
         for (const time of lane.instants[kind] ?? []) {
           pen.fillStyle = colour(line);
           pen.fillRect(at(time) - 0.75, y, 1.5, ROW);
@@ -179,5 +181,6 @@ function laneOf(sample, { begin, end }) {
   const spans = {};
   for (const { what, began, ended } of sample.stays ?? [])
     if (ended >= begin && began <= end) (spans[what] ??= []).push([Math.max(began, begin), Math.min(ended, end)]);
-  return { worker: `sample ${sampleName(sample)}`, spans, instants: {} };
+  const chunk = (sample.chunks ?? []).map(({ at }) => at).filter((at) => at && at >= begin && at <= end);
+  return { worker: `sample ${sampleName(sample)}`, spans, instants: { chunk } };
 }

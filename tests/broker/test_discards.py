@@ -1,0 +1,169 @@
+"""What is discarded comes to the learner beside the next batch where samples are kept, the same again after a restart,
+and so does when each chunk was sampled."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from april import config as configuration
+from april import wire
+from april.broker.telemetry import discards
+from tests.broker.conversation import Conversation, FakeAgents, FakeLearner, FakeWorker, finish_evaluation, training
+from tests.broker.test_agent_desk import AGENTS
+from tests.broker.test_unreadable import damage
+
+OPTIONS = ["--evaluation.prompts", "1", "--schedule.dynamic_sampling", "--broker.attempts", "1"]
+
+
+@pytest.fixture
+def talk(config_file):
+    return Conversation(configuration.load(config_file, OPTIONS))
+
+
+def to_first_batch(talk, worker):
+    """Of groups 0, 1 and 2 all samples have one reward; a sample of group 3 dies. Each response has two chunks, sampled
+    half a second apart."""
+    waiting, places = finish_evaluation(worker), {}
+    while talk.ledger.next_step == 0:
+        waiting += training(worker.grants())
+        places |= {group.id: group.ordinal for group in talk.ledger.groups.values()}
+        grant = waiting.pop(0)
+        talk.tick(0.1)
+        group = places[grant.group]
+        rows = [(0.0, worker.new_tokens(grant, 0, 3)), (0.5, worker.new_tokens(grant, 3, 2, "stop"))]
+        timed = [(row._replace(time=1000.0 + group + at), payload) for at, (row, payload) in rows]
+        if group == 3 and grant.index == 1:
+            worker.report(timed[:1])
+            worker.give_back(grant, 3, "generation_failed", "engine fell over")
+        else:
+            worker.report(timed[:1])
+            worker.report(timed[1:])
+            worker.score(grant, 1.0 if group < 3 else float(grant.index))
+    return talk
+
+
+def of(batch):
+    """{reason: groups} of what is none of the batch."""
+    found = {}
+    for head in batch[0].groups:
+        if head.discarded:
+            found.setdefault(head.discarded, []).append(head)
+    return found
+
+
+def test_discards_and_times_are_told_with_the_next_batch_and_the_same_again_until_its_checkpoint(talk, worker, learner):
+    to_first_batch(talk, worker)
+    plain = learner.fetch(0)
+    assert not of(plain) and plain[0].total == 4
+    assert not any(sample.chunks for head in plain[0].groups for sample in head.samples)
+    batch = learner.fetch(0, samples=True)
+    assert batch[0].total == 7 and [len(group) for group in of(batch).values()] == [2, 1]
+    assert [head.samples for head in batch[0].groups[:4]] != [head.samples for head in plain[0].groups]
+    assert batch[1][: len(plain[1])] == plain[1], "the batch itself is the same"
+    for place, head in enumerate(of(batch)["zero_spread"]):
+        assert [sample.reward for sample in head.samples] == [1.0, 1.0] and head.opened_at < head.delivered_at
+        for sample in head.samples:
+            assert sample.chunks == [(3, 1000.0 + place), (5, 1000.5 + place)]
+            assert [stay.how for stay in sample.stays] == ["stop", "scored"]
+    (dead,) = of(batch)["dead_sample"]
+    assert [(one.attempts, one.error) for one in dead.samples if one.attempts] == [(1, "engine fell over")]
+    assert any(one.reward != one.reward for one in dead.samples), "not known is no reward"
+    assert len(batch[1]) == sum(1 + 2 * len(head.samples) for head in batch[0].groups)
+    for with_snapshot in (False, True):
+        if with_snapshot:
+            talk.journal.rotate()
+            talk.take_snapshot()
+        talk.restart_broker()
+        again = FakeLearner(talk, learner.name)
+        again.hello()
+        assert repr(again.fetch(0, samples=True)) == repr(batch)
+    again.consume(0)
+    again.durable(1)
+    assert not list(talk.service.lives.discards.positions())
+
+
+@pytest.mark.full
+def test_what_cannot_be_read_back_of_a_discard_is_left_out(talk, worker, learner):
+    to_first_batch(talk, worker)
+    talk.restart_broker()
+    bad, *others = talk.service.lives.discards.of(0)
+    record, stretch, _ = memoryview(bad.chunks[0]).cast("Q")[:3]
+    damage(talk, record, stretch >> 32)
+    again = FakeLearner(talk)
+    again.join()
+    batch = again.fetch(0, samples=True)
+    unread, *read = [head for head in batch[0].groups if head.discarded]
+    assert unread.samples == [] and len(read) == len(others) and all(head.samples for head in read)
+    assert talk.ledger.counts["unreadable"] == 0 and not talk.service.run.read_only
+
+
+@pytest.mark.full
+def test_nothing_is_kept_beyond_the_bounds_nor_where_no_samples_are(talk, worker, learner, config_file, monkeypatch):
+    monkeypatch.setattr(discards, "MOST_BYTES", 1)
+    to_first_batch(talk, worker)
+    assert talk.service.lives.discards.of(0) == [] and talk.ledger.counts["zero_spread"] == 3
+    monkeypatch.undo()
+    other = Conversation(configuration.load(config_file, [*OPTIONS, "--samples.every", "0", "--run.name", "other"]))
+    worker = FakeWorker(other)
+    worker.join()
+    FakeLearner(other).join()
+    assert to_first_batch(other, worker).service.lives.discards.of(0) == []
+
+
+@pytest.mark.full
+def test_what_a_session_loses_is_told_with_where_it_begins(config_file):
+    talk = Conversation(configuration.load(config_file, AGENTS))
+    worker, agents = FakeWorker(talk), FakeAgents(talk)
+    worker.join()
+    agents.join()
+    told = next(told for told in agents.listen() if not told.evaluation)
+    agents.say_to_policy(told.lease_id, 0, 3)
+    (grant,) = worker.grants()
+    worker.chunk(grant, 3, 4, "stop")
+    agents.give_back(told, 0, "agent_failed", "ValueError: no")
+    again = [one for one in agents.listen() if (one.group, one.index) == (told.group, told.index)][-1]
+    agents.say_to_policy(again.lease_id, 0, 3)
+    (grant,) = worker.grants()
+    worker.chunk(grant, 3, 4, "stop")
+    agents.say_to_policy(again.lease_id, 7, 2)
+    (grant,) = worker.grants()
+    worker.chunk(grant, 9, 3)
+    agents.score(again, 0.5)
+    kept = talk.service.lives.discards
+    kept.deliver(0)
+    failed, unread = kept.of(0)
+    assert failed.head.discarded == "agent_failed" and failed.head.samples[0].error == "ValueError: no"
+    assert (failed.head.samples[0].response_tokens, failed.head.samples[0].discarded_from) == (7, 0)
+    assert unread.head.discarded == "unread"
+    assert (unread.head.samples[0].response_tokens, unread.head.samples[0].discarded_from) == (12, 7)
+
+
+@pytest.mark.full
+def test_a_sample_that_died_in_a_group_that_is_trained_is_told_alone(config_file):
+    options = ["--schedule.min_group_size", "1", "--broker.attempts", "1"]
+    talk = Conversation(configuration.load(config_file, options))
+    worker, learner = FakeWorker(talk), FakeLearner(talk)
+    worker.join()
+    learner.join()
+    victim = finish_evaluation(worker)[0]
+    worker.chunk(victim, 0, 5)
+    worker.report(closings=[wire.GiveBack(victim.lease_id, 5, "generation_failed", "no")])
+    leases = [lease for lease in talk.ledger.leases.values() if not lease.sample.group.evaluation]
+    sibling = next(lease for lease in leases if lease.sample.group.id == victim.group)
+    worker.report([worker.new_tokens(SimpleNamespace(lease_id=sibling.id, evaluation=False), 0, 4, "stop")])
+    talk.ledger.score(sibling.id, 1.0)
+    talk.service.lives.discards.deliver(0)
+    (told,) = talk.service.lives.discards.of(0)
+    assert told.head.discarded == "dead_sample" and [one.index for one in told.head.samples] == [victim.index]
+    assert told.head.samples[0].response_tokens == 5
+
+
+def test_a_run_that_fails_because_all_is_discarded_says_with_its_end_what_that_was(talk, worker, learner):
+    assert learner.fetch(0, samples=True) is None
+    waiting = finish_evaluation(worker)
+    while not talk.service.run.over:
+        worker.complete(waiting.pop(0), reward=0.0)
+        waiting += training(worker.grants())
+    (end,) = learner.take(wire.Finished)
+    assert [head.discarded for head in end.message.groups] == ["zero_spread"] * 2
+    assert [len(array) for array in end.arrays[1:3]] == [4, 4]
