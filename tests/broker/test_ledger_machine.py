@@ -86,6 +86,7 @@ def test_a_snapshot_leaves_nothing_of_the_ledger_out():
         "rules",
         "write",
         "together",
+        "on_discard",
         "_expiries",
         "unjudged",
         "leases",
