@@ -95,6 +95,9 @@ def test_the_run_can_be_traced_from_its_lanes_to_the_life_of_a_sample(finished, 
             for at, event in events
             if tracks[event.track_uuid].name.startswith(f"{row['group']}.{row['index']} ")
         ]
+        chunks = [name for _, name in said if name.endswith(" tokens")]
+        assert chunks == [f"{chunk['end']} tokens" for chunk in row["chunks"]] != []
+        said = said[len(chunks) :]
         names = [name for _, name in said]
         assert names[:2] == ["opened", "delivered"] and row["opened_at"] == pytest.approx(said[0][0])
         assert [stay["where"] for stay in row["stays"]] == [name.split()[-1] for name in names[2:] if name]
