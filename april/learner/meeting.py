@@ -20,14 +20,14 @@ ASK_S = 0.2
 
 def place_of(config: Config, connect: str, node: int) -> str:
     """HOST:PORT, on the way that leads to the broker at `connect`. Machine 0 goes on saying it, in a thread. Raises
-    BrokerUnreachable, AccessDenied, ConfigError."""
+    BrokerUnreachable, AccessDenied, ConfigError, TimeoutError where machine 0 has not come within `learner.load_s`."""
     broker = address_at(connect, config.broker.patience_s)
     keys = load_keys(config.security.keys, "learner")
     connection = BrokerConnection(broker, "node", f"node-{node}", uuid.uuid4().hex, config.broker.patience_s, keys)
     connection.hello(leases=[])
     if node:
         try:
-            return asked(connection)
+            return asked(connection, config.learner.load_s)
         finally:
             connection.goodbye()
             connection.close()
@@ -38,8 +38,11 @@ def place_of(config: Config, connect: str, node: int) -> str:
     return place
 
 
-def asked(connection: BrokerConnection) -> str:
+def asked(connection: BrokerConnection, patience_s: float) -> str:
+    deadline = time.monotonic() + patience_s
     while not (place := connection.request(wire.Meet()).message.place):
+        if time.monotonic() >= deadline:
+            raise TimeoutError(f"machine 0 of the learner has not come in {patience_s:g} s; start it, or see its log")
         time.sleep(ASK_S)
     return place
 
