@@ -225,6 +225,8 @@ def of_like_length(trainer: GRPOTrainer, prepare: Callable[[Any], Any], batch: A
     batches = trainer._buffered_inputs
     if batches is None or batches is before or not sums_over_rows(trainer):
         return inputs
+    if not all(value is None or isinstance(value, Tensor) for value in batches[0].values()):
+        return inputs
     whole = {
         key: first if is_one(first) else torch.cat([part[key] for part in batches]) for key, first in batches[0].items()
     }

@@ -206,11 +206,18 @@ def test_log_probabilities_by_length_are_those_that_trl_computes_of_all_rows_at_
     assert cost < ids.numel()
 
 
-@pytest.mark.parametrize("loss_type, is_sorted", [("dapo", True), ("bnpo", False)])
-def test_rows_of_like_length_share_a_micro_batch_of_trl_where_a_step_is_their_sum(loss_type, is_sorted):
+@pytest.mark.parametrize(
+    "loss_type, others, is_sorted", [("dapo", None, True), ("bnpo", None, False), ("dapo", [1] * 6, False)]
+)
+def test_rows_of_like_length_share_a_micro_batch_of_trl_where_a_step_is_their_sum(loss_type, others, is_sorted):
     adapter = pytest.importorskip("april.adapters.trl")
     lengths = torch.tensor([5, 1, 2, 6, 3, 4])
-    rows = {"completion_mask": (torch.arange(6) < lengths[:, None]).long(), "advantages": lengths.float(), "old": None}
+    rows = {
+        "completion_mask": (torch.arange(6) < lengths[:, None]).long(),
+        "advantages": lengths.float(),
+        "old": None,
+        "others": others,
+    }
     rows["num_items_in_batch"] = torch.tensor(21.0)
     own = adapter.split_tensor_dict(rows, 3)
     trainer = SimpleNamespace(
