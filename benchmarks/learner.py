@@ -11,6 +11,8 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -21,6 +23,7 @@ from pathlib import Path
 import head_memory
 import load_memory
 import numpy as np
+import orjson
 import torch
 import torch.distributed as dist
 import trl_trainer
@@ -30,7 +33,7 @@ from transformers.utils import logging
 
 from april.config import Config
 from april.learner import flops
-from april.learner.batch import Batch, TrainSample
+from april.learner.batch import Batch, TrainSample, encode
 from april.learner.model import Policy, load, score_tokens
 from april.learner.packing import input_tokens, pack, plan
 from april.learner.samples import SampleKeeper
@@ -50,6 +53,9 @@ STAYS = tuple(Stay("generate", "worker-0", 1.0, 2.0, 0, 99, "abort") for _ in ra
 LORA_MEASURES = ("lora_step_vs_full", "lora_memory_vs_full")
 MEMORY_MEASURES = ("logits_memory_ratio", "load_peak_bytes_per_rank")
 MEASURES = (*STEP_MEASURES, *LORA_MEASURES, "samples_cost", "rank_imbalance", *MEMORY_MEASURES)
+BACKENDS = "megatron_vs_fsdp_step"
+"""asked for by name: it makes .venv-megatron where there is none"""
+ROOT = Path(__file__).parents[1]
 LORA_RANK = 16
 SMALL = {
     "vocab_size": 4096, "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 6,
@@ -290,6 +296,26 @@ def loading_row(folder: Path, quick: bool) -> Row:
     return Row("load_peak_bytes_per_rank", load_memory.peaks_over_bound(folder), "of model / ranks + largest tensor")
 
 
+def backend_row(folder: Path, quick: bool) -> Row:
+    """Speed of a step of Megatron-core over one of FSDP2, on two ranks: two shares of each layer, or two shares of the
+    batch. Both in Megatron's environment, taking turns."""
+    subprocess.run([ROOT / "launch/install-megatron.sh"], check=True, stdout=sys.stderr)
+    vocabulary = make_model(folder, SMALL).vocab_size
+    config = {
+        "model": {"path": str(folder)},
+        "data": {"path": "none.jsonl"},
+        "run": {"dir": str(folder.parent), "name": "of-back-ends"},
+        "learner": {"lr": LR, "device": "cpu", "microbatch_tokens": BUDGET_TOKENS, "ranks": 2},
+    }
+    (folder / "run.json").write_bytes(orjson.dumps(config))
+    (folder / "batch.msgpack").write_bytes(encode(longtail_batch(vocabulary, 1 if quick else 4, seed=7)))
+    python, script = ROOT / ".venv-megatron/bin/python", Path(__file__).with_name("backend_step.py")
+    launch = [python, "-m", "april.learner.launch", "--nproc-per-node=2", script, folder, "1" if quick else "5"]
+    subprocess.run(launch, check=True, cwd=ROOT, stdout=sys.stderr)
+    turns = orjson.loads((folder / "seconds.json").read_bytes())
+    return Row(BACKENDS, [theirs / ours for ours, theirs in turns], "ratio")
+
+
 def memory_rows(quick: bool) -> list[Row]:
     peaks = [head_memory.peak_bytes(score, quick) for score in (head_memory.ours, head_memory.ordinary)]
     return [
@@ -300,7 +326,7 @@ def memory_rows(quick: bool) -> list[Row]:
 
 def main() -> None:
     arguments = parser(__doc__.partition("\n")[0])
-    arguments.add_argument("--only", nargs="+", choices=MEASURES, metavar="NAME", help="these rows")
+    arguments.add_argument("--only", nargs="+", choices=(*MEASURES, BACKENDS), metavar="NAME", help="these rows")
     options = arguments.parse_args()
     torch.set_num_threads(1)
     logging.set_verbosity_error()
@@ -321,6 +347,8 @@ def main() -> None:
         dist.destroy_process_group()
         if "load_peak_bytes_per_rank" in wanted:
             rows.append(loading_row(Path(made) / "to load", options.quick))
+        if BACKENDS in wanted:
+            rows.append(backend_row(Path(made) / "of back ends", options.quick))
     if "logits_memory_ratio" in wanted:
         rows += memory_rows(options.quick)
     report(rows, options.json)

@@ -53,6 +53,7 @@ from there, and its responses grow to the limit, so that an eighth of the held-o
 UNBOUNDED = 1e6
 """a bound of the ratio that none meets"""
 WEIGHED = {"proximal": "recomputed", "behaviour_coef": 0.0}
+ROOT_ESS = WEIGHED | {"corrections": ["truncated_sequence"], "sequence_truncation": 8.0, "step_scale": "root_ess"}
 CORRECTIONS = {
     "default": {},
     "not_drawn": WEIGHED | {"corrections": ["truncated_sequence"]},
@@ -68,16 +69,20 @@ CORRECTIONS = {
     "m2po": WEIGHED | {"proximal": "behaviour", "corrections": ["m2po"], "clip_low": 1.0, "clip_high": UNBOUNDED},
     "dppo_tv": WEIGHED | {"corrections": ["truncated", "dppo_tv"], "truncation": 20.0},
     "bapo": WEIGHED | {"proximal": "behaviour", "corrections": [], "loss": "bapo", "clip_low": 0.4, "clip_high": 0.2},
-    "root_ess": WEIGHED | {"corrections": ["truncated_sequence"], "sequence_truncation": 8.0, "step_scale": "root_ess"},
+    "root_ess": ROOT_ESS,
+    "vcpo": ROOT_ESS | {"advantage": "opob"},
     "default_root_ess": {"step_scale": "root_ess"},
 }
 """what `--all` compares: the default draws tokens towards what sampled them, so do the `…_drawn`; `not_drawn` is the
-default without that. `vespo`, `m2po`, `dppo_tv` and `bapo` are as published, `root_ess` is VCPO's step without its
-baseline, `default_root_ess` that step with the default. Decoupled around the recomputed proximal policy is `truncated`,
+default without that. `vespo`, `m2po`, `dppo_tv`, `bapo` and `vcpo` are as published, `root_ess` is `vcpo` without its
+baseline, `default_root_ess` its step with the default. Decoupled around the recomputed proximal policy is `truncated`,
 with one step a batch, and `on_policy_only` trains nothing where every token is stale"""
 
 PPO = "ppo"
 """what `--ppo` compares with on-policy GRPO: configs/ppo.toml, a critic"""
+LORA = "lora"
+"""what `--lora` compares with training the whole model: configs/quickstart-lora.toml, on-policy"""
+FILES = {PPO: "ppo", LORA: "quickstart-lora"}
 STALE = (5, 0.4)
 """(versions, share): there so large a share of a batch was sampled so many versions ago, the rest by those at hand"""
 
@@ -85,7 +90,7 @@ STALE = (5, 0.4)
 @dataclass(frozen=True)
 class Job:
     name: str
-    """of CORRECTIONS, or PPO"""
+    """of CORRECTIONS, or PPO, or LORA"""
     staleness: int
     seed: int
     steps: int
@@ -174,8 +179,8 @@ def train(job: Job) -> Outcome:
 
 
 def configuration(job: Job, folder: Path) -> Config:
-    """The quickstart's with this job's correction, or that of PPO."""
-    file = ROOT / f"configs/{job.name if job.name == PPO else 'quickstart'}.toml"
+    """The quickstart's with this job's correction, or that of PPO or LORA."""
+    file = ROOT / f"configs/{FILES.get(job.name, 'quickstart')}.toml"
     tree = tomllib.loads(file.read_text())
     tree["model"], tree["run"] = {"path": job.policy}, {"dir": folder}
     tree["learner"] |= {"ranks": 1, "device": "cpu"}
@@ -206,7 +211,7 @@ def start(policy: Path, held_out: int) -> float:
 def rows_of(outcomes: list[Outcome], started: float) -> list[Row]:
     """Held-out accuracy by correction and staleness, and how far below the same seed's on-policy run it is."""
     found = {(o.job.name, o.job.staleness, o.job.seed): o.held_out for o in outcomes}
-    on_policy = {o.job.seed: o.held_out for o in outcomes if o.job.staleness == 0}
+    on_policy = {o.job.seed: o.held_out for o in outcomes if o.job.staleness == 0 and o.job.name != LORA}
     rows = [Row("heldout_start", [started], "accuracy")]
     for name, staleness in dict.fromkeys((o.job.name, o.job.staleness) for o in outcomes):
         if name == PPO:
@@ -214,11 +219,13 @@ def rows_of(outcomes: list[Outcome], started: float) -> list[Row]:
             continue
         seeds = [seed for n, k, seed in found if (n, k) == (name, staleness)]
         label = f"staleness_{staleness}" if name == "default" else f"{name}_staleness_{staleness}"
+        label = LORA if name == LORA else label
         reached = [found[name, staleness, seed] for seed in seeds]
         rows.append(Row(f"heldout_{label}", reached, "accuracy", of=fmean))
-        if staleness and on_policy:
+        if (staleness or name == LORA) and on_policy:
             gaps = [on_policy[seed] - at for seed, at in zip(seeds, reached, strict=True)]
-            rows.append(Row(f"heldout_gap_{label}", gaps, "accuracy", of=fmean))
+            gap = "lora_heldout_gap" if name == LORA else f"heldout_gap_{label}"
+            rows.append(Row(gap, gaps, "accuracy", of=fmean))
         if staleness == max(LEVELS):
             rows.append(Row(f"seeds_below_start_{label}", [sum(at < started for at in reached)], "seeds"))
     return rows
@@ -240,6 +247,7 @@ def main() -> None:
     arguments = parser(__doc__.partition("\n")[0])
     arguments.add_argument("--all", action="store_true", help="every correction, hours on two cores")
     arguments.add_argument("--ppo", action="store_true", help="PPO with stale tokens against on-policy GRPO, alone")
+    arguments.add_argument("--lora", action="store_true", help="an adapter against the whole model, on-policy, alone")
     arguments.add_argument("--only", nargs="+", choices=CORRECTIONS, metavar="NAME", help="these corrections")
     arguments.add_argument(
         "--levels", nargs="+", type=int, default=LEVELS, metavar="K", help="these levels of staleness"
@@ -272,6 +280,8 @@ def main() -> None:
                 Job(PPO, lag, seed, steps, held_out, policy, share=share),
             )
         ]
+    if options.lora:
+        jobs = [Job(name, 0, seed, steps, held_out, policy) for seed in seeds for name in ("default", LORA)]
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
         started = pool.submit(start, policy, held_out)
         outcomes = known_outcomes(options.runs, jobs)
@@ -291,6 +301,8 @@ def facts(job: Job) -> dict:
     told |= {"algorithm": config.algorithm.model_dump(mode="json"), "learner": config.learner.model_dump(mode="json")}
     if job.name == PPO:
         told |= {"critic": config.critic.model_dump(mode="json"), "share": job.share}
+    if job.name == LORA:
+        told |= {"lora": config.lora.model_dump(mode="json")}
     return told | {"steps": job.steps, "prompts": job.held_out}
 
 

@@ -13,8 +13,8 @@ class AlgorithmSection(Section):
     )
     advantage: str = Field(
         "grpo",
-        description="advantage estimator: grpo, dr_grpo, rloo, reinforce_pp, reinforce_pp_baseline, gae (a critic's), "
-        "or yours as package.module:function",
+        description="advantage estimator: grpo, dr_grpo, rloo, reinforce_pp, reinforce_pp_baseline, opob (VCPO's "
+        "baseline), gae (a critic's), or yours as package.module:function",
     )
     loss: str = Field(
         "ppo", description="policy loss: ppo, gspo, gspo_token, cispo, bapo, or yours as package.module:function"

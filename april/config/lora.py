@@ -16,10 +16,18 @@ class LoraSection(Section):
     targets: list[str] = Field(
         [], description="layers that have one, by the last part of their names, such as q_proj; none given: all linear"
     )
+    embedding: bool = Field(
+        False, description="the embedding is trained whole beside the adapter, and the head that is tied to it or not"
+    )
 
     @property
     def is_set(self) -> bool:
         return self.rank > 0
+
+    @property
+    def keeps_start(self) -> bool:
+        """The starting policy is at hand as long as the adapter is left out: nothing else is trained."""
+        return self.is_set and not self.embedding
 
 
 def adapted(linears: Iterable[str], section: LoraSection) -> list[str]:
@@ -41,4 +49,9 @@ def check_lora(section: LoraSection) -> None:
         raise ConfigError(
             f"key 'lora.targets' = {section.targets} says what has an adapter, and lora.rank = 0 trains none; set "
             "lora.rank, or leave it out"
+        )
+    if section.embedding and not section.is_set:
+        raise ConfigError(
+            "key 'lora.embedding' = true trains the embedding beside an adapter, and lora.rank = 0 trains none; set "
+            "lora.rank, or leave it out: without one all is trained"
         )

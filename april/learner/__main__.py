@@ -8,6 +8,7 @@ from functools import partial
 from april import config as configuration
 from april.connections.broker import AccessDenied, BrokerRefused, BrokerUnreachable
 from april.learner import refusal
+from april.processes.device_turns import TurnLate
 from april.processes.lifetime import REFUSED, die_with_parent, end
 from april.processes.logs import log_to_stderr
 from april.registry import look_in
@@ -71,9 +72,11 @@ def status_of_training(config: configuration.Config, address: str) -> int:
         Diverged,
         ModelError,
         PackedAttentionError,
+        TurnLate,
     ) as error:
         print(f"april.learner: {error}", file=sys.stderr)
-        return 1 if isinstance(error, BrokerUnreachable) and not isinstance(error, AccessDenied) else REFUSED
+        passes = isinstance(error, (BrokerUnreachable, TurnLate)) and not isinstance(error, AccessDenied)
+        return 1 if passes else REFUSED
     except Exception:
         log.exception("the learner cannot go on")
         return 1
@@ -85,6 +88,7 @@ def train(config: configuration.Config, address: str) -> None:
 
     from april.connections.address import address_at
     from april.learner import loop, process_group
+    from april.learner.device_turns import Turn
     from april.learner.seen import keeps
     from april.learner.source import BrokerSource
     from april.learner.trainer import Trainer
@@ -106,7 +110,9 @@ def train(config: configuration.Config, address: str) -> None:
             address, publisher.address, config.broker.patience_s, load_keys(keys, "learner"),
             keeps=partial(keeps, config.samples),
         )  # fmt: skip
-    loop.run(config, Trainer(config, device), source, publisher)
+    turn = Turn(config, device, rank)
+    turn.take()
+    loop.run(config, Trainer(config, device), source, publisher, turn)
     process_group.leave()
     if source and publisher:
         source.close()

@@ -2,18 +2,16 @@
 
 A checkpoint is written under a temporary name and renamed when it is complete and on disk, so a folder
 `step_000010` was whole when it got its name. It has the checksums of its files, `sha256sum -c SHA256SUMS` checks them,
-and so does whoever goes on from it. All ranks must see the same file system.
+and so does whoever goes on from it. Where ranks have disks of their own, each disk has a part of the files and the
+checksums of all: `store.py` writes, finds and restores checkpoints on one disk or several.
 """
 
 import hashlib
 import logging
-import os
 import re
 import shutil
-from collections.abc import Collection, Sequence
-from concurrent.futures import Future
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +20,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.optim import Optimizer
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedModel
 
 from april.config import ConfigError
-from april.learner.background import in_background
-from april.learner.lora import adapter_weights, save_adapter
-from april.learner.model import Policy, full_state, gathered
+from april.files.disk import sync
+from april.learner.lora import save_adapter
+from april.learner.model import Policy, gathered
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +51,18 @@ class Part:
     steps: int = 0
     """of the optimizer, those left out that changed nothing"""
 
+    def state(self) -> dict[str, Tensor]:
+        """Its tensors, by their names in a checkpoint. Moments exist once the optimizer has made a step."""
+        state = {}
+        for name, parameter in self.model.trained:
+            state[f"{self.prefix}model.{name}"] = parameter.detach()
+            for moment in MOMENTS if parameter in self.optimizer.state else ():
+                state[f"{self.prefix}{moment}.{name}"] = self.optimizer.state[parameter][moment]
+        return state
+
+    def take(self, state: dict[str, Tensor]) -> None:
+        """Hold what has been put into a `state()` since: these are the very tensors."""
+
 
 def steps(directory: Path) -> list[int]:
     """Steps of the complete checkpoints in `directory`, the oldest first."""
@@ -66,34 +77,39 @@ def latest(directory: Path) -> int | None:
     return max(steps(directory), default=None)
 
 
-def newest_whole(directory: Path) -> int | None:
-    """Step of the newest checkpoint whose files are what was written, None without one; newer ones are set aside."""
-    for step in reversed(steps(directory)):
-        source = folder(directory, step)
-        if not (damaged := damaged_files(source)):
-            return step
-        aside = source.with_suffix(".damaged")
-        shutil.rmtree(aside, ignore_errors=True)
-        source.rename(aside)
-        log.error(
-            "checkpoint %s is damaged (%s), and set aside as %s: the one before it is taken, and the batches since "
-            "then are trained again",
-            source, ", ".join(damaged), aside.name, extra={"step": step},
-        )  # fmt: skip
-    return None
+def set_aside(directory: Path, step: int, damaged: Collection[str]) -> None:
+    """Let the checkpoint of `step` be none any more, and say so."""
+    source = folder(directory, step)
+    aside = source.with_suffix(".damaged")
+    shutil.rmtree(aside, ignore_errors=True)
+    source.rename(aside)
+    log.error(
+        "checkpoint %s is damaged (%s), and set aside as %s: the one before it is taken, and the batches since "
+        "then are trained again",
+        source, ", ".join(damaged), aside.name, extra={"step": step},
+    )  # fmt: skip
 
 
 def damaged_files(source: Path) -> list[str]:
     """Those of a checkpoint that are missing, or not what was written."""
-    sums = source / CHECKSUMS_FILE
-    if not sums.exists():
+    if not (source / CHECKSUMS_FILE).exists():
         log.warning("checkpoint %s has no %s: it is taken as it is", source, CHECKSUMS_FILE)
         return []
-    lines = sums.read_text(errors="replace").splitlines()
-    named = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
-    if PROGRESS_FILE not in named:
-        return [CHECKSUMS_FILE]
+    named = checksums(source)
+    return others_than(named, source) if named else [CHECKSUMS_FILE]
+
+
+def others_than(named: Mapping[str, str], source: Path) -> list[str]:
+    """Files of a folder that are missing, or do not have the digest that is given with their names."""
     return [name for name, digest in named.items() if digest_of(source / name) != digest]
+
+
+def checksums(source: Path) -> dict[str, str]:
+    """By name, as the list of them says; none where it cannot be right, or is not there."""
+    sums = source / CHECKSUMS_FILE
+    lines = sums.read_text(errors="replace").splitlines() if sums.exists() else []
+    named = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+    return named if PROGRESS_FILE in named else {}
 
 
 def digest_of(path: Path) -> str:
@@ -105,80 +121,18 @@ def digest_of(path: Path) -> str:
         return ""
 
 
-def write_checksums(complete: Path) -> None:
-    files = sorted(path for path in complete.iterdir() if path.name != CHECKSUMS_FILE)
-    (complete / CHECKSUMS_FILE).write_text("".join(f"{digest_of(path)}  {path.name}\n" for path in files))
-
-
-def shared_latest(directory: Path) -> int | None:
-    """`newest_whole` as rank 0 finds it, on every rank. Collective."""
-    step = torch.tensor(-1)
-    if dist.get_rank() == 0 and (found := newest_whole(directory)) is not None:
-        step.fill_(found)
-    dist.broadcast(step, src=0)
-    return None if step.item() < 0 else int(step.item())
+def write_checksums(source: Path, named: Mapping[str, str]) -> None:
+    (source / CHECKSUMS_FILE).write_text("".join(f"{digest}  {name}\n" for name, digest in sorted(named.items())))
 
 
 def folder(directory: Path, step: int) -> Path:
     return directory / f"step_{step:06d}"
 
 
-class Writer:
-    """Writes one checkpoint at a time while training goes on: trained weights, AdamW moments and progress.
-
-    The state is copied when a checkpoint is started; the ranks write the copies in threads, which agree over a process
-    group of their own. `step` is also the position in the broker's stream: the next batch that the learner asks for.
-    """
-
-    def __init__(self, directory: Path, keep: int, timeout_s: float):
-        """Keep the newest `keep`. Collective."""
-        self.directory, self.keep = directory, keep
-        self.kept_besides: set[int] = set()
-        """steps that stay, too, however old"""
-        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-        self._writing: tuple[int, Future] | None = None
-
-    def start(self, step: int, parts: Sequence[Part], adapter: dict[str, Any]) -> None:
-        """Begin the checkpoint of `step`, after the one that is being written; `adapter` as `lora.describe` says it.
-        Collective."""
-        if self._writing:
-            self._writing[1].result()
-        partial = folder(self.directory, step).with_suffix(".partial")
-        if dist.get_rank() == 0:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(partial, ignore_errors=True)
-        dist.barrier()
-        written = dcp.async_save(sharded_state(parts), checkpoint_id=partial, process_group=self.group)
-        if dist.get_rank() == 0:
-            progress = {"step": step, "ranks": dist.get_world_size(), "lora": adapter}
-            progress |= {f"{part.prefix}{STEPS}": part.steps for part in parts}
-            written = in_background(self._complete, written, partial, progress)
-        self._writing = step, written
-
-    def _complete(self, written: Future, partial: Path, progress: dict[str, Any]) -> None:
-        """Rank 0's, in a thread: that its write is over means that all are."""
-        written.result()
-        (partial / PROGRESS_FILE).write_bytes(orjson.dumps(progress))
-        write_checksums(partial)
-        replace_folder(partial, folder(self.directory, progress["step"]))
-        self.prune()
-
-    def prune(self) -> None:
-        """Remove what need not be kept."""
-        prune(self.directory, self.keep, self.kept_besides)
-
-    def completed(self, wait: bool = False) -> int | None:
-        """Step of the checkpoint that was started last, once, when it is on disk. Raises what went wrong."""
-        if self._writing is None or not (wait or self._writing[1].done()):
-            return None
-        (step, written), self._writing = self._writing, None
-        written.result()
-        return step
-
-
 def check_adapter(directory: Path, step: int, adapter: dict[str, Any]) -> None:
     """Raises ConfigError where the checkpoint of `step` is not of such an adapter, or such a model without one."""
     before = orjson.loads((folder(directory, step) / PROGRESS_FILE).read_bytes()).get("lora", {"rank": 0})
+    before.setdefault("embedding", False)
     for key, value in before.items():
         if adapter.get(key, value) != value:
             raise ConfigError(
@@ -197,9 +151,8 @@ def check_critic(directory: Path, step: int, parts: Sequence[Part]) -> None:
         )
 
 
-def restore(directory: Path, step: int, parts: Sequence[Part]) -> None:
-    """Load the checkpoint of `step` in place, on any number of ranks. Collective."""
-    source = folder(directory, step)
+def place_for(source: Path, parts: Sequence[Part]) -> dict[str, Tensor]:
+    """Tensors of the parts, by their names in a checkpoint, that its values can be put into."""
     progress = orjson.loads((source / PROGRESS_FILE).read_bytes())
     for part in parts:
         part.steps = progress[f"{part.prefix}{STEPS}"]
@@ -208,18 +161,27 @@ def restore(directory: Path, step: int, parts: Sequence[Part]) -> None:
             moments = {moment: torch.zeros_like(parameter, requires_grad=False) for moment in MOMENTS}
             count = torch.tensor(float(part.steps), device=parameter.device)
             part.optimizer.state[parameter] = {"step": count, **moments}
-    dcp.load(sharded_state(parts), checkpoint_id=source)
+    return sharded_state(parts)
+
+
+def read(source: Path, state: dict[str, Tensor], parts: Sequence[Part]) -> None:
+    """Have the parts hold what a checkpoint says of `state`, on any number of ranks. Collective."""
+    dcp.load(state, checkpoint_id=source)
+    for part in parts:
+        part.take(state)
+
+
+def files_with(source: Path, state: dict[str, Tensor]) -> set[str]:
+    """Those of a checkpoint that `state`, as this rank has it, is read from."""
+    metadata, planner = FileSystemReader(source).read_metadata(), DefaultLoadPlanner()
+    planner.set_up_planner(state, metadata)
+    items = planner.create_local_plan().items
+    return {metadata.storage_data[item.storage_index].relative_path for item in items}
 
 
 def sharded_state(parts: Sequence[Part]) -> dict[str, Tensor]:
-    """Every tensor of a checkpoint by name: what is trained. Moments exist once the optimizer has made a step."""
-    state = {}
-    for part in parts:
-        for name, parameter in part.model.trained:
-            state[f"{part.prefix}model.{name}"] = parameter.detach()
-            for moment in MOMENTS if parameter in part.optimizer.state else ():
-                state[f"{part.prefix}{moment}.{name}"] = part.optimizer.state[parameter][moment]
-    return state
+    """Every tensor of a checkpoint by name: what is trained."""
+    return {name: tensor for part in parts for name, tensor in part.state().items()}
 
 
 def prune(directory: Path, keep: int, besides: Collection[int] = ()) -> None:
@@ -231,29 +193,38 @@ def prune(directory: Path, keep: int, besides: Collection[int] = ()) -> None:
         shutil.rmtree(leftover)
 
 
-def export(policy: Policy, source_folder: Path, out_dir: Path) -> None:
-    """Write `out_dir`: the weights in the source's own type, with its configuration and tokenizer files. Collective.
+def export(lm: PreTrainedModel, state: dict[str, Tensor], source_folder: Path, out_dir: Path) -> None:
+    """Write `out_dir`: `state`, weights of such a model as `lm`, with the source's configuration and tokenizer files.
 
     An existing `out_dir` is replaced when the new one is complete. Rank 0 writes; the others do not wait for it.
     """
-    state = full_state(policy, AutoConfig.from_pretrained(source_folder).dtype)
     if dist.get_rank() == 0:
-        partial = out_dir.with_name(f"{out_dir.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        policy.lm.save_pretrained(partial, state_dict=state, save_original_format=False)
-        for path in Path(source_folder).iterdir():
-            if path.is_file() and not WEIGHT_FILES.fullmatch(path.name):
-                shutil.copy(path, partial / path.name)
-        replace_folder(partial, out_dir)
+        write_model(lm, state, source_folder, out_dir)
+
+
+def write_model(lm: PreTrainedModel, state: dict[str, Tensor], source_folder: Path, out_dir: Path) -> None:
+    partial = out_dir.with_name(f"{out_dir.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    lm.save_pretrained(partial, state_dict=state, save_original_format=False)
+    for path in Path(source_folder).iterdir():
+        if path.is_file() and not WEIGHT_FILES.fullmatch(path.name):
+            shutil.copy(path, partial / path.name)
+    replace_folder(partial, out_dir)
+
+
+def type_of_files(folder: Path) -> torch.dtype | None:
+    """Of the weights of a Hugging Face folder; None where it does not say."""
+    return AutoConfig.from_pretrained(folder).dtype
 
 
 def export_adapter(policy: Policy, adapter: dict[str, Any], base: Path, out_dir: Path) -> None:
-    """Write `out_dir`, the adapter alone, as peft reads it, in the place of what is there. Collective, as `export`."""
-    weights = gathered(adapter_weights(policy.lm))
+    """Write `out_dir`, what is trained, as peft reads it, in the place of what is there. Collective, as `export`."""
+    weights = gathered(policy.trained)
     if dist.get_rank() == 0:
         partial = out_dir.with_name(f"{out_dir.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
-        save_adapter(partial, weights, adapter, base)
+        tied = {name: first for name, first in policy.lm.all_tied_weights_keys.items() if first in weights}
+        save_adapter(partial, weights, tied, adapter, base)
         replace_folder(partial, out_dir)
 
 
@@ -268,9 +239,3 @@ def replace_folder(complete: Path, final: Path) -> None:
     complete.rename(final)
     sync(final.parent)
     shutil.rmtree(replaced, ignore_errors=True)
-
-
-def sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)

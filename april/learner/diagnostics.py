@@ -1,8 +1,9 @@
 """What the trained tokens say about a step, split by their age; sums on each rank, reduced once a step."""
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+
+from april.learner.losses.ranks import Ranks
 
 AGES = 9
 """ages 0 to 7 have a bucket each, everything older shares the last one"""
@@ -41,11 +42,10 @@ class TokenTotals:
         ratios = ratios.double()
         self.sequences += torch.stack([torch.ones_like(ratios).sum(), ratios.sum(), ratios.square().sum()])
 
-    def reduced(self) -> "TokenTotals":
-        """Over all ranks. Collective."""
+    def reduced(self, ranks: Ranks) -> "TokenTotals":
+        """Over all `ranks`. Collective."""
         packed = torch.cat([self.loss[None], self.sequences, self.sums.flatten()])
-        dist.all_reduce(packed)
-        dist.all_reduce(self.ratio_max, dist.ReduceOp.MAX)
+        packed, self.ratio_max = ranks.total_and_largest(packed, self.ratio_max)
         self.loss, self.sequences, self.sums = packed[0], packed[1:4], packed[4:].view(AGES, len(SUMS))
         return self
 

@@ -7,12 +7,12 @@ worker's figures are of the youngest that it has in the batch, and say how old t
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from april.learner.batch import TrainSample
 from april.learner.diagnostics import AGES
 from april.learner.losses.columns import log_ratio
+from april.learner.losses.ranks import Ranks
 
 MOST_WORKERS = 128
 """whose figures are reported, those that are furthest from the learner; metrics of a step are limited in number"""
@@ -43,12 +43,11 @@ class EngineGaps:
         self.sums.index_add_(1, places, torch.stack([torch.ones_like(gaps), gaps]))
         self.largest.scatter_reduce_(0, places, gaps, "amax")
 
-    def reduced(self) -> dict[str, float]:
-        """`tokens`, `mean`, `largest` (nats) and `age` of each worker that has some, over all ranks. Collective."""
+    def reduced(self, ranks: Ranks) -> dict[str, float]:
+        """`tokens`, `mean`, `largest` (nats) and `age` of each worker that has some, over all `ranks`. Collective."""
         if not self.workers:
             return {}
-        dist.all_reduce(self.sums)
-        dist.all_reduce(self.largest, dist.ReduceOp.MAX)
+        self.sums, self.largest = ranks.total_and_largest(self.sums, self.largest)
         (tokens, gaps), largest = self.sums.view(2, -1, AGES).cpu().numpy(), self.largest.view(-1, AGES).cpu().numpy()
         found = []
         for worker, name in enumerate(self.workers):

@@ -2,7 +2,8 @@
 
 Counted as in PaLM, arXiv 2204.02311, appendix B: two operations a parameter and token forward, four backward, two of
 a reference policy, attention apart, nothing for activations that are computed again. Attention is causal, half of the
-full square. Where an adapter is trained, the backward pass has two: weights that stand still have no gradient.
+full square. Where an adapter is trained, the backward pass has two: weights that stand still have no gradient. That
+of a head that is trained beside it is left out.
 """
 
 from dataclasses import dataclass

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from april.config import Config
 from april.learner.batch import Batch, encode
 from april.learner.beside import Handover, Publisher, Sending, Source
+from april.learner.device_turns import Turn
 from april.learner.process_group import handover_group
 from april.learner.samples import SampleKeeper
 from april.learner.trainer import Trainer
@@ -30,7 +31,9 @@ class Diverged(RuntimeError):
     """Batch after batch had no finite loss or gradient; the text says where the batches are."""
 
 
-def run(config: Config, trainer: Trainer, source: Source | None, publisher: Publisher | None) -> None:
+def run(
+    config: Config, trainer: Trainer, source: Source | None, publisher: Publisher | None, turn: Turn | None = None
+) -> None:
     """Train until `source.fetch` gives None. Collective; `source` and `publisher` are rank 0's, None elsewhere.
 
     Batch k turns weights k into k + 1. After it: `consumed(k)`; the checkpoint is begun if one is due, and
@@ -39,6 +42,8 @@ def run(config: Config, trainer: Trainer, source: Source | None, publisher: Publ
     `evaluation.best`. A batch without a finite loss and
     gradient is passed: it lies in `nonfinite/` of the run folder, and the weights are published again under the next
     name. `Diverged` is raised after `learner.max_nonfinite` in a row.
+
+    `turn`: the one that it has. Where engines take turns with it, it has none while it waits for a batch.
 
     While rank 0 waits for a broker that cannot write, or writes the last files, the others wait for it in a group whose
     deadline is days, not in the collectives of what comes next.
@@ -57,10 +62,13 @@ def run(config: Config, trainer: Trainer, source: Source | None, publisher: Publ
     nonfinite_in_a_row = 0
     handover.ask(trainer.step_count)
     release.publish()
+    turn = turn or Turn(config, trainer.device, dist.get_rank())
+    turn.give(trainer)
     costs: dict[str, float] = {}
     keeper = SampleKeeper(config) if source else None
     while arrived := handover.take():
         (batch, ready), wait_s = arrived
+        costs |= turn.take(meeting)
         MAIN.at("training")
         handover.ask(batch.step + 1)
         began = time.perf_counter()
@@ -87,6 +95,7 @@ def run(config: Config, trainer: Trainer, source: Source | None, publisher: Publ
             saved_step = trainer.step_count
             costs["checkpoint_s"] = time.perf_counter() - began
         costs |= release.publish()
+        turn.give(trainer)
         if nonfinite_in_a_row == config.learner.max_nonfinite:
             raise Diverged(
                 f"{nonfinite_in_a_row} batches in a row had a loss or gradient that is not finite; the last is "
@@ -94,6 +103,7 @@ def run(config: Config, trainer: Trainer, source: Source | None, publisher: Publ
                 f"{config.learner.max_nonfinite} to go on for longer"
             )
     release.finish()
+    turn.take(meeting)
     if keeper and source:
         keeper.keep_left(trainer.step_count, source.left)
         keeper.finish()
@@ -102,10 +112,10 @@ def run(config: Config, trainer: Trainer, source: Source | None, publisher: Publ
         trainer.start_save()
         settle(trainer, source, meeting)
     MAIN.at("exporting the policy", takes_long=True)
-    (best,) = share_numbers((best_of(trainer, source),), meeting)
-    if best > 0:
-        trainer.export_best(best)
     trainer.export()
+    if config.evaluation.best:
+        (best,) = share_numbers((best_of(source),), meeting)
+        trainer.export_best(best)
     dist.barrier(meeting)
 
 
@@ -124,17 +134,9 @@ def keep_best(trainer: Trainer, source: Source | None) -> None:
         trainer.checkpoints.kept_besides = {best, *undecided}
 
 
-def best_of(trainer: Trainer, source: Source | None) -> int:
-    """Step of the best checkpoint at the end, beside which none but the newest stay; -1 where none is wanted, or none
-    is there."""
-    if source is None or not trainer.config.evaluation.best:
-        return NONE
-    best, _ = source.best()
-    if best > 0 and not trainer.is_whole(best):
-        log.error("the best weights are those of step %d, whose checkpoint is not whole; they are not exported", best)
-        return NONE
-    trainer.checkpoints.kept_besides = {best}
-    trainer.checkpoints.prune()
+def best_of(source: Source | None) -> int:
+    """Step of the best weights, -1 where none are known; rank 0 says it."""
+    best, _ = source.best() if source else (NONE, [])
     return best
 
 

@@ -52,8 +52,9 @@ class AdaptedLinear(nn.Linear):
 
 
 def attach(lm: nn.Module, section: LoraSection, seed: int) -> None:
-    """Give the chosen linear layers of `lm` an adapter, in place; nothing else is trained any more. The same seed gives
-    the same adapter. Raises ConfigError for targets that `lm` does not have."""
+    """Give the chosen linear layers of `lm` an adapter, in place; nothing else is trained any more, but embedding and
+    head where they are to be. The same seed gives the same adapter. Raises ConfigError for targets that `lm` does not
+    have."""
     lm.requires_grad_(False)
     layers = set(lm.base_model.layers.modules())
     linears = {
@@ -63,6 +64,8 @@ def attach(lm: nn.Module, section: LoraSection, seed: int) -> None:
     for name in adapted(linears, section):
         adapter = AdaptedLinear(linears[name], section.rank, section.alpha / section.rank, generator)
         lm.set_submodule(name, adapter)
+    for table in (lm.get_input_embeddings(), lm.get_output_embeddings()) if section.embedding else ():
+        table.weight.requires_grad_(True)
 
 
 def adapted_layers(lm: nn.Module) -> dict[str, AdaptedLinear]:
@@ -79,12 +82,8 @@ def merged_weights(lm: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, parameter
 
 
-def adapter_weights(lm: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    return ((name, parameter) for name, parameter in lm.named_parameters() if name.endswith(PARTS))
-
-
 class WithoutAdapter(nn.Module):
-    """A policy as it was before its adapter was trained, from the same weights; called as it is."""
+    """A policy as it was before its adapter, and nothing else, was trained, from the same weights; called as it is."""
 
     def __init__(self, policy: nn.Module):
         super().__init__()
@@ -114,9 +113,17 @@ def describe(lm: nn.Module, section: LoraSection) -> dict[str, Any]:
     return section.model_dump() | {"targets": sorted({name.rpartition(".")[2] for name in adapted_layers(lm)})}
 
 
-def save_adapter(folder: Path, weights: dict[str, Tensor], adapter: dict[str, Any], base: Path) -> None:
-    """Write what `peft.PeftModel.from_pretrained` reads; `base`: the model folder it belongs to."""
+def save_adapter(
+    folder: Path, weights: dict[str, Tensor], tied: dict[str, str], adapter: dict[str, Any], base: Path
+) -> None:
+    """Write what `peft.PeftModel.from_pretrained` reads of all that is trained; `base`: the model folder it belongs to.
+
+    What is trained whole peft puts in the place of the model's own. It wants what is `tied` to that, given by name with
+    what it is tied to, in the file again.
+    """
     folder.mkdir(parents=True)
+    weights = weights | {name: weights[first].clone() for name, first in tied.items()}
+    whole = {name for name in weights if not name.endswith(PARTS)}
     description = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -128,6 +135,12 @@ def save_adapter(folder: Path, weights: dict[str, Tensor], adapter: dict[str, An
         "target_modules": adapter["targets"],
         "inference_mode": True,
     }
+    if whole:
+        description["modules_to_save"] = sorted(name.split(".")[-2] for name in whole - tied.keys())
+        description["ensure_weight_tying"] = bool(tied)
     (folder / "adapter_config.json").write_bytes(orjson.dumps(description, option=orjson.OPT_INDENT_2))
-    named = {f"{PEFT_PREFIX}{name}.weight": tensor.contiguous() for name, tensor in weights.items()}
+    named = {
+        f"{PEFT_PREFIX}{name if name in whole else f'{name}.weight'}": tensor.contiguous()
+        for name, tensor in weights.items()
+    }
     save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})

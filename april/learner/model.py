@@ -1,6 +1,7 @@
 """The policy that is trained: a Hugging Face causal LM that scores packed responses, sharded with FSDP2."""
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -12,7 +13,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
-from april.learner import attention, lora
+from april.config import LearnerSection
+from april.learner import attention
 from april.learner.loading import ModelError, empty_model, fill, persistent_buffers
 from april.learner.packing import MicroBatch, PackedSupport
 
@@ -236,25 +238,44 @@ def shard(policy: Model, device: torch.device, bf16: bool = False, trained: bool
     return policy
 
 
-def full_state(policy: Policy, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """All weights, unsharded, on the CPU of rank 0 under their Hugging Face names; {} on other ranks. Collective.
+def full_state(
+    lm: nn.Module,
+    tensors: Iterable[tuple[str, DTensor]],
+    dtype: torch.dtype | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> dict[str, Tensor]:
+    """`tensors`, the weights of `lm` by its names, and its buffers, unsharded, on the CPU of rank 0 under their Hugging
+    Face names; {} on other ranks. Collective.
 
-    Parameters are converted to `dtype` before they travel (None: as they are). A head that is tied to the
-    embedding is left out. An adapter is in the weights that it belongs to.
+    `dtype` and `group` are those of `gathered`. A head that is tied to the embedding is left out.
     """
-    lm = policy.lm
-    state = gathered(lora.merged_weights(lm), dtype)
+    state = gathered(tensors, dtype, group)
     if dist.get_rank() != 0:
         return {}
-    state.update((name, value.cpu().clone()) for name, value in persistent_buffers(lm))
+    return as_in_files(lm, state)
+
+
+def as_in_files(lm: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """With the buffers of `lm`, under their Hugging Face names."""
+    state |= {name: value.cpu().clone() for name, value in persistent_buffers(lm)}
     return dict(revert_weight_conversion(lm, state))
 
 
-def gathered(parameters: Iterable[tuple[str, DTensor]], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """These, unsharded, on the CPU of rank 0; {} on other ranks. Collective."""
+def gathered(
+    parameters: Iterable[tuple[str, DTensor]],
+    dtype: torch.dtype | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> dict[str, Tensor]:
+    """These, unsharded, on the CPU of rank 0; {} on other ranks. Collective.
+
+    They are converted to `dtype` before they travel (None: as they are). `group`: the ranks among which they are
+    sharded, rank 0 the first of them; others do nothing; None: all.
+    """
+    if group is not None and 0 not in dist.get_process_group_ranks(group):
+        return {}
     state = {}
     for bucket in buckets(parameters, dtype):
-        state.update(gather_bucket(bucket, dtype))
+        state.update(gather_bucket(bucket, dtype, group))
     return state
 
 
@@ -276,25 +297,49 @@ def buckets(
         yield bucket
 
 
-def gather_bucket(bucket: list[tuple[str, DTensor]], dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Unsharded parameters on rank 0, {} elsewhere. FSDP2 gives rank r the r-th `ceil(n / R)` of n rows."""
-    ranks, leader = dist.get_world_size(), dist.get_rank() == 0
+def gather_bucket(
+    bucket: list[tuple[str, DTensor]], dtype: torch.dtype | None, group: dist.ProcessGroup | None = None
+) -> dict[str, Tensor]:
+    """Unsharded parameters on rank 0, {} elsewhere. Rank r has the r-th `ceil(n / R)` of the n rows, or columns, along
+    which one is sharded."""
+    ranks, leader = dist.get_world_size(group), dist.get_rank() == 0
     local = torch.cat([parameter.to_local().detach().flatten() for _, parameter in bucket]).to(dtype)
-    rows_per_rank = [-(-parameter.shape[0] // ranks) for _, parameter in bucket]
-    row_sizes = [parameter.numel() // parameter.shape[0] for _, parameter in bucket]
-    largest = sum(rows * size for rows, size in zip(rows_per_rank, row_sizes, strict=True))
-    sent = nn.functional.pad(local, (0, largest - len(local)))
+    shapes = [
+        [shape_of_part(parameter.shape, sharded_dim(parameter), rank, ranks) for rank in range(ranks)]
+        for _, parameter in bucket
+    ]
+    sent = nn.functional.pad(local, (0, sum(math.prod(parts[0]) for parts in shapes) - len(local)))
     received = [torch.empty_like(sent) for _ in range(ranks)] if leader else []
-    dist.gather(sent, received or None, dst=0)
+    dist.gather(sent, received or None, dst=0, group=group)
     if not leader:
         return {}
     shards = [shard.cpu() for shard in received]
     used, full = [0] * ranks, {}
-    for (name, parameter), rows, size in zip(bucket, rows_per_rank, row_sizes, strict=True):
+    for (name, parameter), of_ranks in zip(bucket, shapes, strict=True):
         parts = []
-        for rank, data in enumerate(shards):
-            length = max(0, min(rows, parameter.shape[0] - rank * rows)) * size
-            parts.append(data[used[rank] : used[rank] + length])
+        for rank, (data, shape) in enumerate(zip(shards, of_ranks, strict=True)):
+            length = math.prod(shape)
+            parts.append(data[used[rank] : used[rank] + length].view(shape))
             used[rank] += length
-        full[name] = torch.cat(parts).view(parameter.shape)
+        dim = sharded_dim(parameter)
+        full[name] = parts[0].clone() if dim is None else torch.cat(parts, dim)
     return full
+
+
+def sharded_dim(parameter: DTensor) -> int | None:
+    """Along which it lies on several ranks, those of its mesh's last dimension; None where each has all of it."""
+    placement = parameter.placements[-1]
+    return placement.dim if placement.is_shard() else None
+
+
+def shape_of_part(shape: Sequence[int], dim: int | None, rank: int, ranks: int) -> list[int]:
+    """Of what that rank keeps of a tensor of `shape` that is sharded along `dim`."""
+    own = list(shape)
+    if dim is not None:
+        each = -(-shape[dim] // ranks)
+        own[dim] = max(0, min(each, shape[dim] - rank * each))
+    return own
+
+
+def uses_bf16(section: LearnerSection, device: torch.device) -> bool:
+    return section.compute == "bf16" or (section.compute == "auto" and device.type != "cpu")

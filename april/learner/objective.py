@@ -27,7 +27,7 @@ from april.learner.batch import Batch, Session, TrainSample, sessions
 from april.learner.diagnostics import TokenTotals
 from april.learner.loops import loops
 from april.learner.losses import ADVANTAGES, CORRECTIONS, LOSSES, STEP_SCALES
-from april.learner.losses.advantages import advantages, has_spread
+from april.learner.losses.advantages import ROUNDING, advantages, has_spread
 from april.learner.losses.columns import Spans, bounded, log_ratio
 from april.learner.losses.corrections import StaleTokens, interpolated_proximal
 from april.learner.losses.divergence import KL_ESTIMATORS, k1, k2, k3
@@ -57,6 +57,8 @@ class Prepared:
     """the one that each sample is trained in"""
     of_batch: np.ndarray
     """float64, the advantage of every sample of the batch; with a critic the mean over its tokens, once there is one"""
+    compared: list[list[list[int]]]
+    """of each group whose rewards differ, of each of its sessions: the samples, among those here"""
     metrics: dict[str, float]
     """of the batch as it came: reward, tokens, groups, and the share of tokens by policy version"""
 
@@ -112,9 +114,10 @@ class OfBatch:
 class Objective:
     """`section` is the configuration's `[algorithm]`."""
 
-    def __init__(self, config: Config):
-        """Raises ConfigError for a loss or correction that cannot be found."""
-        self.section = config.algorithm
+    def __init__(self, config: Config, ranks: Ranks | None = None):
+        """`ranks` have a part of a batch each; None: all. Raises ConfigError for a loss or correction that cannot be
+        found."""
+        self.section, self.ranks = config.algorithm, ranks or Ranks()
         self.max_response_tokens = config.sampling.max_response_tokens
         self.seed, self.learner = config.seed, config.learner
         check_algorithm(self.section)
@@ -127,6 +130,8 @@ class Objective:
         self.estimator = ADVANTAGES.find(self.section.advantage)
         self.needs_values = getattr(self.estimator, "needs_values", False)
         """advantages are those of a critic's values, and known once the step has begun"""
+        self.needs_norms = getattr(self.estimator, "needs_norms", False)
+        """advantages go by the gradient of each response, and are known once the step has begun"""
         self.penalises_rewards = self.needs_values and config.critic.kl_coef > 0
         self.needs_batch = bool(self.clip_of_batch) or any(over_the_batch) or steps > 1 or self.penalises_rewards
         """something is taken from all tokens of a batch before the first of them is trained"""
@@ -140,7 +145,7 @@ class Objective:
     def prepare(self, batch: Batch) -> Prepared:
         groups = [sessions(group) for group in batch.groups]
         rewards, samples = rewards_of(groups), batch.samples
-        of_batch = np.zeros(len(samples)) if self.needs_values else row_advantages(self.section.advantage, groups)
+        of_batch = self.first_advantages(groups)
         of_session = np.array(
             [length for group in groups for rows in group for length in [tokens_of(rows)] * len(rows)]
         )
@@ -164,6 +169,10 @@ class Objective:
             np.bincount(of_group, sequences)[minibatch_of],
             self.section.constant_tokens or self.max_response_tokens,
         )
+        index_of, numbers = {place: index for index, place in enumerate(places)}, iter(range(len(samples)))
+        of_sessions = [[[index_of.get(next(numbers)) for _ in rows] for rows in group] for group in groups]
+        kept = [[[index for index in rows if index is not None] for rows in group] for group in of_sessions]
+        compared = [list(filter(None, group)) for group, found in zip(kept, rewards, strict=True) if has_spread(found)]
         metrics = {
             "reward": float(np.mean([rows[0].reward for rows in every])) if every else 0.0,
             "samples": float(len(every)),
@@ -175,7 +184,27 @@ class Objective:
             **version_shares(samples),
         }
         divided = minibatch_of.tolist()
-        return Prepared(batch.step, trained, of_batch[places], weights, places, divided, of_batch, metrics)
+        return Prepared(batch.step, trained, of_batch[places], weights, places, divided, of_batch, compared, metrics)
+
+    def first_advantages(self, groups: list[list[Session]]) -> np.ndarray:
+        """float64, one a row; where they are known only later, 0 for those that will have none whatever comes."""
+        if self.needs_values:
+            return np.zeros(sum(len(rows) for group in groups for rows in group))
+        if self.needs_norms:
+            spread = map(has_spread, rewards_of(groups))
+            rows = [sum(map(len, group)) for group in groups]
+            return np.repeat(np.fromiter(spread, np.float64, len(groups)), rows)
+        return row_advantages(self.section.advantage, groups)
+
+    def compare(self, prepared: Prepared, log_ratios: Tensor, squares: Tensor) -> None:
+        """Note in `prepared` the advantages that go by what was measured of each of its compared sessions, [S]."""
+        sizes = [len(group) for group in prepared.compared]
+        rewards = rewards_of([[[prepared.samples[i] for i in rows] for rows in group] for group in prepared.compared])
+        found = self.estimator(rewards, log_ratios.split(sizes), squares.split(sizes))
+        for group, advantages_of in zip(prepared.compared, found, strict=True):
+            for rows, advantage in zip(group, advantages_of.tolist(), strict=True):
+                prepared.advantages[rows] = 0.0 if abs(advantage) < ROUNDING else advantage
+        prepared.of_batch[prepared.places] = prepared.advantages
 
     def tokens(self, prepared: Prepared, indices: list[int], device: torch.device) -> ResponseTokens:
         """The sampled tokens of the prepared samples `indices`, end to end in that order; at least one sample."""
@@ -272,7 +301,7 @@ class Objective:
             advantages=tokens.advantages,
             ages=tokens.ages,
             spans=tokens.spans,
-            ranks=Ranks(),
+            ranks=self.ranks,
         )
 
     def correction(self, stale: StaleTokens) -> tuple[Tensor, Tensor]:

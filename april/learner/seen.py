@@ -2,11 +2,11 @@
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from april.config.sections import SamplesSection
 from april.learner.batch import TrainSample
+from april.learner.losses.ranks import Ranks
 
 
 def keeps(section: SamplesSection, step: int) -> bool:
@@ -28,10 +28,10 @@ class SeenTokens:
             [logprobs.detach().float(), entropies.detach().float()]
         )
 
-    def reduce(self) -> None:
-        """Each rank has seen its own samples. Collective."""
+    def reduce(self, ranks: Ranks) -> None:
+        """Each of `ranks` has seen its own samples. Collective."""
         if self.columns.numel():
-            dist.all_reduce(self.columns)
+            self.columns = ranks.total(self.columns)
 
     def of_samples(self) -> list[np.ndarray]:
         """float32 [2, K] a sample: log-probabilities, entropies."""

@@ -8,29 +8,31 @@ token. The same batch, checkpoint and number of ranks give bitwise the same weig
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import fmean
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from april.config import Config, LearnerSection
-from april.learner import checkpoint, flops, lora
+from april.config import Config
+from april.learner import checkpoint, flops
+from april.learner.backends import BACKENDS
 from april.learner.batch import Batch, TrainSample
 from april.learner.critic import Critic, Judged
 from april.learner.diagnostics import TokenTotals
 from april.learner.engine_gaps import EngineGaps
-from april.learner.gradients import adamw, clip_gradients
+from april.learner.losses.columns import bounded, log_ratio
 from april.learner.losses.divergence import k1
-from april.learner.losses.ranks import Ranks
-from april.learner.model import full_state, load_sharded, outline
+from april.learner.model import uses_bf16
 from april.learner.objective import Objective, OfBatch, Prepared, ResponseTokens
 from april.learner.packing import MicroBatch, input_tokens, pack, plan
 from april.learner.seen import SeenTokens, keeps
+from april.learner.store import Store
 from april.processes.pulse import MAIN
 from april.weights.canary import Canary, canary_tokens
 from april.wire.version import Version
@@ -107,27 +109,23 @@ class Trainer:
     """
 
     def __init__(self, config: Config, device: torch.device):
-        """Load `config.model.path` onto every rank of the default process group and shard it."""
+        """Load `config.model.path` over the ranks of the default process group, as `learner.backend` spreads it."""
         self.config = config
         self.device = device
         self.directory = config.run_dir / "checkpoints"
-        self.objective = Objective(config)
         section = config.learner
-        policy = outline(config.model.path, config.sampling.temperature, section.activation_checkpointing)
-        if config.lora.is_set:
-            lora.attach(policy.lm, config.lora, config.seed)
-        self.adapter = lora.describe(policy.lm, config.lora)
-        self.cost = flops.cost(policy.lm)
+        entry = BACKENDS.find(section.backend)
+        entry.check(config)
+        self.backend = entry.build(config, device)
+        self.policy, self.part, self.ranks = self.backend.policy, self.backend.part, self.backend.ranks
+        self.objective = Objective(config, self.ranks)
         self.peak_tflops = section.peak_tflops or flops.peak_tflops(device)
-        bf16 = uses_bf16(section, device)
-        self.policy = load_sharded(policy, config.model.path, device, bf16)
         wants_reference = self.objective.needs_reference or self.objective.penalises_rewards
-        self.reference = self.load_reference() if wants_reference else None
-        optimizer = adamw([parameter for _, parameter in self.policy.trained], section.lr, section)
-        self.part = checkpoint.Part("", self.policy, optimizer)
-        self.critic = Critic(config, device, bf16, self.objective.estimator) if self.objective.needs_values else None
+        self.reference = self.backend.reference() if wants_reference else None
+        bf16, estimator = uses_bf16(section, device), self.objective.estimator
+        self.critic = Critic(config, device, bf16, estimator) if self.objective.needs_values else None
         self.parts = [self.part] + ([self.critic.part] if self.critic else [])
-        self.checkpoints = checkpoint.Writer(self.directory, section.keep_checkpoints, section.collective_timeout_s)
+        self.checkpoints = Store(self.directory, section.keep_checkpoints, section.collective_timeout_s)
         self.step_count = 0
         self.seen: SeenTokens | None = None
         """how the last step has seen its tokens, where its samples are kept"""
@@ -141,28 +139,22 @@ class Trainer:
     def optimizer_steps(self) -> int:
         return self.part.steps
 
-    def load_reference(self) -> nn.Module:
-        """The starting policy: the one at hand without its adapter, or else once more, sharded, never updated."""
-        if self.config.lora.is_set:
-            return lora.WithoutAdapter(self.policy)
-        path, bf16 = self.config.model.path, uses_bf16(self.config.learner, self.device)
-        policy = outline(path, self.config.sampling.temperature).requires_grad_(False)
-        return load_sharded(policy, path, self.device, bf16, trained=False)
-
     def prepare(self, batch: Batch) -> "ReadyBatch":
         """Advantages, plan and this rank's micro-batches on its device; may run beside `step`, without other ranks."""
         began = time.perf_counter()
         prepared = self.objective.prepare(batch)
-        costs = [self.cost.of(input_tokens(sample), sample.sampled_tokens) for sample in prepared.samples]
+        costs = [self.backend.cost.of(input_tokens(sample), sample.sampled_tokens) for sample in prepared.samples]
         members: list[list[int]] = [[] for _ in range(1 + max(prepared.minibatches, default=0))]
         for i, number in enumerate(prepared.minibatches):
             members[number].append(i)
         minibatches = [self.micros(prepared, each, costs) for each in members]
         passes = flops.ADAPTER_PASSES if self.config.lora.is_set else flops.PASSES
         passes = self.config.learner.epochs * (passes + (self.reference is not None)) + self.objective.needs_batch
+        if self.objective.needs_norms:
+            passes += flops.ADAPTER_PASSES if self.config.lora.is_set else flops.PASSES
         operations = passes * sum(costs)
         if self.critic:
-            bodies = [self.cost.of(input_tokens(sample), 0) for sample in prepared.samples]
+            bodies = [self.backend.cost.of(input_tokens(sample), 0) for sample in prepared.samples]
             operations += (1 + flops.PASSES * self.config.learner.epochs) * sum(bodies)
         return ReadyBatch(prepared, minibatches, operations, time.perf_counter() - began)
 
@@ -193,6 +185,9 @@ class Trainer:
         if self.critic:
             with seconds("critic_s"):
                 micros, judged = self.judge(self.critic, micros, ready.prepared)
+        if self.objective.needs_norms:
+            with seconds("norms_s"):
+                micros = self.compare(micros, ready.prepared)
         if self.objective.needs_batch:
             micros = self.of_batch(micros)
         updates, minibatches = [], ready.divided(micros)
@@ -200,9 +195,9 @@ class Trainer:
             updates += [self.optimize(each, unseen if epoch else see, seconds) for each in minibatches]
         with seconds("metrics_s"):
             metrics = TokenTotals.over([each.totals for each in updates], self.config.learner.epochs).figures()
-            metrics |= gaps.reduced()
+            metrics |= gaps.reduced(self.ranks)
             if seen:
-                seen.reduce()
+                seen.reduce(self.ranks)
         self.step_count += 1
         metrics |= judged | {name: fmean(each.of_critic[name] for each in updates) for name in updates[0].of_critic}
         updated, finite = [each.updated for each in updates], [each.finite for each in updates]
@@ -238,13 +233,13 @@ class Trainer:
                 with seconds("critic_s"):
                     self.critic.backward(micro.packed, micro.tokens, micro.judged)
         if warms_up:
-            self.policy.reshard()  # which the backward pass does elsewhere
+            self.backend.rest()
         MAIN.at("updating the weights")
         with seconds("metrics_s"):
-            figures = totals.reduced().figures()
+            figures = totals.reduced(self.ranks).figures()
         with seconds("optimizer_s"):
             lr = self.next_lr() * self.objective.step_scale(figures)
-            grad_norm = clip_gradients(self.policy, self.config.learner.grad_clip) if micros and not warms_up else 0.0
+            grad_norm = self.backend.clip(self.config.learner.grad_clip) if micros and not warms_up else 0.0
             of_critic = self.critic.reduced() if self.critic else {}
             finite = all(map(math.isfinite, (grad_norm, figures["loss"], *of_critic.values())))
             changes = bool(micros) and finite
@@ -265,13 +260,13 @@ class Trainer:
         return {"tflop_per_s": reached} | ({"mfu": reached / self.peak_tflops} if self.peak_tflops else {})
 
     def micros(self, prepared: Prepared, members: list[int], costs: list[float]) -> list[Micro]:
-        """This rank's micro-batches of the minibatch that has the samples `members`; of as many on every rank."""
+        """This rank's micro-batches of the minibatch that has the samples `members`; of as many at every place."""
         lengths = [input_tokens(prepared.samples[i]) for i in members]
         budget = self.config.learner.microbatch_tokens
-        planned = plan(lengths, dist.get_world_size(), budget, [costs[i] for i in members])
+        planned = plan(lengths, self.ranks.count, budget, [costs[i] for i in members])
         found = []
         for side_by_side in planned:
-            indices = [members[i] for i in side_by_side[dist.get_rank()]]
+            indices = [members[i] for i in side_by_side[self.ranks.place]]
             packed = pack([prepared.samples[i] for i in indices], self.device)
             tokens = self.objective.tokens(prepared, indices, self.device) if indices else None
             found.append(Micro(indices, packed, tokens))
@@ -324,8 +319,33 @@ class Trainer:
                 known = replace(micro.tokens, advantages=judgement.advantages)
                 micro = replace(micro, tokens=known, judged=judgement)
             judged.append(micro)
-        prepared.of_batch[prepared.places] = Ranks().total(means).cpu().numpy()
+        prepared.of_batch[prepared.places] = self.ranks.total(means).cpu().numpy()
         return judged, figures
+
+    def compare(self, micros: list[Micro], prepared: Prepared) -> list[Micro]:
+        """With the advantages that go by the gradient of each response, noted in `prepared`. Collective.
+
+        A backward pass adds up what it is of, over all ranks: each response has one of its own, its rows side by side.
+        """
+        lengths = [float(input_tokens(sample)) for sample in prepared.samples]
+        sessions = [rows for group in prepared.compared for rows in group]
+        log_ratios, squares = torch.zeros(2, len(sessions), dtype=torch.float64, device=self.device)
+        for place, rows in enumerate(sessions):
+            MAIN.at("measuring the responses")
+            self.optimizer.zero_grad(set_to_none=True)
+            passes = self.micros(prepared, rows, lengths)
+            for micro in passes:
+                logprobs, _ = self.policy(micro.packed)
+                (logprobs.sum() * float(micro.tokens is not None)).backward()
+                if micro.tokens is not None:
+                    log_ratios[place] += log_ratio(logprobs.detach(), micro.tokens.behaviour_logprobs).sum()
+            squares[place] = self.backend.clip(math.inf) ** 2 if passes else 0.0
+        self.objective.compare(prepared, bounded(self.ranks.total(log_ratios)).cpu(), squares.cpu())
+
+        def known(micro: Micro) -> Micro:
+            return replace(micro, tokens=self.objective.tokens(prepared, micro.indices, self.device))
+
+        return [micro if micro.tokens is None else known(micro) for micro in micros]
 
     def penalty(self, micro: Micro) -> Tensor | None:
         """What is taken from the reward of each token, [K], if anything is. Collective."""
@@ -352,11 +372,11 @@ class Trainer:
 
     def weights(self) -> dict[str, Tensor]:
         """All weights as workers generate with them, on the CPU of rank 0; {} elsewhere."""
-        return full_state(self.policy, None if self.device.type == "cpu" else torch.bfloat16)
+        return self.backend.weights(None if self.device.type == "cpu" else torch.bfloat16)
 
     def canary(self) -> Canary:
         """What these weights say of the canary, as a step would compute it."""
-        config, embedding = self.config, self.policy.lm.get_input_embeddings()
+        config, embedding = self.config, self.backend.lm.get_input_embeddings()
         longest = config.longest_prompt_tokens + config.sampling.max_response_tokens
         tokens = canary_tokens(embedding.num_embeddings, longest - 1)
         scored = len(tokens) - 1
@@ -365,25 +385,34 @@ class Trainer:
         with torch.no_grad():
             logprobs, _ = self.policy(pack([text], self.device), temperature=1.0)
         self.policy.train()
-        self.policy.reshard()
-        rounded = self.device.type != "cpu" or uses_bf16(self.config.learner, self.device)
-        dtype = "bfloat16" if rounded else "float32"
+        self.backend.rest()
+        dtype = self.backend.computes_in if self.device.type == "cpu" else "bfloat16"
         return Canary(tokens.tolist(), logprobs.tolist(), dtype)
 
     def restore(self) -> int:
         """Go on from the newest whole checkpoint, if there is one; the step of the weights now held."""
-        step = checkpoint.shared_latest(self.directory)
-        if step is not None:
-            checkpoint.check_adapter(self.directory, step, self.adapter)
-            checkpoint.check_critic(self.directory, step, self.parts)
-            checkpoint.restore(self.directory, step, self.parts)
-            self.step_count = step
+        if found := self.checkpoints.newest():
+            checkpoint.check_adapter(self.directory, found.step, self.backend.adapter)
+            checkpoint.check_critic(self.directory, found.step, self.parts)
+            self.checkpoints.restore(found, self.parts)
+            self.step_count = found.step
         return self.step_count
+
+    def held(self) -> Iterator[Tensor]:
+        """What this rank keeps on its device between two batches, whose gradients go."""
+        for part in self.parts:
+            part.optimizer.zero_grad(set_to_none=True)
+            for state in part.optimizer.state.values():
+                yield from (value for value in state.values() if isinstance(value, Tensor))
+        self.backend.rest()
+        for model in filter(None, (*(part.model for part in self.parts), self.reference)):
+            yield from model.parameters()
+            yield from model.buffers()
 
     def start_save(self) -> None:
         """Copy the state and let the checkpoint of `step_count` be written while training goes on; a checkpoint that
         is still being written is waited for."""
-        self.checkpoints.start(self.step_count, self.parts, self.adapter)
+        self.checkpoints.start(self.step_count, self.parts, self.backend.adapter)
 
     def saved(self, wait: bool = False) -> int | None:
         """Step of a checkpoint that has come to be on disk since the last call, and has been started by
@@ -404,31 +433,34 @@ class Trainer:
         return newest[0] if len(newest) >= self.config.learner.keep_checkpoints else 0
 
     def export_best(self, step: int) -> None:
-        """Write the policy of checkpoint `step` as a Hugging Face folder, `checkpoints/best`, and hold that of
-        `step_count` again, whose checkpoint is on disk. Collective."""
-        checkpoint.restore(self.directory, step, [self.part])
-        checkpoint.export(self.policy, self.config.model.path, self.config.exported_best)
-        checkpoint.restore(self.directory, self.step_count, [self.part])
-
-    def is_whole(self, step: int) -> bool:
-        """Whether there is a checkpoint of it, as it was written."""
-        kept = step in checkpoint.steps(self.directory)
-        return kept and not checkpoint.damaged_files(checkpoint.folder(self.directory, step))
+        """Write the policy of checkpoint `step` as a Hugging Face folder, `checkpoints/best`, and keep that checkpoint
+        alone beside the newest. It is the policy at hand then. Steps below 1 have none. Collective."""
+        found = self.checkpoints.find(step) if step > 0 else None
+        if step > 0 and found is None:
+            log.error("the best weights are of step %d, whose checkpoint is not whole; they are not exported", step)
+            return
+        self.checkpoints.prune({step})
+        if found:
+            self.checkpoints.restore(found, [self.part])
+            self.write_model(self.config.exported_best)
 
     def export(self) -> None:
         """Write the policy as a Hugging Face folder, `checkpoints/policy`, and an adapter alone as well, into
         `checkpoints/adapter`; the others do not wait for rank 0."""
-        checkpoint.export(self.policy, self.config.model.path, self.config.exported_policy)
+        self.write_model(self.config.exported_policy)
         if self.config.lora.is_set:
-            checkpoint.export_adapter(self.policy, self.adapter, self.config.model.path, self.config.exported_adapter)
+            path, adapter = self.config.model.path, self.backend.adapter
+            checkpoint.export_adapter(self.policy, adapter, path, self.config.exported_adapter)
+
+    def write_model(self, out_dir: Path) -> None:
+        """The weights at hand as a Hugging Face folder, in the type of the one they began as. Collective."""
+        source = self.config.model.path
+        state = self.backend.weights(checkpoint.type_of_files(source))
+        checkpoint.export(self.backend.lm, state, source, out_dir)
 
 
 def unseen(indices: list[int], logprobs: Tensor, entropies: Tensor, tokens: ResponseTokens) -> None:
     """A `See` of what has been shown before."""
-
-
-def uses_bf16(section: LearnerSection, device: torch.device) -> bool:
-    return section.compute == "bf16" or (section.compute == "auto" and device.type != "cpu")
 
 
 class PhaseSeconds:

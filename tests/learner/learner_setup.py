@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from reference import ReferenceLearner, Settings
 from torch.distributed.tensor import distribute_tensor
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config
 
 from april.config import Config
 from april.config.algorithm import AlgorithmSection
@@ -25,22 +25,22 @@ SHIPPED = AlgorithmSection().model_dump(include=set(PLAIN_CLIP))
 """what a run does about stale tokens unless it says otherwise"""
 
 
-def make_policy(folder: Path, tied: bool = True) -> Path:
-    """A random Qwen3 of two layers, with weights large enough for gradients that matter."""
+def make_policy(folder: Path, tied: bool = True, kind=Qwen3Config, intermediate_size: int = 33) -> Path:
+    """A random Qwen3, or another `kind`, of two layers, with weights large enough for gradients that matter."""
     torch.manual_seed(3)
-    config = Qwen3Config(
+    config = kind(
         vocab_size=VOCAB,
         hidden_size=20,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=8,
-        intermediate_size=33,
+        intermediate_size=intermediate_size,
         tie_word_embeddings=tied,
         initializer_range=0.3,
         max_position_embeddings=256,
     )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     (folder / "tokenizer.json").write_text("{}")
     return folder
 
@@ -239,8 +239,21 @@ def set_head(trainer) -> None:
         head.copy_(distribute_tensor(value, head.device_mesh, head.placements))
 
 
+def on_disk(config: Config, disk: int) -> Config:
+    """The same run with its folder on a disk of that number."""
+    return config.model_copy(update={"run": config.run.model_copy(update={"dir": config.run.dir / f"disk_{disk}"})})
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
 def job(config: Config, batches: list[Batch], **actions) -> dict:
     """Train on `batches` in order; actions: `save_after` (steps), `restore` (bool), `live` (of a `Diary` instead;
     reports of checkpoints and the export come `late_s` later), `compare` (configurations, each on the first batch under
-    the same weights), `random_adapter` (bool: instead of one that adds nothing), `set_head` (bool: of the critic)."""
+    the same weights), `random_adapter` (bool: instead of one that adds nothing), `set_head` (bool: of the critic),
+    `disks` (by rank: the disk of its own that it is on, as `on_disk` says), `without` (files, or folders, of the run's
+    that are lost before), `flip_in` (files that a bit is flipped in before)."""
     return {"config": config.model_dump(mode="json"), "batches": [encode(b).hex() for b in batches], **actions}

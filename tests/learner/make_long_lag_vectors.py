@@ -1,9 +1,11 @@
-"""Writes long_lag_vectors.json: what verl, AReaL and the authors of BAPO give on the tensors of verl_vectors.json.
+"""Writes long_lag_vectors.json: what verl, AReaL and the authors of BAPO and VCPO give on the tensors of
+verl_vectors.json, and on groups of responses.
 
 Run once, with verl as in `make_verl_vectors.py`, AReaL's areal/trainer/ppo/actor.py (commit 4aef98d), of which two
-functions are taken, and recipe/bapo/policy_loss.py of WooooDyy/BAPO (commit 7287044):
+functions are taken, recipe/bapo/policy_loss.py of WooooDyy/BAPO (commit 7287044), and of mit-han-lab/vcpo (commit
+c7f030f) recipe/fully_async_policy/staleness_utils.py, of which two functions are taken:
 
-    PYTHONPATH=VERL python tests/learner/make_long_lag_vectors.py actor.py policy_loss.py
+    PYTHONPATH=VERL python tests/learner/make_long_lag_vectors.py actor.py policy_loss.py staleness_utils.py
 """
 
 import ast
@@ -27,6 +29,10 @@ BAPO = {
     "raised": {"adv_ratio_target": 2.85, "ratio_lower_start": 0.6, "ratio_lower_max": 0.9, "ratio_upper_max": 3.0},
     "at their ends": {"adv_ratio_target": 9, "ratio_lower_start": 0.6, "ratio_lower_max": 0.9, "ratio_upper_max": 1.3},
 }
+RESPONSES = [
+    {"rewards": [1.0, 0.0, 0.0, 1.0], "ratios": [0.5, 1.0, 3.0, 0.01], "norms": [40.0, 25.0, 90.0, 300.0]},
+    {"rewards": [0.2, 0.7], "ratios": [1.0, 1.0], "norms": [30.0, 30.0]},
+]
 STEPS = {"ratio_upper_start": 1.0, "ratio_lower_step": 0.05, "ratio_upper_step": 0.1, "eps": 0.0}
 
 
@@ -44,7 +50,7 @@ def losses_of(function, config) -> dict:
 def functions_of(path: Path, *names: str) -> dict:
     tree = ast.parse(path.read_text())
     tree.body = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in names]
-    found = {"torch": torch}
+    found = {"torch": torch, "List": list, "TrajRecord": SimpleNamespace}
     exec(compile(tree, str(path), "exec"), found)
     return found
 
@@ -62,7 +68,18 @@ def bapo(path: Path) -> dict:
     return result
 
 
-def main(actor: Path, policy_loss: Path) -> None:
+def opob(path: Path) -> list[dict]:
+    """The groups, and the baseline of each."""
+    baseline = functions_of(path, "compute_opob_baseline", "get_weighted_mean")["compute_opob_baseline"]
+    records = [
+        SimpleNamespace(group_uid=uid, reward_scalar=reward, rollout_seq_is=ratio, grad_norm_unscaled=norm)
+        for uid, group in enumerate(RESPONSES)
+        for reward, ratio, norm in zip(*group.values(), strict=True)
+    ]
+    return [group | {"baseline": baseline(records, uid)} for uid, group in enumerate(RESPONSES)]
+
+
+def main(actor: Path, policy_loss: Path, staleness_utils: Path) -> None:
     areal = functions_of(actor, "_apply_m2po_masking", "_get_m2po_loss_mask")
     config = ActorConfig(strategy="fsdp", ppo_micro_batch_size_per_gpu=1, rollout_n=1, **DPPO)
     columns = padded("behaviour"), padded("logprobs"), MASK.bool()
@@ -73,6 +90,7 @@ def main(actor: Path, policy_loss: Path) -> None:
             for threshold in THRESHOLDS
         },
         "bapo": bapo(policy_loss),
+        "opob": opob(staleness_utils),
     }
     out = FOLDER / "long_lag_vectors.json"
     out.write_bytes(orjson.dumps(result, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))

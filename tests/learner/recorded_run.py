@@ -1,7 +1,8 @@
 """Run under torchrun by the tests of killed ranks: a learner on a recorded stream of deliveries.
 
 In its folder: `config.json`; `pid_RANK` of each live rank; `consumed.jsonl`, a line for each report, as
-[start of the ranks, step, [loss, that of the critic]].
+[start of the ranks, step, [loss, that of the critic]]. With a file `own_disks` each rank has a disk of its own, at each
+start the next one: rank 0 is where rank 1 was, whose disk is empty, and the one of rank 0 is lost.
 """
 
 import os
@@ -11,14 +12,14 @@ from pathlib import Path
 
 import orjson
 import torch.distributed as dist
-from learner_setup import Diary
+from learner_setup import Diary, on_disk
 
 from april.config import Config
 from april.learner import loop, process_group
 from april.learner.trainer import Trainer
 from april.processes.lifetime import end
 
-STEPS = 7
+STEPS = 9
 PAUSE_S = 0.15
 """before each batch, so that there is time to be killed in"""
 
@@ -47,6 +48,8 @@ def main(folder: Path) -> None:
     rank = dist.get_rank()
     (folder / f"pid_{rank}").write_text(str(os.getpid()))
     restart = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    if (folder / "own_disks").exists():
+        config = on_disk(config, rank + restart)
     stream = RecordedStream(config.model.path, folder / "consumed.jsonl", restart) if rank == 0 else None
     loop.run(config, Trainer(config, device), stream, stream)
     process_group.leave()

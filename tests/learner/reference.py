@@ -158,6 +158,8 @@ class ReferenceLearner:
                 for group in rewards
                 for i, r in enumerate(group)
             ]
+        if name == "opob":
+            return [a for group in groups for a in self.less_optimal_baseline(group)]
         if name != "reinforce_pp":
             rewards = [[r - statistics.mean(group) if differ(group) else 0.0 for r in group] for group in rewards]
         flat = [r for group in rewards for r in group]
@@ -169,6 +171,20 @@ class ReferenceLearner:
             return [0.0] * len(flat)
         mean, deviation = statistics.mean(by_token), statistics.stdev(by_token)
         return [(r - mean) / deviation for r in flat]
+
+    def less_optimal_baseline(self, group) -> list[float]:
+        """r - b; a response counts in b by the square of its ratio pi / mu times the norm of the gradient of log pi."""
+        if not differ([sample.reward for sample in group]):
+            return [0.0] * len(group)
+        counts = []
+        for sample in group:
+            logprobs = self.sample_logprobs(sample)
+            gradients = torch.autograd.grad(logprobs.sum(), list(self.lm.parameters()))
+            square = sum((gradient.double() ** 2).sum().item() for gradient in gradients)
+            gap = logprobs.detach() - torch.tensor(sample.logprobs)[sampled(sample)]
+            counts.append(math.exp(gap.double().sum().item()) ** 2 * square)
+        baseline = sum(c * sample.reward for c, sample in zip(counts, group, strict=True)) / sum(counts)
+        return [sample.reward - baseline for sample in group]
 
     # --- what is decided for the whole batch ------------------------------------------------------------------------
 

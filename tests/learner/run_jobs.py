@@ -1,5 +1,6 @@
 """Run under torchrun by the learner's tests: trains each job of a folder's jobs.json, writes results.pt."""
 
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -9,7 +10,7 @@ import orjson
 import torch
 import torch.distributed as dist
 from frozen import FrozenTrainer, full_gradients
-from learner_setup import Diary, full_moments, set_adapter, set_head, whole_critic
+from learner_setup import Diary, flip_a_bit, full_moments, on_disk, set_adapter, set_head, whole_critic
 from msgspec.structs import asdict
 from torch.distributed.tensor import DTensor
 
@@ -21,7 +22,11 @@ from april.processes.lifetime import end
 
 
 def run(job: dict, device: torch.device) -> dict:
-    trainer = Trainer(Config.model_validate(job["config"]), device)
+    config = Config.model_validate(job["config"])
+    if dist.get_rank() == 0:
+        spoil(config.run.dir, job)
+    dist.barrier()
+    trainer = Trainer(on_disk(config, job["disks"][dist.get_rank()]) if "disks" in job else config, device)
     restored = trainer.restore() if job.get("restore") else None
     if job.get("random_adapter"):
         set_adapter(trainer)
@@ -51,6 +56,14 @@ def run(job: dict, device: torch.device) -> dict:
         "optimizer_steps": trainer.optimizer_steps,
         "whole": unsharded(trainer.reference) if trainer.reference else [],
     }
+
+
+def spoil(folder: Path, job: dict) -> None:
+    for name in job.get("without", []):
+        path = folder / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    for name in job.get("flip_in", []):
+        flip_a_bit(folder / name)
 
 
 def unsharded(policy) -> list[str]:

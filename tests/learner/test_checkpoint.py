@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from learner_setup import full_moments, job, make_config, uneven_batch
+from learner_setup import flip_a_bit, full_moments, job, make_config, uneven_batch
 from ranks import run_ranks
 from torch.distributed.checkpoint import state_dict_saver
 from transformers import AutoModelForCausalLM
@@ -61,9 +61,9 @@ def test_a_checkpoint_cut_short_anywhere_is_never_picked_up(trainer, policy_fold
     trainer.save()
     assert checkpoint.latest(trainer.directory) == 1
     trainer.step(uneven_batch(1, policy_folder))
-    for cut in ("dcp.async_save", "replace_folder"):
+    for cut in ("store.dcp.async_save", "checkpoint.replace_folder"):
         with monkeypatch.context() as broken:
-            broken.setattr(f"april.learner.checkpoint.{cut}", stop)
+            broken.setattr(f"april.learner.{cut}", stop)
             with pytest.raises(KeyboardInterrupt):
                 trainer.save()
         assert checkpoint.latest(trainer.directory) == 1
@@ -92,22 +92,16 @@ def test_a_checkpoint_that_is_written_during_later_steps_holds_the_weights_it_wa
     assert all(torch.equal(value, before[name]) for name, value in trainer.weights().items())
 
 
-def flip_a_byte(path):
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
 @pytest.mark.parametrize(
     "file, damage",
     [
-        ("__0_0.distcp", flip_a_byte),
+        ("__0_0.distcp", flip_a_bit),
         ("__0_0.distcp", lambda path: os.truncate(path, path.stat().st_size // 2)),
         ("__0_0.distcp", os.remove),
         ("progress.json", lambda path: os.truncate(path, 0)),
         ("SHA256SUMS", lambda path: os.truncate(path, 0)),
     ],
-    ids=["a flipped byte", "half a file", "a file gone", "empty progress", "empty checksums"],
+    ids=["a flipped bit", "half a file", "a file gone", "empty progress", "empty checksums"],
 )
 def test_a_damaged_checkpoint_is_found_and_the_one_before_it_taken(trainer, policy_folder, caplog, file, damage):
     weights = []

@@ -47,7 +47,7 @@ def test_a_reference_policy_is_one_more_forward_pass(kl_coef, passes, one_rank, 
     config = make_config(policy_folder, tmp_path, algorithm={"kl_coef": kl_coef})
     trainer = Trainer(config, torch.device("cpu"))
     ready = trainer.prepare(uneven_batch(0, policy_folder))
-    forward = sum(trainer.cost.of(input_tokens(s), s.sampled_tokens) for s in ready.prepared.samples)
+    forward = sum(trainer.backend.cost.of(input_tokens(s), s.sampled_tokens) for s in ready.prepared.samples)
     assert ready.operations == pytest.approx(passes * forward)
 
 

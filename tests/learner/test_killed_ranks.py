@@ -24,9 +24,11 @@ FOLLOWED_S = 20
 class Ranks:
     """Two ranks under torchrun, which may be restarted three times, on the recorded stream."""
 
-    def __init__(self, policy: Path, folder: Path, trained: dict):
+    def __init__(self, policy: Path, folder: Path, trained: dict, own_disks: bool = False):
         folder.mkdir()
-        self.folder = folder
+        self.folder, self.own_disks = folder, own_disks
+        if own_disks:
+            (folder / "own_disks").touch()
         config = make_config(policy, folder / "run", **trained, checkpoint_every=2, collective_timeout_s=3600)
         (folder / "config.json").write_bytes(orjson.dumps(config.model_dump(mode="json")))
         launch = ["-m", "april.learner.launch", "--nproc-per-node=2", "--max-restarts=3"]
@@ -57,8 +59,13 @@ class Ranks:
     def stderr(self) -> str:
         return (self.folder / "stderr").read_text()[-4000:]
 
-    def weights(self) -> dict:
-        return AutoModelForCausalLM.from_pretrained(self.folder / "run" / "checkpoints" / "policy").state_dict()
+    def checkpoints(self, rank: int, start: int) -> Path:
+        """Where that rank sees them after so many starts."""
+        return self.folder / (f"disk_{rank + start}" if self.own_disks else "") / "run" / "checkpoints"
+
+    def weights(self, start: int = 0) -> dict:
+        """After so many starts."""
+        return AutoModelForCausalLM.from_pretrained(self.checkpoints(0, start) / "policy").state_dict()
 
 
 def is_alive(pid: int) -> bool:
@@ -69,16 +76,30 @@ def is_alive(pid: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    "trained",
-    [{}, full({"lora": {"rank": 3}}), full({"algorithm": {"advantage": "gae"}, "critic": {"lr": 1e-3}})],
-    ids=["the model", "an adapter", "with a critic"],
+    "how",
+    [
+        ({}, True),
+        full(({}, False)),
+        full(({"lora": {"rank": 3, "embedding": True}}, False)),
+        full(({"algorithm": {"advantage": "gae"}, "critic": {"lr": 1e-3}}, True)),
+    ],
+    ids=[
+        "the model on disks that are lost",
+        "the model",
+        "an adapter and embedding",
+        "with a critic on disks that are lost",
+    ],
 )
-def test_killed_and_unkilled_learners_have_one_loss_curve(policy_folder, tmp_path, trained):
+def test_killed_and_unkilled_learners_have_one_loss_curve(policy_folder, tmp_path, how):
+    trained, own_disks = how
     unharmed = Ranks(policy_folder, tmp_path / "unharmed", trained)
     unharmed.finish()
-    killed = Ranks(policy_folder, tmp_path / "killed", trained)
+    killed = Ranks(policy_folder, tmp_path / "killed", trained, own_disks)
     for start, (victim, after) in enumerate([(1, 3), (0, 5)]):
         killed.wait_until(lambda start=start, after=after: [start, after - 1] in [line[:2] for line in killed.log()])
+        for rank in range(2):
+            whole = killed.checkpoints(rank, start) / f"step_{after - 1:06d}"
+            killed.wait_until(whole.is_dir)
         other = killed.pid(1 - victim)
         os.kill(killed.pid(victim), signal.SIGKILL)
         # the collectives' own timeout is an hour
@@ -90,5 +111,7 @@ def test_killed_and_unkilled_learners_have_one_loss_curve(policy_folder, tmp_pat
     assert sorted(losses) == list(range(STEPS))
     assert all(len(of_step) == 1 for of_step in losses.values()), "a replayed step differs from its first logging"
     assert len(killed.log()) > STEPS, "nothing was replayed"
-    ours, theirs = killed.weights(), unharmed.weights()
+    began = [min(step for start, step, _ in killed.log() if start == each) for each in range(3)]
+    assert began[1] >= 2 and began[2] >= 4, "what was on disk was not gone on from"
+    ours, theirs = killed.weights(start=2), unharmed.weights()
     assert all(value.equal(theirs[name]) for name, value in ours.items())

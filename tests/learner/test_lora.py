@@ -7,6 +7,7 @@ from learner_setup import (
     full_moments,
     job,
     make_config,
+    make_policy,
     make_sample,
     near_policy,
     random_adapter,
@@ -25,6 +26,7 @@ from torch.nn.utils import parametrize
 from transformers import AutoModelForCausalLM
 
 from april.config import ConfigError
+from april.config.lora import LoraSection, check_lora
 from april.launch.adapter import adapter_parameters
 from april.learner.batch import Batch
 from april.learner.lora import adapted_layers, switched_off
@@ -61,6 +63,7 @@ class LowRankReference(ReferenceLearner):
             parametrize.register_parametrization(
                 layer, "weight", LowRank(layer.weight, config.lora.rank, config.lora.alpha)
             )
+        self.lm.get_input_embeddings().weight.requires_grad_(config.lora.embedding)
         trained = {name_of(name): each for name, each in self.lm.named_parameters() if each.requires_grad}
         with torch.no_grad():
             for name, value in random_adapter(trained).items():
@@ -70,7 +73,8 @@ class LowRankReference(ReferenceLearner):
         )
 
     def merged(self) -> dict[str, torch.Tensor]:
-        layers = {f"{name}.weight": each.weight for name, each in self.lm.named_modules() if name.endswith(TARGETS)}
+        trained = (*TARGETS, "embed_tokens")
+        layers = {f"{name}.weight": each.weight for name, each in self.lm.named_modules() if name.endswith(trained)}
         return {name: weight.detach() for name, weight in layers.items()}
 
 
@@ -84,16 +88,18 @@ def outcome(request, policy_folder, tmp_path_factory):
     learner = {"microbatch_tokens": 64, "grad_clip": 1e9, "weight_decay": 0.1}
     config = make_config(policy_folder, folder / "run", algorithm={"kl_coef": 0.1}, lora=LORA, **learner)
     batch = uneven_batch(0, policy_folder)
-    narrow = config.model_copy(update={"lora": config.lora.model_copy(update={"rank": 1, "alpha": 2.0})})
-    jobs = [job(each, [batch], random_adapter=True) for each in (config, narrow)]
-    *trained, untouched = run_ranks(request.param, [*jobs, job(config, [])], folder)
-    return batch, dict(zip((3, 1), zip((config, narrow), trained, strict=True), strict=True)), untouched
+    others = ({"rank": 1, "alpha": 2.0}, {"embedding": True})
+    configs = [config, *(config.model_copy(update={"lora": config.lora.model_copy(update=each)}) for each in others)]
+    jobs = [job(each, [batch], random_adapter=True) for each in configs]
+    *trained, untouched = run_ranks(request.param, [*jobs, job(configs[-1], [])], folder)
+    return batch, dict(zip((3, 1, "embedding"), zip(configs, trained, strict=True), strict=True)), untouched
 
 
-@pytest.mark.parametrize("rank", [3, 1])
+@pytest.mark.parametrize("rank", [3, 1, "embedding"])
 def test_loss_and_gradients_of_an_adapter_equal_the_reference_and_the_model_has_none(outcome, policy_folder, rank):
-    """KL included: the starting policy is the model without its adapter. With rank 1, a second process has no part of
-    A."""
+    """KL included: the starting policy is the model without its adapter, and with the embedding that it began with.
+    With rank 1, a second process has no part of A. A random embedding is so far from what sampled that products of a
+    response's ratios lose a digit."""
     batch, trained, _ = outcome
     config, result = trained[rank]
     reference = LowRankReference(policy_folder, config)
@@ -102,9 +108,10 @@ def test_loss_and_gradients_of_an_adapter_equal_the_reference_and_the_model_has_
     assert metrics["loss"] == pytest.approx(expected.loss, rel=0, abs=1e-5 * max(expected.summed, 0.1))
     assert metrics["grad_norm"] == pytest.approx(expected.grad_norm, rel=1e-5)
     gradients = {name_of(name): value for name, value in expected.gradients.items()}
-    assert len(gradients) == 2 * len(TARGETS) * 2
+    assert len(gradients) == 2 * len(TARGETS) * 2 + config.lora.embedding
     same(result["gradients"][0], gradients)
-    assert {name: metrics[name] for name in expected.means} == pytest.approx(expected.means, rel=1e-4, abs=1e-6)
+    rel = 1e-3 if config.lora.embedding else 1e-4
+    assert {name: metrics[name] for name in expected.means} == pytest.approx(expected.means, rel=rel, abs=1e-6)
     reference.optimizer.step()
     for name, value in reference.merged().items():
         off = (result["weights"][name] - value).abs()
@@ -126,6 +133,14 @@ def trainer(one_rank, policy_folder, tmp_path):
 
 def whole(trainer) -> dict[str, torch.Tensor]:
     return {name: value.full_tensor().clone() for name, value in trainer.policy.lm.named_parameters()}
+
+
+@pytest.fixture(params=[True, False], ids=["tied", "untied"])
+def beside(request, one_rank, tmp_path):
+    """An adapter with the embedding beside it."""
+    folder = make_policy(tmp_path / "source", tied=request.param)
+    config = make_config(folder, tmp_path / "run", lora=LORA | {"embedding": True}, weight_decay=0.1, lr=1e-2)
+    return Trainer(config, CPU)
 
 
 def test_steps_move_the_adapter_alone(trainer, policy_folder):
@@ -160,16 +175,47 @@ def test_what_is_published_and_exported_is_the_model_with_its_adapter(trainer, p
 
 
 @pytest.mark.full
-def test_the_adapter_beside_it_is_one_that_peft_loads_and_merges_to_the_same(trainer, policy_folder):
+def test_the_adapter_beside_it_is_one_that_peft_loads_and_merges_to_the_same(trainer):
+    merges_to_what_is_exported(trainer)
+
+
+@pytest.mark.full
+def test_so_it_is_with_the_embedding(beside):
+    merges_to_what_is_exported(beside)
+
+
+def merges_to_what_is_exported(trainer):
     from peft import PeftModel
 
     set_adapter(trainer)
     trainer.export()
-    base = AutoModelForCausalLM.from_pretrained(policy_folder)
+    base = AutoModelForCausalLM.from_pretrained(trainer.config.model.path)
     loaded = PeftModel.from_pretrained(base, trainer.directory / "adapter").merge_and_unload()
     exported = AutoModelForCausalLM.from_pretrained(trainer.directory / "policy").state_dict()
+    assert loaded.state_dict().keys() == exported.keys()
     for name, value in loaded.state_dict().items():
         torch.testing.assert_close(value, exported[name], rtol=1e-6, atol=1e-6)
+    assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == base.config.tie_word_embeddings
+
+
+def test_an_embedding_beside_it_moves_with_a_head_of_its_own_and_goes_on_bit_by_bit(beside):
+    """A checkpoint of one without it is another's."""
+    before, batches = beside.weights(), [uneven_batch(step, beside.config.model.path) for step in range(3)]
+    untied = not beside.policy.lm.config.tie_word_embeddings
+    for batch in batches[:2]:
+        beside.step(batch)
+    beside.save()
+    moved = {name for name, value in beside.weights().items() if not torch.equal(value, before[name])}
+    tables = {"model.embed_tokens.weight"} | ({"lm_head.weight"} if untied else set())
+    assert moved == {f"{name}.weight" for name in adapted_layers(beside.policy.lm)} | tables
+    assert adapter_parameters(beside.config) == sum(each.numel() for _, each in beside.policy.trained)
+    again = Trainer(beside.config, CPU)
+    assert again.restore() == 2
+    assert beside.step(batches[2])["loss"] == again.step(batches[2])["loss"]
+    assert all(torch.equal(value, again.weights()[name]) for name, value in beside.weights().items())
+    alone = make_config(beside.config.model.path, beside.config.run_dir, lora=LORA)
+    with pytest.raises(ConfigError, match=r"key 'lora.embedding' = False is not the True of"):
+        Trainer(alone, CPU).restore()
 
 
 def test_a_checkpoint_holds_what_is_trained_and_goes_on_bit_by_bit(trainer, policy_folder):
@@ -187,6 +233,17 @@ def test_a_checkpoint_holds_what_is_trained_and_goes_on_bit_by_bit(trainer, poli
     assert all(torch.equal(value, again.weights()[name]) for name, value in trainer.weights().items())
     for one, other in zip(full_moments(trainer), full_moments(again), strict=True):
         assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.full
+def test_what_two_ranks_have_trained_another_number_goes_on_with(one_rank, policy_folder, tmp_path):
+    """The rows of the embedding, 23, are no multiple of the ranks."""
+    config = make_config(policy_folder, tmp_path / "run", lora=LORA | {"embedding": True}, lr=1e-2)
+    batches = [uneven_batch(step, policy_folder) for step in range(2)]
+    (trained,) = run_ranks(2, [job(config, batches, save_after=[2])], tmp_path)
+    again = Trainer(config, CPU)
+    assert again.restore() == 2
+    assert all(torch.equal(value, again.weights()[name]) for name, value in trained["weights"].items())
 
 
 @pytest.mark.parametrize(
@@ -209,6 +266,11 @@ def test_neither_does_an_adapter_with_one_of_the_whole_model(one_rank, policy_fo
     Trainer(make_config(policy_folder, tmp_path / "run"), CPU).save()
     with pytest.raises(ConfigError, match=r"key 'lora.rank' = 3 is not the 0 of"):
         Trainer(make_config(policy_folder, tmp_path / "run", lora=LORA), CPU).restore()
+
+
+def test_an_embedding_without_an_adapter_beside_it_is_refused():
+    with pytest.raises(ConfigError, match=r"key 'lora.embedding' = true trains the embedding beside an adapter, and"):
+        check_lora(LoraSection(embedding=True))
 
 
 def test_a_target_that_the_model_does_not_have_is_refused(one_rank, policy_folder, tmp_path):

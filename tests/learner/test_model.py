@@ -28,6 +28,7 @@ from april.learner import checkpoint
 from april.learner.attention import PackedAttentionError
 from april.learner.batch import Batch
 from april.learner.loading import ModelError
+from april.learner.lora import merged_weights
 from april.learner.model import full_state, load, load_sharded, outline
 from april.learner.packing import pack
 from april.learner.trainer import Trainer
@@ -91,9 +92,10 @@ def test_scores_gradients_names_and_export_are_the_model_s_own(config, one_rank,
     for name, parameter in policy.lm.named_parameters():
         scale = theirs[name].grad.abs().max().item()
         assert (parameter.grad.full_tensor() - theirs[name].grad).abs().max() <= 1e-5 * scale + 1e-9, name
+    state = full_state(policy.lm, merged_weights(policy.lm))
     with safe_open(folder / "model.safetensors", "pt") as weights:
-        assert full_state(policy).keys() == set(weights.keys())
-    checkpoint.export(policy, folder, tmp_path / "policy")
+        assert state.keys() == set(weights.keys())
+    checkpoint.export(policy.lm, state, folder, tmp_path / "policy")
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "policy").state_dict()
     assert all(torch.equal(value, exported[name]) for name, value in reference.lm.state_dict().items())
 

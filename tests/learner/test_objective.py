@@ -9,6 +9,7 @@ from learner_setup import SHIPPED, flat_batch, make_config, make_sample, stale_b
 
 from april.learner.batch import Batch, TrainSample
 from april.learner.diagnostics import BY_AGE, TokenTotals
+from april.learner.losses.ranks import Ranks
 from april.learner.objective import MAX_VERSIONS, Objective, token_ages, version_shares
 from april.learner.trainer import Trainer
 from april.wire.version import Version
@@ -106,7 +107,7 @@ def test_the_effective_sample_shares_by_hand_and_the_last_bucket(one_rank):
     totals = TokenTotals(torch.device("cpu"))
     ages, ratio, weight = torch.tensor([0, 8, 30]), torch.tensor([1.0, 1.0, 3.0]), torch.tensor([1.0, 1.0, 2.0])
     totals.add(torch.tensor(0.5), ages, ratio, weight)
-    found = totals.reduced().figures()
+    found = totals.reduced(Ranks()).figures()
     assert found["ess"] == pytest.approx(25 / (3 * 11))
     assert (found["weight_ess"], found["weight_ess_age_0"]) == (pytest.approx(16 / (3 * 6)), 1)
     assert (found["trained_tokens_age_8_up"], found["ess_age_8_up"]) == (2, pytest.approx(16 / (2 * 10)))

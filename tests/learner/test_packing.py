@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from learner_setup import make_sample
 
@@ -15,6 +15,7 @@ from april.learner.packing import input_tokens, pack, plan
 lengths_of_samples = st.lists(st.integers(1, 300), max_size=60)
 
 
+@example([3, 3, 2], 1, 4)
 @given(lengths_of_samples, st.integers(1, 5), st.integers(1, 400))
 def test_every_sample_once_same_count_on_every_rank_budget_kept(lengths, ranks, budget):
     planned = plan(lengths, ranks, budget)

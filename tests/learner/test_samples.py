@@ -1,7 +1,9 @@
 """Samples that are kept to be read: what a file has, who reads it, and what is thinned out."""
 
+import re
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -93,6 +95,12 @@ def test_what_a_step_has_trained_can_be_read_as_the_learner_saw_it(lived):
         assert [tuple(stay.values()) for stay in row["stays"]] == list(map(astuple, STAYS))
         assert [tuple(chunk.values()) for chunk in row["chunks"]] == list(CHUNKS)
     assert any(row["trained"] for row in rows)
+
+
+def test_the_page_says_what_each_column_is():
+    page = (Path(__file__).parents[2] / "docs/start/report.md").read_text()
+    table = page.partition("| column | meaning |")[2].partition("\n\n")[0]
+    assert sorted(re.findall(r"`(\w+)`", "\n".join(re.findall(r"^\|([^|]+)\|", table, re.M)))) == sorted(COLUMNS)
 
 
 def test_what_was_discarded_is_kept_beside_it_with_its_reason_and_without_a_reward_that_nobody_gave(lived, capsys):

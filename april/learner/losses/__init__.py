@@ -33,8 +33,9 @@ ADVANTAGES = Registry(
         name: f"april.learner.losses.advantages:{name}"
         for name in ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline")
     }
-    | {"gae": "april.learner.losses.gae:gae"},
+    | {"gae": "april.learner.losses.gae:gae", "opob": "april.learner.losses.opob:opob"},
 )
-"""By rewards, group by group (`advantages`); of one that says `needs_values`, by a critic's values (`gae`)."""
+"""By rewards, group by group (`advantages`); of one that says `needs_values`, by a critic's values (`gae`);
+of one that says `needs_norms`, by the gradient of each response as well (`opob`)."""
 STEP_SCALES = Registry("algorithm.step_scale", "step scale", {"root_ess": "april.learner.losses.root_ess:root_ess"})
 """Functions (figures of a step) -> what its learning rate is multiplied by."""

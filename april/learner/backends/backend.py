@@ -1,0 +1,69 @@
+"""What a back end is to the trainer: a policy spread over the ranks of the default process group, and its optimizer.
+
+backend = BACKENDS.find(name).build(config, device)     # load: each rank reads its own part of the model's files
+logprobs, entropies = backend.policy(micro)             # forward: scores the tokens of a packed micro-batch
+loss.backward()
+norm = backend.clip(most)                               # gradients are those of all ranks from here on
+backend.part.optimizer.step()                           # step
+state = backend.weights(dtype)                          # gather: bucket by bucket, by Hugging Face name, to rank 0
+store.restore(found, [backend.part])                    # save and restore: tensors by Hugging Face name, too
+
+The same weights, batch and ranks give bitwise the same on a CPU.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from april.learner.checkpoint import Part
+from april.learner.flops import Cost
+from april.learner.losses.ranks import Ranks
+from april.learner.model import full_state
+
+
+class Backend(ABC):
+    policy: nn.Module
+    """called with a micro-batch, and perhaps a temperature: (log-probability, entropy) of each target, float32 [K]. All
+    ranks of one place in `ranks` call it with the same; each of these gets all that it gives"""
+    lm: nn.Module
+    """a Hugging Face model of the same configuration and names; its parameters need have no memory"""
+    part: Part
+    """the policy in a checkpoint, with its optimizer"""
+    ranks: Ranks
+    """the places that a batch is divided among"""
+    cost: Cost
+    computes_in: str
+    """the type of activations: float32, bfloat16"""
+    adapter: dict[str, Any]
+    """that is trained in the model's place, as `lora.describe` says it"""
+    gathers_over: dist.ProcessGroup | None = None
+    """the ranks that have a part of each weight, rank 0 among them; None: all"""
+
+    @abstractmethod
+    def reference(self) -> nn.Module:
+        """The starting policy, called as the policy is, never updated. Collective."""
+
+    @abstractmethod
+    def clip(self, most: float) -> float:
+        """Scale gradients, of which there are some, to a global norm of at most `most`; the norm before that.
+        Collective."""
+
+    @abstractmethod
+    def tensors(self) -> Iterable[tuple[str, Tensor]]:
+        """The weights as they are published, sharded, by their names in `lm`, as they are asked for. Collective."""
+
+    @abstractmethod
+    def rest(self) -> None:
+        """Let go of what a forward pass without a backward pass still holds."""
+
+    def weights(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        """All weights, on the CPU of rank 0 under their Hugging Face names; {} elsewhere. Collective.
+
+        They are converted to `dtype` before they travel (None: as they are). A head that is tied to the embedding is
+        left out. An adapter is in the weights that it belongs to.
+        """
+        return full_state(self.lm, self.tensors(), dtype, self.gathers_over)

@@ -1,0 +1,47 @@
+"""A Hugging Face model, sharded with FSDP2 (`april/learner/model.py`)."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from april.config import Config
+from april.learner import flops, lora
+from april.learner.backends.backend import Backend
+from april.learner.checkpoint import Part
+from april.learner.gradients import adamw, clip_gradients
+from april.learner.losses.ranks import Ranks
+from april.learner.model import load_sharded, outline, uses_bf16
+
+
+class FSDPBackend(Backend):
+    def __init__(self, config: Config, device: torch.device):
+        self.config, self.device = config, device
+        section, path = config.learner, config.model.path
+        policy = outline(path, config.sampling.temperature, section.activation_checkpointing)
+        if config.lora.is_set:
+            lora.attach(policy.lm, config.lora, config.seed)
+        self.adapter = lora.describe(policy.lm, config.lora)
+        self.cost = flops.cost(policy.lm)
+        self.bf16 = uses_bf16(section, device)
+        self.computes_in = "bfloat16" if self.bf16 else "float32"
+        self.policy = load_sharded(policy, path, device, self.bf16)
+        self.lm, self.ranks = policy.lm, Ranks()
+        self.part = Part("", self.policy, adamw([each for _, each in self.policy.trained], section.lr, section))
+
+    def reference(self) -> nn.Module:
+        """The policy at hand without its adapter, where that is all that is trained, or else the model once more."""
+        if self.config.lora.keeps_start:
+            return lora.WithoutAdapter(self.policy)
+        path = self.config.model.path
+        policy = outline(path, self.config.sampling.temperature).requires_grad_(False)
+        return load_sharded(policy, path, self.device, self.bf16, trained=False)
+
+    def clip(self, most: float) -> float:
+        return clip_gradients(self.policy, most)
+
+    def tensors(self) -> Iterable[tuple[str, Tensor]]:
+        return lora.merged_weights(self.lm)
+
+    def rest(self) -> None:
+        self.policy.reshard()

@@ -1,0 +1,58 @@
+"""Megatron-core: ranks share each layer (tensor parallel), and groups of them have a part of the batch each."""
+
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from april.config import Config, ConfigError
+from april.config.checks import needs_values
+from april.learner.backends.entry import BackendEntry
+
+if TYPE_CHECKING:
+    import torch
+
+    from april.learner.backends.backend import Backend
+
+PACKAGE = "megatron-core"
+
+
+class MegatronEntry(BackendEntry):
+    splits_layers = True
+
+    @classmethod
+    def build(cls, config: Config, device: "torch.device") -> "Backend":
+        cls.installed()
+        from april.learner.backends.megatron.backend import MegatronBackend
+
+        return MegatronBackend(config, device)
+
+    @classmethod
+    def check(cls, config: Config) -> None:
+        super().check(config)
+        learner = config.learner
+        refused = {
+            f"lora.rank = {config.lora.rank}": config.lora.is_set,
+            f"algorithm.advantage = {config.algorithm.advantage!r}": needs_values(config.algorithm, imported=False),
+            f"sampling.top_k = {config.sampling.top_k}, top_p = {config.sampling.top_p} and "
+            f"min_p = {config.sampling.min_p}": config.sampling.is_cut,
+            f"learner.compute = {learner.compute!r}": learner.compute == "bf16",
+            "learner.activation_checkpointing = true": learner.activation_checkpointing,
+        }
+        for what, is_set in refused.items():
+            if is_set:
+                raise ConfigError(
+                    f"key 'learner.backend' = {learner.backend!r} does not do {what}; leave that out, or use the "
+                    "default back end"
+                )
+
+    @classmethod
+    def installed(cls) -> str:
+        if find_spec("megatron") is None:
+            raise ConfigError(
+                f"{PACKAGE} is not installed; call launch/install-megatron.sh and start April from the environment "
+                "that it makes"
+            )
+        try:
+            return f"{PACKAGE} {version(PACKAGE)}"
+        except PackageNotFoundError:
+            return PACKAGE

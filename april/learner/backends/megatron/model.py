@@ -1,0 +1,171 @@
+"""A Hugging Face model as Megatron's `GPTModel`, with packed attention and a head that scores tokens.
+
+The layers are those of Megatron's local specification, which runs anywhere, but for three modules that it has for
+accelerators alone or not for packed sequences: attention, rotary embedding and head are April's.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from april.learner.attention import packed_attention
+from april.learner.backends.megatron.head import score_tokens
+from april.learner.backends.megatron.names import SHARES, own_rows, pieces
+from april.learner.loading import Files, ModelError
+from april.learner.packing import MicroBatch
+
+ARCHITECTURES = ("qwen3", "qwen2", "llama")
+"""whose layers Megatron's are, in every detail"""
+
+
+@dataclass
+class Packed(PackedSeqParams):
+    seq_lens: list[int] = field(default_factory=list)
+
+
+class PackedAttention(nn.Module):
+    """In the place of Megatron's core attention, which takes no packed sequences on a CPU."""
+
+    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **unused):
+        super().__init__()
+        self.scale = softmax_scale
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: None, packed_seq_params: Packed, **unused):
+        """query [T, H, D], key and value [T, H_kv, D] -> [T, H, D]."""
+        query, key, value = (each.transpose(0, 1)[None] for each in (query, key, value))
+        lengths, starts = packed_seq_params.seq_lens, packed_seq_params.cu_seqlens_q
+        longest = packed_seq_params.max_seqlen_q
+        attended, _ = packed_attention(self, query, key, value, mask, self.scale, 0.0, lengths, starts, longest)
+        return attended[0]
+
+
+class Rotary(nn.Module):
+    """The angles of a Hugging Face model, in Megatron's form."""
+
+    def __init__(self, frequencies: Tensor):
+        super().__init__()
+        self.register_buffer("frequencies", frequencies.clone(), persistent=False)
+
+    def get_rotary_seq_len(self, context, transformer, hidden, config, packed: Packed) -> int:
+        return packed.max_seqlen_q
+
+    def forward(self, length: int, **unused) -> Tensor:
+        """[length, 1, 1, D]; positions begin anew in each sequence."""
+        positions = torch.arange(length, device=self.frequencies.device, dtype=torch.float32)
+        angles = torch.outer(positions, self.frequencies)
+        return torch.cat([angles, angles], -1)[:, None, None]
+
+
+class MegatronPolicy(nn.Module):
+    """Reads its own part of a Hugging Face folder; `lm` is the outline of that model."""
+
+    def __init__(self, lm: nn.Module, folder: Path, temperature: float, mesh: DeviceMesh):
+        super().__init__()
+        check_model(lm, folder, mesh[SHARES].size())
+        self.model, self.temperature = make_model(lm, mesh[SHARES].size()), temperature
+        self.pieces = list(pieces(self.model, lm, mesh))
+        self.group = mesh.get_group(SHARES)
+        vocabulary = lm.get_input_embeddings().weight
+        self.own_rows = own_rows(vocabulary, mesh)
+        self.first_row = mesh.get_local_rank(SHARES) * -(-len(vocabulary) // mesh[SHARES].size())
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.zero_()
+        files = Files(folder)
+        for piece in self.pieces:
+            piece.read(files)
+
+    @property
+    def trained(self) -> list[tuple[str, nn.Parameter]]:
+        """The parameters, by Megatron's names."""
+        return list(self.model.named_parameters())
+
+    def forward(self, micro: MicroBatch, temperature: float | None = None) -> tuple[Tensor, Tensor]:
+        longest, starts = max(micro.seq_lens), micro.cu_seq_lens
+        packed = Packed("thd", starts, starts, max_seqlen_q=longest, max_seqlen_kv=longest, seq_lens=micro.seq_lens)
+        hidden = self.model(micro.ids, micro.positions, None, packed_seq_params=packed)
+        rows = hidden[:, 0][micro.target_rows]
+        shared = self.model.share_embeddings_and_output_weights
+        head = self.model.shared_embedding_or_output_weight() if shared else self.model.output_layer.weight
+        own = head[: self.own_rows]
+        return score_tokens(rows, own, self.first_row, micro.targets, temperature or self.temperature, self.group)
+
+
+def check_model(lm: nn.Module, folder: Path, shares: int) -> None:
+    """Raises ModelError for one that would be computed wrongly, or cannot be divided among so many ranks."""
+    config = lm.config
+    if config.model_type not in ARCHITECTURES:
+        raise ModelError(
+            f"{folder}: Megatron's layers are those of {', '.join(ARCHITECTURES)}, and the model is "
+            f"{config.model_type}; use another back end"
+        )
+    rotary = lm.base_model.rotary_emb
+    plain = rotary.attention_scaling == 1 and config.hidden_act == "silu"
+    windows = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    if not plain or windows or not config.num_key_value_heads:
+        raise ModelError(
+            f"{folder}: its activation, attention or rotary embedding is not one that Megatron's layers have"
+        )
+    sizes = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+    for name in sizes:
+        if getattr(config, name) % shares:
+            raise ModelError(
+                f"{folder}: learner.tensor_parallel = {shares} does not divide its {name} = {getattr(config, name)}"
+            )
+    if config.vocab_size <= (shares - 1) * -(-config.vocab_size // shares):
+        raise ModelError(
+            f"{folder}: learner.tensor_parallel = {shares} is too much for a vocabulary of {config.vocab_size}"
+        )
+
+
+def make_model(lm: nn.Module, shares: int) -> GPTModel:
+    """Without values yet."""
+    config, rotary = lm.config, lm.base_model.rotary_emb
+    layer = lm.base_model.layers[0]
+    has_norms = hasattr(layer.self_attn, "q_norm")
+    of_layers = TransformerConfig(
+        num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        num_attention_heads=config.num_attention_heads,
+        num_query_groups=config.num_key_value_heads,
+        kv_channels=2 * len(rotary.inv_freq),
+        ffn_hidden_size=config.intermediate_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=config.rms_norm_eps,
+        qk_layernorm=has_norms,
+        gated_linear_unit=True,
+        activation_func=nn.functional.silu,
+        add_bias_linear=False,
+        add_qkv_bias=layer.self_attn.q_proj.bias is not None,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=shares,
+        params_dtype=torch.float32,
+        pipeline_dtype=torch.float32,
+        use_cpu_initialization=True,
+        perform_initialization=False,
+        bias_dropout_fusion=False,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+    )
+    layers = get_gpt_layer_local_spec(qk_layernorm=has_norms, normalization="RMSNorm")
+    layers.submodules.self_attention.submodules.core_attention = PackedAttention
+    model = GPTModel(
+        config=of_layers,
+        transformer_layer_spec=layers,
+        vocab_size=shares * -(-config.vocab_size // shares),
+        max_sequence_length=config.max_position_embeddings,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=config.tie_word_embeddings,
+    )
+    model.rotary_pos_emb = Rotary(rotary.inv_freq)
+    model.post_process = False  # it returns what its head would take
+    return model

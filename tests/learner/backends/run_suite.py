@@ -1,0 +1,66 @@
+"""Run under torchrun by the suite of back ends, in an environment that has one: the jobs of a folder's jobs.json.
+
+A job trains its batches, and says what the suite compares: tensors whole, by Hugging Face name, as rank 0 has them.
+"""
+
+import sys
+from pathlib import Path
+
+import orjson
+import torch
+import torch.distributed as dist
+
+from april.config import Config
+from april.learner import checkpoint, process_group
+from april.learner.batch import Batch, decode, share_batch
+from april.learner.trainer import Trainer
+from april.processes.lifetime import end
+
+
+def run(job: dict, device: torch.device) -> dict:
+    trainer = Trainer(Config.model_validate(job["config"]), device)
+    restored = trainer.restore()
+    steps = []
+    for data in job["batches"][trainer.step_count :]:
+        batch = share_batch(decode(bytes.fromhex(data)) if dist.get_rank() == 0 else None)
+        steps.append(step(trainer, batch))
+        if trainer.step_count in job["save_after"]:
+            trainer.save()
+    state = checkpoint.sharded_state(trainer.parts)
+    return {
+        "restored": restored,
+        "steps": steps,
+        "canary": trainer.canary().logprobs,
+        "weights": trainer.weights(),
+        "state": {name: tensor.full_tensor() for name, tensor in state.items()},
+    }
+
+
+def step(trainer: Trainer, batch: Batch) -> dict:
+    ready = trainer.prepare(batch)
+    metrics = trainer.step(batch, ready)
+    assert trainer.seen
+    seen = dict(zip(ready.prepared.places, map(torch.from_numpy, trainer.seen.of_samples()), strict=True))
+    return {"metrics": metrics, "gradients": gradients(trainer), "logprobs": {i: seen[i][0].clone() for i in seen}}
+
+
+def gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Clipped. Collective."""
+    pieces = getattr(trainer.policy, "pieces", None)
+    if pieces:
+        return {piece.name: piece.of(piece.parameter.grad).full_tensor().clone() for piece in pieces}
+    return {name: parameter.grad.full_tensor().clone() for name, parameter in trainer.policy.trained}
+
+
+def main(folder: Path) -> None:
+    jobs = orjson.loads((folder / "jobs.json").read_bytes())
+    device = process_group.join(Config.model_validate(jobs[0]["config"]).learner)
+    results = [run(job, device) for job in jobs]
+    if dist.get_rank() == 0:
+        torch.save(results, folder / "results.pt")
+    process_group.leave()
+    end(0)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

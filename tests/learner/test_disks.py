@@ -1,0 +1,91 @@
+"""Ranks with disks of their own: any one disk may be lost, any file damaged, and ranks may be on other disks."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from learner_setup import job, make_config, uneven_batch
+from ranks import run_ranks
+
+from april.learner.holdings import Held, Move, found_in, in_rounds, lacking, nowhere
+
+SUMS = {"a": "1", "b": "2", "c": "3", "d": "4"}
+disks_of_ranks = st.lists(st.integers(0, 3), min_size=1, max_size=8).map(
+    lambda disks: [sorted(set(disks)).index(disk) for disk in disks]
+)
+
+
+@st.composite
+def holdings(draw):
+    """(what each rank holds, its disk): of one list or another, or nothing."""
+    of_rank = draw(disks_of_ranks)
+    lists = [draw(st.sampled_from([SUMS, SUMS | {"d": "5"}, {}])) for _ in set(of_rank)]
+    names = st.sets(st.sampled_from(sorted(SUMS)))
+    held = [draw(st.none() | st.builds(Held, st.just(lists[disk]), names)) for disk in of_rank]
+    return held, of_rank
+
+
+@given(holdings())
+def test_a_checkpoint_is_found_where_the_disks_hold_all_of_one_list_and_each_file_where_it_lies(given_):
+    held, of_rank = given_
+    found = found_in(7, held, of_rank)
+    wholes = [sums for sums in (SUMS, SUMS | {"d": "5"}) if not nowhere(sums, held)]
+    if found is None:
+        assert wholes == []
+        return
+    assert found.step == 7 and found.sums in wholes
+    for name, disks in found.disks.items():
+        there = {of_rank[rank] for rank, one in enumerate(held) if one and one.sums == found.sums and name in one.whole}
+        assert set(disks) == there and there <= set(found.listed)
+
+
+@given(st.data(), st.integers(1, 5))
+def test_after_the_moves_each_disk_has_what_it_needs_and_two_have_each_file(data, count):
+    some_disks = st.sets(st.integers(0, count - 1), min_size=1)
+    disks = {name: sorted(data.draw(some_disks)) for name in SUMS}
+    needed = [data.draw(st.sets(st.sampled_from(sorted(SUMS)))) for _ in range(count)]
+    moves = lacking(disks, needed)
+    after = {name: list(holders) for name, holders in disks.items()}
+    for move in moves:
+        assert move.source in disks[move.name] and move.target not in after[move.name], "nothing comes twice"
+        after[move.name].append(move.target)
+    for name, holders in after.items():
+        assert {disk for disk in range(count) if name in needed[disk]} <= set(holders)
+        assert len(holders) >= min(2, count)
+
+
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)).filter(lambda pair: pair[0] != pair[1])))
+def test_ranks_that_take_moves_in_rounds_lose_none_and_a_ring_takes_no_longer_than_three(pairs):
+    moves = [Move(str(place), source, target) for place, (source, target) in enumerate(pairs)]
+    assert sorted(in_rounds(moves), key=lambda move: int(move.name)) == moves
+    ring = in_rounds([Move("", rank, (rank + 1) % 7) for rank in range(7)])
+    free = [0] * 7
+    for move in ring:
+        free[move.source] = free[move.target] = 1 + max(free[move.source], free[move.target])
+    assert max(free) <= 3
+
+
+@pytest.mark.full
+def test_ranks_go_on_bitwise_though_disks_are_lost_a_file_is_damaged_and_each_is_on_another(policy_folder, tmp_path):
+    config = make_config(policy_folder, tmp_path / "run")
+    batches = [uneven_batch(step, policy_folder) for step in range(3)]
+    again = {"batches": batches[2:], "restore": True}
+    path = "disk_{}/run/checkpoints/step_{:06d}"
+    jobs = [
+        job(config, batches, save_after=[1, 2], disks=[0, 1, 2]),
+        job(config, **again, disks=[3, 0, 1], without=["disk_2"], flip_in=[f"{path.format(1, 2)}/__0_0.distcp"]),
+        job(config, **again, disks=[1, 4, 3], without=["disk_0"], save_after=[3]),
+        job(config, **again, disks=[1, 4, 3], without=[path.format(disk, 3) for disk in (1, 4)]),
+        job(config, batches[:2], disks=[5, 5, 6], save_after=[2]),
+        job(config, **again, disks=[6, 7, 7], without=["disk_5"]),
+    ]
+    unharmed, *results = run_ranks(3, jobs, tmp_path / "ranks")
+    for place, result in enumerate(results):
+        if jobs[1 + place].get("restore"):
+            assert result["restored"] == 2 and result["metrics"][0]["loss"] == unharmed["metrics"][2]["loss"]
+            assert all(torch.equal(value, unharmed["weights"][name]) for name, value in result["weights"].items())
+    assert f"{tmp_path / path.format(1, 2)}/__0_0.distcp is damaged" in (tmp_path / "ranks/output").read_text()
+    left = tmp_path / path.format(3, 3)
+    assert left.with_suffix(".damaged").is_dir(), "files of one disk that were written last are no checkpoint"
+    held = {path.name for path in (tmp_path / path.format(6, 2)).glob("__*")}
+    assert held == {f"__{rank}_0.distcp" for rank in range(3)}, "the only disk of two that is left has all"
