@@ -12,7 +12,7 @@ from april.workers.engines.devices import wanted
 
 SGLANG, VLLM = ["--worker.engine", "sglang"], ["--worker.engine", "vllm"]
 TP2 = ["--engine.server.tp_size", "2"]
-SHARED = ["--weights.backend", "gloo"]
+SHARED = [*SGLANG, "--devices.share", "true"]
 CUDA = ["--worker.device", "cuda", "--learner.device", "cuda"]
 URL = ["--engine.url", "http://a:1,http://b:1"]
 
@@ -44,12 +44,15 @@ PLANS = {
     "servers of others": ([*SGLANG, *URL], 2, {"learner": "01"}),
     "the learner's alone": (["--worker.device", "cpu"], 2, {"learner": "01"}),
     "the workers' alone": (["--learner.device", "cpu"], 2, {"worker-0": "0", "worker-1": "1"}),
-    "workers share": (SHARED, 3, {"learner": "01", "worker-0": "2", "worker-1": "2"}),
-    "all share": (SHARED, 2, {"learner": "01", "worker-0": "0", "worker-1": "1"}),
-    "one for everybody": (
-        [*SHARED, "--learner.ranks", "1"], 1, {"learner": "0", "worker-0": "0", "worker-1": "0"},
+    "both on the same": (SHARED, 2, {"learner": "01", "worker-0": "0", "worker-1": "1"}),
+    "both on the same of more": (SHARED, 8, {"learner": "01", "worker-0": "0", "worker-1": "1"}),
+    "a worker without a rank": (
+        [*SHARED, "--learner.ranks", "1"], 2, {"learner": "0", "worker-0": "0", "worker-1": "1"},
     ),
-    "wide workers share all": ([*SHARED, *SGLANG, *TP2], 3, {"learner": "01", "worker-0": "01", "worker-1": "01"}),
+    "one for everybody": (
+        [*SHARED, "--learner.ranks", "1", "--worker.count", "1"], 1, {"learner": "0", "worker-0": "0"},
+    ),
+    "wide workers share all": ([*SHARED, *TP2], 4, {"learner": "01", "worker-0": "01", "worker-1": "23"}),
     "none for auto": ([], 0, {}),
     "none wanted": (["--worker.device", "cpu", "--learner.device", "cpu"], 4, {}),
 }  # fmt: skip
@@ -64,14 +67,9 @@ def test_learner_ranks_come_first_then_worker_after_worker(configured, case):
 REFUSED = {
     "none, though insisted on": (CUDA, 0, "4 accelerators are wanted and 0 are here"),
     "one insists": (["--learner.device", "cuda"], 0, "too few for learner.ranks = 2"),
-    "ranks cannot share": ([*SHARED], 1, "too few for learner.ranks = 2"),
-    "neither can those of a server": ([*SHARED, *SGLANG, "--engine.servers", "3"], 2, "or a worker that takes 3"),
-    "sharing over NCCL": (
-        ["--weights.backend", "nccl"],
-        3,
-        "'nccl' does not let .* takes one rank",
-    ),
-    "sharing by default": ([], 3, "'auto' does not let .* set it to 'gloo'"),
+    "ranks cannot share": (SHARED, 1, "2 accelerators are wanted .* too few for learner.ranks = 2"),
+    "neither can workers": ([*SHARED, "--engine.servers", "3"], 2, "6 accelerators .* worker.count = 2 with 3 each"),
+    "sharing by default": ([], 3, "set devices.share = true to have both on the same"),
     "placed by an option": ([*SGLANG, "--engine.server.base_gpu_id", "4"], 8, "base_gpu_id' = 4 .* leave it out"),
 }
 
@@ -125,10 +123,47 @@ def test_a_dry_run_counts_and_places_what_servers_take(config_file, capsys, monk
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
     assert main(["run", str(config_file), "--dry-run", *words]) == 2
     assert "missing: 10 accelerators are wanted and 8 are here" in capsys.readouterr().out
-    assert main(["run", str(config_file), "--dry-run", *words, *SHARED]) == 0
-    assert "worker-1: 2,3,4,5\n" in capsys.readouterr().out, "both workers have those behind the learner's"
+    assert main(["run", str(config_file), "--dry-run", *words, *SHARED, "--devices.memory_gib", "80"]) == 0
+    said = capsys.readouterr().out
+    assert "8 accelerators: 8 for workers, 2 for the learner that share them" in said
+    assert "learner: 0,1\n" in said and "worker-0: 0,1,2,3\n" in said and "over gloo" in said
+    assert "memory     80.0 GiB of each accelerator: the learner takes about" in said
 
 
 def test_a_worker_whose_servers_are_kept_by_others_takes_none(configured):
     assert wanted(configured(*SGLANG, *URL)) == (2, 0)
     assert wanted(configured(*SGLANG)) == (2, 1)
+
+
+@pytest.fixture
+def two_nodes(tmp_path, monkeypatch):
+    """The files of a machine with four accelerators, of which the last is on a second node."""
+    for index in range(4):
+        address = f"0000:{index:02x}:00.0"
+        facts, place_of = tmp_path / "proc/driver/nvidia/gpus" / address, tmp_path / "sys/bus/pci/devices" / address
+        facts.mkdir(parents=True)
+        place_of.mkdir(parents=True)
+        (facts / "information").write_text(f"Model: \t H\nGPU UUID: \t GPU-{index}abc-def\n")
+        (place_of / "numa_node").write_text(f"{int(index == 3)}\n")
+    for node in range(2):
+        (tmp_path / f"sys/devices/system/node/node{node}").mkdir(parents=True)
+    monkeypatch.setattr(devices, "uuids", lambda: [f"{index}abc-def" for index in range(4)])
+    return tmp_path
+
+
+def test_a_plan_names_numa_nodes_and_a_worker_over_two_is_refused_where_one_is_wanted(configured, two_nodes):
+    nodes = devices.numa_nodes(numbers(4), two_nodes)
+    words = [*SGLANG, *TP2, "--worker.count", "1"]
+    placed = place(configured(*words), numbers(4))
+    assert devices.describe_placement(placed, nodes) == [
+        "learner: 0,1, on NUMA node 0", "worker-0: 2,3, on NUMA nodes 0 and 1",
+    ]  # fmt: skip
+    devices.check_nodes(configured(*words), placed, nodes)
+    with pytest.raises(ConfigError, match=r"'worker\.one_numa_node' = true .* worker-0 .* 2, 3, .* nodes 0 and 1"):
+        devices.check_nodes(configured(*words, "--worker.one_numa_node", "true"), placed, nodes)
+
+
+def test_a_machine_that_does_not_say_has_a_plan_without_nodes(two_nodes):
+    assert devices.numa_nodes(numbers(4), two_nodes / "elsewhere") == {}
+    (two_nodes / "sys/bus/pci/devices/0000:00:00.0/numa_node").write_text("-1\n")
+    assert devices.numa_nodes(numbers(4), two_nodes) == {"1": 0, "2": 0, "3": 1}

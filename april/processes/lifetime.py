@@ -17,6 +17,8 @@ RUN_FAILED = 3
 """exit status of a broker whose run cannot go on"""
 STEPPED_ASIDE = 4
 """exit status of a broker that was told to leave while another has to go on from its journal"""
+STEP_ASIDE = signal.SIGUSR1
+"""tells a broker so: it stops nobody, and its peers wait for the next one"""
 
 SUPERVISED = "APRIL_SUPERVISED_BY"
 """set in the environment of processes whose parent watches them, to the parent's process id"""

@@ -18,6 +18,10 @@ class Receiver:
         self.staged = [Staged(version, {}, 0.0) for version in versions]
         self.held, self.told = None, []
 
+    @property
+    def has_staged(self):
+        return bool(self.staged)
+
     def take(self):
         return self.staged.pop(0) if self.staged else None
 

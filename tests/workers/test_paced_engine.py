@@ -12,7 +12,6 @@ from april.workers.engines.conformance.driving import V0, V1, drive, prompt
 from april.workers.engines.embedded.engine import TorchEngine
 from april.workers.engines.paced import engine as paced
 from april.workers.engines.paced.engine import PacedEngine
-from tests.run.processes import APRIL, Job, assert_closed
 
 PACING = Pacing.model_validate(
     {"cost": {"decode_base_s": 1.0, "decode_running_s": 0.25, "decode_kv_s": 0.001, "prefill_s": 0.01}, "update_s": 7.0}
@@ -113,14 +112,9 @@ def test_what_is_no_pace_is_refused_with_a_sentence(config_file, case):
 
 
 @pytest.mark.full
-def test_a_paced_run_says_so_wherever_its_speed_stands(config_file, tmp_path):
+def test_a_paced_run_says_so_wherever_its_speed_stands(finish_run, run_dir):
     words = ["--worker.engine", "paced", "--engine.pace", "h100", "--learner.pace_token_s", "1e-5"]
-    job = Job([*APRIL, "run", str(config_file), *words, "--schedule.max_steps", "2"], tmp_path / "output")
-    try:
-        assert job.wait(120) == 0, job.output
-    finally:
-        job.end()
-    run = read_run(tmp_path / "runs" / "small")
-    assert_closed(run.path)
+    finish_run(*words, "--schedule.max_steps", "2")
+    run = read_run(run_dir)
     assert run.summary["pace"] == "h100 x 1" and all(one["steps"] for one in run.pace)
     assert dict(facts(run))["paced, not measured"].startswith("as h100 x 1, ")

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from april.workers.rewards import sandbox
+from tests.run.processes import wait_until
 from tests.workers.rewards_setup import collect
 
 pytestmark = pytest.mark.xdist_group("programs")
@@ -79,7 +80,7 @@ def test_a_program_beyond_its_limits_has_no_reward_but_a_reason(make_pool, name)
     assert endless.reward is None and "exceeded its limit of" in endless.error
     assert limit in endless.error or name == "fork", endless.error
     assert after.reward == 1.0
-    assert not left_over(), "some process of the program is still there"
+    assert_none_is_left()
 
 
 def test_a_program_beyond_its_limits_has_failed_where_configured(make_pool):
@@ -93,8 +94,15 @@ def test_a_program_that_speaks_of_a_limit_has_not_exceeded_it(make_pool):
     assert (score.reward, score.error) == (0.0, None) and "over_limit" not in score.details
 
 
-def left_over():
-    found = []
+def assert_none_is_left():
+    """Of the programs that run now: those of tests beside this one end soon, and begin others."""
+    now = programs()
+    wait_until(lambda: not now & programs())
+
+
+def programs():
+    """Their process ids."""
+    found = set()
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             command = (folder / "cmdline").read_bytes()
@@ -102,7 +110,7 @@ def left_over():
         except (FileNotFoundError, ProcessLookupError):
             continue
         if b"sandbox_runner.py" in command and state != "Z":
-            found.append(command)
+            found.add(int(folder.name))
     return found
 
 
@@ -129,7 +137,7 @@ def test_a_program_reaches_no_network_and_leaves_nothing_behind(make_pool):
         wanted = [json.dumps({"inputs": [""], "outputs": [word]}) for word in ("started", "refused")]
         scores = verified(make_pool(), ("code", program(daemon), wanted[0]), ("code", program(connect), wanted[1]))
         assert [score.reward for score in scores] == [1.0, 1.0]
-        assert not left_over()
+        assert_none_is_left()
     finally:
         server.server_close()
 
@@ -173,17 +181,14 @@ def test_without_namespaces_sockets_are_refused_and_what_a_program_started_is_ki
     assert socket[0] == 1
     assert endless[2] == "wall clock"
     assert foreign == [0, "1\n", ""]
-    assert not left_over()
+    assert_none_is_left()
 
 
 def test_programs_of_a_killed_verifier_process_end_with_it(make_pool):
     pool = make_pool(timeout_s=1.5, code_test_s=1000.0, over_limit="failed")
     endless, after = verified(pool, ("code", program("while True: pass"), SUMS), ("exact", "a", "a"))
     assert "no answer within 1.5 s" in endless.error and after.reward == 1.0
-    deadline_s = time.monotonic() + 30
-    while left_over():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
+    assert_none_is_left()
 
 
 @pytest.mark.parametrize("expression", ["9^{9^{9^{9^9}}}", "(10^{10^{10}})!", "\\left(" * 3000])

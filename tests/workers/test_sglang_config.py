@@ -12,10 +12,11 @@ from april.workers.engines.capacity import CapacityRule
 from april.workers.engines.embedded.entry import TorchEntry
 from april.workers.engines.sglang.checks import check_ranks, check_server, check_speculation
 from april.workers.engines.sglang.client import ServerGone, ServerSilent
-from april.workers.engines.sglang.engine import ABORT_S, CANCEL_S, SGLangEngine
+from april.workers.engines.sglang.engine import SGLangEngine
 from april.workers.engines.sglang.entry import SGLangEntry
 from april.workers.engines.sglang.factory import make_sglang_engine, server_settings
 from april.workers.engines.sglang.lane import ServerLane
+from april.workers.engines.sglang.requests import ABORT_S, CANCEL_S
 from april.workers.engines.sglang.server import ServerFailed, ServerSettings
 
 SGLANG = ["--worker.engine", "sglang"]

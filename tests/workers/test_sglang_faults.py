@@ -22,12 +22,13 @@ from april.weights.receiver import WeightReceiver
 from april.workers.engines.base import EngineError, Request
 from april.workers.engines.conformance.driving import V0, V1, VOCABULARY, Stream, drive, join, prompt
 from april.workers.engines.sglang.client import KeyRefused, ServerGone, ServerSilent
-from april.workers.engines.sglang.engine import ABORT_S, PROBE_S, SGLangEngine
+from april.workers.engines.sglang.engine import PROBE_S, SGLangEngine
 from april.workers.engines.sglang.factory import api_key
 from april.workers.engines.sglang.fleet import SGLangFleet
 from april.workers.engines.sglang.intake import ServerIntake
 from april.workers.engines.sglang.lane import ServerLane
 from april.workers.engines.sglang.news import News
+from april.workers.engines.sglang.requests import ABORT_S
 from april.workers.engines.sglang.server import ServerFailed, ServerSettings, SGLangServer
 from tests.workers.conftest import SGLANG_PYTHON
 from tests.workers.server_faults import (
@@ -362,6 +363,6 @@ def test_a_wrong_key_ends_the_start_at_once_and_the_server_s_own_is_the_right_on
 def test_a_server_that_is_kept_by_others_must_be_there(tiny_model):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with pytest.raises(ServerGone, match="cannot be reached"):
-        SGLangEngine(tiny_model().folder, VOCABULARY, 640, url=f"http://127.0.0.1:{port}")
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+        with pytest.raises(ServerGone, match="cannot be reached"):
+            SGLangEngine(tiny_model().folder, VOCABULARY, 640, url=url)

@@ -23,6 +23,7 @@ from april.workers.engines.conformance.driving import (
     prompt,
     requests_of_many_shapes,
 )
+from april.workers.engines.embedded.decoder import Decoder
 from april.workers.engines.embedded.engine import TorchEngine
 from april.workers.engines.folder_weights import load_folder_weights
 
@@ -112,6 +113,64 @@ def test_after_a_swap_every_logprob_is_that_of_the_new_weights(make_engine, tiny
         expected[old_tokens:] = new.logprobs(context, start, 0.8)[old_tokens:]
         torch.testing.assert_close(torch.tensor(stream.logprobs), expected, atol=1e-4, rtol=0)
         assert len(stream.tokens) == request.max_new_tokens
+
+
+@pytest.fixture
+def computed(monkeypatch):
+    """The contexts that engines have computed, each as a list of tokens with its padding."""
+    contexts, real = [], Decoder.prefill
+
+    def prefill(self, tokens, *behind):
+        contexts.extend(tokens.tolist())
+        return real(self, tokens, *behind)
+
+    monkeypatch.setattr(Decoder, "prefill", prefill)
+    return contexts
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_group_s_prompt_is_computed_once_whenever_its_samples_come(make_engine, tiny_model, computed, keep):
+    """Together, or later beside running ones of the same weights; and others' prompts by themselves."""
+    group = [Request(i, prompt(40), 30 + i, seed=i) for i in range(6)]
+    alone = {request.id: drive(make_engine(), [request])[request.id] for request in group}
+    computed.clear()
+    engine, context, other = make_engine(keep_cache=keep), prompt(40)[:-1].tolist(), prompt(40, seed=1)
+    before = drive(engine, [*group[:4], Request(9, other, 60)], steps=12)
+    assert sorted(computed) == sorted([context, other[:-1].tolist()])
+    computed.clear()
+    after = drive(engine, group[4:])
+    assert computed == ([context] if keep else []), "a cache that is kept may be one of older weights"
+    for request in group:
+        stream = join(before[request.id], after[request.id]) if request.id < 4 else after[request.id]
+        assert stream.tokens == alone[request.id].tokens
+        assert_true_logprobs(tiny_model(), request, stream)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen2", "llama"])
+def test_under_new_weights_prompts_and_their_template_are_computed_once_again(
+    make_engine, tiny_model, computed, architecture
+):
+    """Two groups behind one template. Groups of lengths are left, and every log-probability is that of its weights."""
+    old, new = tiny_model(architecture, 0), tiny_model(architecture, 1)
+    template, questions = prompt(100), [prompt(70, seed=8), prompt(90, seed=9)]
+    requests = [
+        Request(i, np.concatenate([template, questions[i % 2]]), 60 + 9 * i, seed=i, temperature=0.8) for i in range(8)
+    ]
+    engine = make_engine(old)
+    before = drive(engine, requests, steps=50)
+    computed.clear()
+    engine.load_weights(V1, new.weights())
+    next_step = drive(engine, steps=1)
+    contexts = sum(len(request.tokens) + 50 for request in requests)
+    assert sum(map(len, computed)) < 0.55 * contexts
+    streams = {key: join(before[key], next_step[key], rest) for key, rest in drive(engine).items()}
+    for request in requests:
+        stream, start = streams[request.id], len(request.tokens)
+        assert stream.versions.count(V0) == 50 and len(stream.tokens) == request.max_new_tokens
+        context = [*request.tokens.tolist(), *stream.tokens]
+        expected = old.logprobs(context, start, 0.8)
+        expected[50:] = new.logprobs(context, start, 0.8)[50:]
+        torch.testing.assert_close(torch.tensor(stream.logprobs), expected, atol=1e-4, rtol=0)
 
 
 def test_swaps_without_a_step_between_them_leave_the_last(make_engine, tiny_model):

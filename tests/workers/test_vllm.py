@@ -15,7 +15,7 @@ from april.workers.engines.sglang.client import ServerRefuses, SGLangClient
 from april.workers.engines.sglang.server import ServerFailed, SGLangServer
 from april.workers.engines.vllm.engine import VLLMEngine
 from april.workers.engines.vllm.server import VLLMSettings
-from tests.run.processes import APRIL, Job, assert_closed, steps_recorded, wait_until
+from tests.run.processes import assert_closed, steps_recorded, wait_until
 from tests.workers.conftest import VLLM_PYTHON
 from tests.workers.server_faults import (
     PATIENCE_S,
@@ -146,19 +146,16 @@ def test_an_unknown_option_is_refused_with_the_server_s_own_words(settings):
         VLLMEngine(settings.model, VOCABULARY, 640, server=SGLangServer(replace(settings, options={"no_such": 1})))
 
 
-def test_a_whole_run_comes_to_its_end_though_its_server_is_killed(config_file, tmp_path):
+def test_a_whole_run_comes_to_its_end_though_its_server_is_killed(start_run, run_dir, gate):
     words = ["--worker.engine", "vllm", "--engine.python", str(VLLM_PYTHON), "--worker.count", "1"]
     budget = ["--sampling.max_response_tokens", "120", "--schedule.max_steps", "5"]
-    job = Job([*APRIL, "run", str(config_file), *words, *budget], tmp_path / "output")
-    run_dir = tmp_path / "runs" / "small"
-    try:
-        wait_until(lambda: steps_recorded(run_dir) >= 2, job, PATIENCE_S)
-        job.kill("vllm/program")
-        assert job.wait(PATIENCE_S) == 0, job.output
-        found = assert_closed(run_dir)
-        assert found["steps"] == 5 and found["state"] == "finished" and "restart" not in job.output
-        assert "the vLLM server serves again" in (run_dir / "logs/worker-0.log").read_text()
-        assert found["tokens"]["refused"] == 0 and not found["tokens"]["discarded"]
-        assert job.descendants() == []
-    finally:
-        job.end()
+    job = start_run(*words, *budget, *gate.hold(2))
+    wait_until(lambda: steps_recorded(run_dir) >= 2, job, PATIENCE_S)
+    job.kill("vllm/program")
+    gate.open()
+    assert job.wait(PATIENCE_S) == 0, job.output
+    found = assert_closed(run_dir)
+    assert found["steps"] == 5 and found["state"] == "finished" and "restart" not in job.output
+    assert "the vLLM server serves again" in (run_dir / "logs/worker-0.log").read_text()
+    assert found["tokens"]["refused"] == 0 and not found["tokens"]["discarded"]
+    wait_until(lambda: job.descendants() == [])

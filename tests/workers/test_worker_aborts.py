@@ -16,7 +16,7 @@ WATERMARK = 5
 class Engine:
     """Generates nothing."""
 
-    version, live, capacity, generated_tokens = Version(0, 0), 0, 8, 0
+    version, live, queued, capacity, generated_tokens = Version(0, 0), 0, 0, 8, 0
 
     def step(self):
         return []
@@ -56,6 +56,9 @@ class Connection:
         self.sent.append(message)
 
     def hold(self, leases, emitted_tokens=0):
+        pass
+
+    def occupy(self, slots):
         pass
 
     def goodbye(self):

@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from april.config import Config, ConfigError, EngineSection
-from april.workers.engines.entry import EngineEntry
+from april.workers.engines.entry import EngineEntry, Share
 
 if TYPE_CHECKING:
     from april.weights.receiver import WeightReceiver
@@ -119,6 +119,14 @@ class ServerEntry(EngineEntry):
 
 class SGLangEntry(ServerEntry):
     returns_supports = True
+    divides_memory = True
+    takes_turns = True
+
+    @classmethod
+    def memory_options(cls, config: Config, total_bytes: float, free_bytes: float, weight_bytes: float) -> Share:
+        from april.workers.engines.sglang.memory import share
+
+        return share(config, total_bytes, free_bytes, weight_bytes)
 
     @classmethod
     def from_config(cls, config: Config, device: str, name: str) -> "SGLangFleet":

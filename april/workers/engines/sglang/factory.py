@@ -17,6 +17,7 @@ from april.workers.engines.sglang.engine import SGLangEngine
 from april.workers.engines.sglang.fleet import SGLangFleet
 from april.workers.engines.sglang.installed import server_python
 from april.workers.engines.sglang.news import News
+from april.workers.engines.sglang.occupation import SAVER
 from april.workers.engines.sglang.server import AttachedServer, ServerSettings, SGLangServer
 from april.workers.engines.sglang.weights import DiskSnapshot, LocalTensors, WeightPush
 
@@ -100,7 +101,8 @@ def server_settings(
     settings = []
     for index, lane in enumerate(ENGINES.find(config.worker.engine).lanes(config, name)):
         first_device = engine.server.get("base_gpu_id", 0) + index * engine.tensor_ranks
-        placed = {"base_gpu_id": first_device} if device == "cuda" and index else {}
+        placed: dict[str, Any] = {"base_gpu_id": first_device} if device == "cuda" and index else {}
+        placed |= {SAVER: True} if device == "cuda" and config.devices.turns else {}
         settings.append(
             settings_class(
                 python=server_python(config, settings_class.name).absolute(),

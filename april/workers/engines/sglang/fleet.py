@@ -7,7 +7,7 @@ older one; where none has them, requests wait. What runs on a server that lags b
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -64,6 +64,10 @@ class SGLangFleet:
     @property
     def live(self) -> int:
         return len(self._waiting) + sum(part.live for part in self.parts)
+
+    @property
+    def queued(self) -> int:
+        return len(self._waiting) + sum(part.queued for part in self.parts)
 
     @property
     def capacity(self) -> int:
@@ -150,6 +154,15 @@ class SGLangFleet:
     def disown(self) -> None:
         for part in self._going:
             part.disown()
+
+    def release(self) -> None:
+        self._loop.run_until_complete(self._each(part.let_go() for part in self._going))
+
+    def resume(self) -> None:
+        self._loop.run_until_complete(self._each(part.take_again() for part in self._going))
+
+    async def _each(self, calls: Iterable[Coroutine]) -> None:
+        await asyncio.gather(*calls)
 
     def close(self) -> None:
         for part in self.parts:

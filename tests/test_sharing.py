@@ -1,0 +1,97 @@
+"""Learner and engine on the same accelerators: how they divide the memory, and what cannot be together there."""
+
+import json
+
+import pytest
+
+from april.config import ConfigError, load
+from april.launch import devices
+from april.launch.clusters.layout import check
+from april.launch.memory import activations_bytes, bounded, division_of, states_bytes
+from april.launch.shape import read_shape
+from april.weights.publisher import weights_towards
+from april.workers.engines.sglang.factory import server_settings
+
+SHARED = ["--devices.share", "true", "--worker.engine", "sglang", "--worker.count", "1", "--learner.ranks", "1"]
+OWN = ["--engine.server.mem_fraction_static"]
+GIB = 1 << 30
+
+
+def with_memory(config_file, gib, *words):
+    return load(config_file, [*SHARED, "--devices.memory_gib", str(gib), *words])
+
+
+REFUSED = {
+    "two ranks of NCCL": (["--weights.backend", "nccl"], r"'weights\.backend' = 'nccl' .* takes one rank"),
+    "an engine without a bound": (["--worker.engine", "torch"], r"worker\.engine = 'torch' takes .* use .*sglang"),
+    "servers of others": (["--engine.url", "http://a:1"], r"engine\.url names those of others"),
+    "a server in the lane": (["--engine.weights", "broadcast"], r"'engine\.weights' = 'broadcast' cannot be"),
+    "nothing to divide": (["--devices.share", "false", "--devices.memory_gib", "24"], r"devices\.share = false"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_share_is_refused_with_a_sentence(config_file, case):
+    words, why = REFUSED[case]
+    with pytest.raises(ConfigError, match=why):
+        load(config_file, [*SHARED, *words])
+
+
+def test_a_launched_run_whose_parts_get_their_own_is_refused(config_file):
+    with pytest.raises(ConfigError, match=r"'devices\.share' = true is for `april run`"):
+        check(load(config_file, SHARED), on_network=False)
+
+
+def test_what_the_learner_leaves_bounds_the_server_that_is_started(config_file):
+    config = bounded(with_memory(config_file, 24), ["0"])
+    fraction = config.engine.server["mem_fraction_static"]
+    shape = read_shape(config.model.path)
+    learner = states_bytes(config, shape) + activations_bytes(config, shape)
+    assert 0.5 < fraction < 1 - learner / (24 * GIB)
+    [settings] = server_settings(config, "cuda", "worker-0")
+    words = settings.arguments(1)
+    assert words[words.index("--mem-fraction-static") + 1] == str(fraction)
+    assert bounded(with_memory(config_file, 48), ["0"]).engine.server["mem_fraction_static"] > fraction
+    assert weights_towards(config, "tcp://127.0.0.1:1").backend == "gloo"
+
+
+def test_a_fraction_of_ones_own_stays_and_nothing_is_bounded_without_accelerators(config_file):
+    own = with_memory(config_file, 24, *OWN, "0.5")
+    assert bounded(own, ["0"]) == own and "mem_fraction_static = 0.5: " in division_of(own, []).said
+    assert bounded(with_memory(config_file, 24), []).engine.server == {}
+    assert division_of(load(config_file, SHARED), []).said.startswith("divided once accelerators are here")
+    assert division_of(load(config_file), ["0"]) is None
+
+
+def test_what_does_not_suffice_is_said_with_what_takes_it(config_file):
+    with pytest.raises(ConfigError, match=r"does not suffice with 2\.0 GiB .* learner takes about .* of activations"):
+        bounded(with_memory(config_file, 2), ["0"])
+
+
+@pytest.mark.parametrize("asked", ["raise SystemExit('no driver')", "pass"])
+def test_memory_that_torch_does_not_tell_is_not_taken_for_none(config_file, monkeypatch, asked):
+    monkeypatch.setattr(devices, "ASK_MEMORY", asked)
+    with pytest.raises(ConfigError, match=r"torch does not say \((no driver|it sees none)\) .* devices\.memory_gib"):
+        bounded(load(config_file, SHARED), ["0"])
+
+
+def test_what_the_learner_takes_follows_its_configuration(config_file):
+    def taken(*words):
+        config = load(config_file, ["--learner.ranks", "1", *words])
+        shape = read_shape(config.model.path)
+        return states_bytes(config, shape) / shape.parameters, activations_bytes(config, shape)
+
+    whole, activations = taken()
+    assert whole == 16
+    assert taken("--learner.ranks", "2")[0] == 8
+    assert taken("--algorithm.kl_coef", "0.1")[0] == 20, "a reference policy"
+    assert taken("--algorithm.advantage", "gae")[0] == 32, "a critic"
+    assert 4 < taken("--lora.rank", "2", "--lora.targets", json.dumps(["q_proj"]))[0] < 5
+    beside = taken("--lora.rank", "2", "--lora.embedding", "true")[0]
+    assert taken("--lora.rank", "2", "--lora.embedding", "true", "--algorithm.kl_coef", "0.1")[0] == beside + 4
+    assert taken("--learner.compute", "fp32")[1] == 2 * activations
+    shape = read_shape(load(config_file).model.path)
+    assert activations == 8192 * shape.layers * shape.kept_bytes
+    again = taken("--learner.activation_checkpointing", "true")[1]
+    assert again == 8192 * (shape.layers * 2 * shape.hidden + shape.kept_bytes)
+    assert taken("--learner.microbatch_tokens", "16384")[1] == 2 * activations
