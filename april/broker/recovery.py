@@ -19,6 +19,7 @@ from zlib_ng.zlib_ng import crc32
 from april.broker.journal import records
 from april.broker.journal.files import SUFFIX, Damaged, JournalError
 from april.broker.journal.journal import Journal
+from april.broker.journal.place import journal_of
 from april.broker.journal.snapshot import SnapshotStore
 from april.broker.ledger.ledger import Ledger
 from april.broker.plan import ledger_rules
@@ -131,7 +132,7 @@ def accept_loss(config: Config) -> list[str]:
     What is cut off is kept beside it, and so are checkpoints that nothing leads to any more. Raises JournalError where
     that is not enough to go on from.
     """
-    run_dir, folder = config.run_dir, config.run_dir / "journal"
+    run_dir, folder = config.run_dir, journal_of(config.run_dir)
     said = list(cut_damage(folder))
     ledger, journal, note = Ledger(ledger_rules(config)), Journal(folder), SyncNote(folder)
     try:

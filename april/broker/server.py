@@ -17,20 +17,22 @@ from april import wire
 from april.broker import memory
 from april.broker.journal.files import JournalError
 from april.broker.journal.journal import Journal
+from april.broker.journal.place import place_journal
 from april.broker.prompts import PromptBook
 from april.broker.service import Service
 from april.broker.sessions import Outgoing
 from april.broker.submitted import open_prompts
-from april.broker.telemetry.recorder import replace_file
 from april.broker.views.exporter import Exporter, Picture
 from april.broker.views.health import condition
 from april.broker.views.metrics import Photographer, SyncTimes
 from april.config import Config, is_loopback
 from april.connections import sockets
 from april.connections.address import ADDRESS_FILE
+from april.files.replace import replace_file
 from april.formats.versions import RUN_FOLDER
 from april.processes import clock
 from april.processes.descriptors import NO_DESCRIPTORS, raise_limit
+from april.processes.lifetime import STEP_ASIDE
 from april.security.allow_list import AllowList
 from april.security.door import Door
 from april.security.keys import ALLOW_LIST, load_keys
@@ -129,9 +131,8 @@ class Server:
     def _open(self, prompts: PromptBook) -> None:
         """Rebuild the service from what is on disk."""
         broker = self.config.broker
-        self.journal = Journal(
-            self.config.run_dir / "journal", broker.journal_file_mb << 20, broker.journal_file_records
-        )
+        folder = place_journal(self.config.run_dir, broker.journal_dir)
+        self.journal = Journal(folder, broker.journal_file_mb << 20, broker.journal_file_records)
         self.journal.on_sync_ended = partial(os.eventfd_write, self._synced, 1)
         self.service = Service(self.config, prompts, self.journal, clock.now())
         if self.door:
@@ -158,6 +159,7 @@ class Server:
     def serve(self) -> None:
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGINT, self._on_signal)
+        signal.signal(STEP_ASIDE, self._on_signal)
         log.info("broker of run %s at %s", self.service.config.run.name, self.address)
         over_since = None
         memory.settle()
@@ -167,7 +169,7 @@ class Server:
             while over_since is None or clock.now() - over_since < self._leave_s:
                 self.serve_once()
                 if self.steps_aside:
-                    why = self.service.run.read_only or "drained"
+                    why = self.service.run.read_only or ("drained" if self.service.ledger.draining else "synced")
                     return log.info("told to leave by %s, %s: peers wait for the next broker", self._signal, why)
                 if self.service.everyone_left():
                     break
@@ -179,10 +181,11 @@ class Server:
 
     @property
     def steps_aside(self) -> bool:
-        """Told to leave while drained, or while nothing can be written down any more: another broker of this run, here
-        or elsewhere, goes on from its journal."""
+        """Told to do so, or to leave while drained or while nothing can be written down any more: another broker of
+        this run, here or elsewhere, goes on from its journal."""
         run = self.service.run
-        return bool(self._signal and (run.read_only or (self.service.ledger.draining and not run.over)))
+        aside = self._signal == STEP_ASIDE.name or self.service.ledger.draining
+        return bool(self._signal and (run.read_only or (aside and not run.over)))
 
     def serve_once(self) -> None:
         """Handle what has arrived, and send the answers that a sync has covered.

@@ -107,6 +107,8 @@ class Session:
     place_since: float = 0.0
     usual_s: float = 0.0
     """where its main loop is, since when, and how long that usually takes; "" where it does not say"""
+    slots: wire.Slots | None = None
+    """what a worker's samples are at, as it has said last"""
     recent: deque[tuple[float, int]] = field(default_factory=deque)
     """(time, tokens) of the chunks of the last seconds"""
 

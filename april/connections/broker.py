@@ -129,6 +129,10 @@ class BrokerConnection:
         then, whatever the calling thread does meanwhile."""
         self._control.leases, self._control.emitted_tokens = list(leases), emitted_tokens
 
+    def occupy(self, slots: wire.Slots) -> None:
+        """What a worker's samples are at from now on; the broker is told as it is of leases."""
+        self._control.slots = slots
+
     def goodbye(self) -> None:
         """Leave; nothing is said any more."""
         session, self._control.session = self.session, 0

@@ -41,6 +41,7 @@ class Control(threading.Thread):
         """0: nothing is said"""
         self.leases: Sequence[int] = ()
         self.emitted_tokens = self.received_bytes = 0
+        self.slots: wire.Slots | None = None
         """as in `wire.Heartbeat`"""
         self._renew_s = 0.0
         self._next_beat = self._next_renewal = 0.0
@@ -126,4 +127,4 @@ class Control(threading.Thread):
         leases = list(self.leases) if now >= self._next_renewal else []
         if leases:
             self._next_renewal = now + self._renew_s
-        return wire.Heartbeat(leases, self.emitted_tokens, self.received_bytes, *MAIN.look())
+        return wire.Heartbeat(leases, self.emitted_tokens, self.received_bytes, *MAIN.look(), self.slots)

@@ -53,9 +53,9 @@ LANE_RECORDS = 20_000
 TALLIES = 16_384
 """worker processes whose tokens are told apart; those that left first are added up"""
 STATE_BYTES = 64 << 10
+"""of an environment between two turns, which every grant of its sample carries"""
 LEFT_BYTES = 4 << 10
 """of the state that an agent leaves, which the broker keeps in memory until the session is scored"""
-"""of an environment between two turns, which every grant of its sample carries"""
 TEXT_CHARACTERS = 500
 """of an error or a reason"""
 

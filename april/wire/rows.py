@@ -76,8 +76,9 @@ def chunk_row(
     lease_id: int, start: int, count: int, version: Version, finish_reason: str, payload: Buffer, time: float = 0.0
 ) -> Row:
     finish = ENDINGS.index(finish_reason)
-    branch, step = (min(number, LARGEST) for number in version)
-    start = min(start, LARGEST)
+    branch, step = version
+    if max(branch, step, start) > LARGEST:
+        branch, step, start = min(branch, LARGEST), min(step, LARGEST), min(start, LARGEST)
     return Row(lease_id, time, start, count, branch, step, len(payload), crc32(payload), CHUNK, finish, 0, 0)
 
 

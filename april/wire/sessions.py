@@ -1,5 +1,7 @@
 """What every peer of the broker says, whatever its role: coming, living, leaving."""
 
+import msgspec
+
 from april.wire.message import Message, Name, Seconds
 from april.wire.version import Number
 
@@ -36,6 +38,18 @@ class Bind(Message):
     """First message on the control connection; its header carries the session."""
 
 
+class Slots(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """What the samples in a worker's hands are at; those that wait for a score or the broker's disk are left out."""
+
+    generating: Number = 0
+    admission: Number = 0
+    """that its engine has taken, and not begun"""
+    weights: Number = 0
+    """that go on once weights are loaded"""
+    tool: list[int] = []
+    """leases whose environment has the word"""
+
+
 class Heartbeat(Message):
     """A live peer, at least every second. A non-empty `leases` renews them."""
 
@@ -50,6 +64,8 @@ class Heartbeat(Message):
     """how long already"""
     usual_s: Seconds = 0.0
     """how long that usually takes, 0 where it is not known"""
+    slots: Slots | None = None
+    """of a worker; None where it does not say"""
 
 
 class Renewed(Message):

@@ -7,7 +7,9 @@ import msgspec
 from april.wire.message import Address, Message, Name
 from april.wire.version import Number, Version
 
-GiveBackCause = Literal["abort", "leave", "generation_failed", "environment_failed", "scoring_failed", "agent_failed"]
+GiveBackCause = Literal[
+    "abort", "leave", "recall", "generation_failed", "environment_failed", "scoring_failed", "agent_failed"
+]
 
 
 class Holding(Message):
@@ -152,6 +154,8 @@ class Cancel(Message):
     """These leases have ended; drop them without an answer."""
 
     leases: list[int]
+    hand_back: bool = False
+    """they have not: each that still generates is to be given back as `recall`, with its tokens"""
 
 
 class Lane(Message):

@@ -10,6 +10,7 @@ from april.config import Config, ConfigError
 from april.config.checks import check_engine
 from april.connections.identity import new_uid
 from april.processes import clock
+from april.processes.device_turns import TurnLate
 from april.processes.lifetime import REFUSED, SUPERVISED, end, give_way
 from april.processes.logs import log_to_stderr
 from april.processes.pulse import Watch
@@ -33,6 +34,7 @@ def run_worker(config: Config, address: str, name: str) -> NoReturn:
     import torch
 
     from april.connections.broker import AccessDenied, BrokerConnection, BrokerUnreachable
+    from april.workers.device_turns import WorkerTurns
     from april.workers.engines.base import EngineError
     from april.workers.worker import Worker
 
@@ -42,10 +44,16 @@ def run_worker(config: Config, address: str, name: str) -> NoReturn:
     if config.reward.where == "worker":
         check_isolation(config.reward.code_isolation)
     keys = load_keys(config.security.keys, "worker")
+    turns = WorkerTurns(config, device)
+    try:
+        turns.wait()
+    except TurnLate as error:
+        print(f"april worker: {error}", file=sys.stderr)
+        end(1)
     engine = make_engine(config, device, name)
     log.info("connecting to %s", address)
     connection = BrokerConnection(address, "worker", name, new_uid(name), config.broker.patience_s, keys)
-    worker = Worker(config, engine, connection, make_intakes(config, engine, name, device, keys))
+    worker = Worker(config, engine, connection, make_intakes(config, engine, name, device, keys), turns)
     stop_at_signals(worker)
     Watch(config.worker.hung_s, config.worker.hung_s).start()
     started_at, status = clock.now(), 0

@@ -20,6 +20,7 @@ from april.processes.failures import Failures
 from april.processes.pulse import MAIN
 from april.wire.limits import clip
 from april.wire.version import Version
+from april.workers.device_turns import WorkerTurns
 from april.workers.engines.base import Chunk, Engine, EngineError, Request
 from april.workers.engines.intake import Intake
 from april.workers.engines.proof import WrongWeights
@@ -79,12 +80,21 @@ class Work:
 
 
 class Worker:
-    def __init__(self, config: Config, engine: Engine, connection: BrokerConnection, intakes: list[Intake]):
-        """`intakes`: of the engine, or one for each of the servers behind it."""
+    def __init__(
+        self,
+        config: Config,
+        engine: Engine,
+        connection: BrokerConnection,
+        intakes: list[Intake],
+        device_turns: WorkerTurns | None = None,
+    ):
+        """`intakes`: of the engine, or one for each of the servers behind it; `device_turns`: on the engine's
+        accelerator, of which it has one."""
         self.config = config
         self.engine = engine
         self.connection = connection
         self.intakes = intakes
+        self.device_turns = device_turns or WorkerTurns(config, "cpu")
         self.tokenizer = Tokenizer(config.model.path)
         self.turns = Turns(config, self.tokenizer)
         self.scoring = Scoring(config, self.tokenizer, at_once=config.reward.where == "worker")
@@ -122,7 +132,9 @@ class Worker:
         for received in self.connection.receive(self._patience_ms()):
             self._handle(received)
         self.connection.check_alive()
+        self._look_at_slots(decoded=False)
         MAIN.at("taking weights")
+        self._take_turns()
         self._take_weights()
         if self._can_generate():
             self._open_span()
@@ -131,6 +143,7 @@ class Worker:
         self.connection.hold(self.works, self.engine.generated_tokens)
         MAIN.at("decoding")
         self._generate()
+        self._look_at_slots(decoded=True)
         MAIN.at("handing in")
         for observed in self.turns.poll():
             self._observe(observed)
@@ -146,6 +159,16 @@ class Worker:
         for lease_id, error in self.engine.failures():
             self._give_back(lease_id, "generation_failed", error)
         self._report_room()
+
+    def _look_at_slots(self, decoded: bool) -> None:
+        """Have the broker told what the samples here are at: once a step is over, or while weights keep it from being
+        made. Where one of several servers loads some, the others go on."""
+        waits = self.engine.version is None or (bool(self.intakes) and all(one.loading for one in self.intakes))
+        if not decoded and not waits:
+            return
+        live, tool = self.engine.live, [lease_id for lease_id in self.turns.asked if lease_id in self.works]
+        queued = 0 if waits else self.engine.queued
+        self.connection.occupy(wire.Slots(0 if waits else live - queued, queued, live if waits else 0, tool))
 
     def _can_generate(self) -> bool:
         return bool(self.engine.live) and self.engine.version is not None and not self._is_ahead
@@ -208,6 +231,9 @@ class Worker:
             case wire.Abort():
                 self.watermark = max(self.watermark, message.watermark)
                 self._hand_back_aborted()
+            case wire.Cancel(tokens, hand_back=True):
+                for lease_id in tokens:
+                    self._give_back(lease_id, "recall")
             case wire.Cancel(tokens):
                 for lease_id in tokens:
                     self._drop(lease_id)
@@ -356,7 +382,7 @@ class Worker:
         work = self.works.get(lease_id)
         if work is None or self.reports.is_closing(lease_id) or self._is_handed_over(lease_id):
             return
-        if work.finished and cause == "abort":
+        if work.finished and cause in ("abort", "recall"):
             return
         error = clip(error)
         if error:
@@ -380,8 +406,15 @@ class Worker:
         for intake in self.intakes:
             intake.receiver.connect(address, key)
 
+    def _take_turns(self) -> None:
+        loading = any(intake.under_way for intake in self.intakes)
+        staged = any(intake.receiver.has_staged for intake in self.intakes)
+        if self.device_turns.gave(self.engine, loading, staged):
+            for intake in self.intakes:
+                intake.receiver.emptied()
+
     def _take_weights(self) -> None:
-        for intake in self.intakes:
+        for intake in self.intakes if self.device_turns.has else ():
             try:
                 loaded_in_s = intake.load()
             except WrongWeights as error:
@@ -398,7 +431,9 @@ class Worker:
 
     def _report_room(self) -> None:
         """Tell the broker when the engine takes notably more or fewer requests than it was told, or none at all."""
-        room = self.engine.capacity if self.engine.version is not None else 0
+        room = self.engine.capacity if self.engine.version is not None and self.device_turns.lasts else 0
+        if self._reported_room is None and room and self.engine.version == self._reported_version:
+            return self._report_holding(0.0)
         if self._reported_room is None or abs(room - self._reported_room) <= self._reported_room // ROOM_SHARE:
             return
         if room:

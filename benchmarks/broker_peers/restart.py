@@ -2,7 +2,8 @@
 
 The journal is made by the broker's own ledger, journal and snapshots without the sockets between them: as many
 samples as are open take turns at growing by a chunk until it is full, and the process dies just before the next
-snapshot would have been due. Its pages are dropped from the system's cache before each start.
+snapshot would have been due. Of the snapshots it makes the last, which is the one that is read. The journal's pages are
+dropped from the system's cache before each start.
 """
 
 import os
@@ -65,15 +66,17 @@ def make_journal(folder: Path, size_bytes: int, samples: int) -> tuple[Path, int
 
 
 def _write_and_die(pipe, config: Config, size_bytes: int) -> None:
-    service = open_service(config)
-    for _ in grow(service):
+    service, written = open_service(config), 0
+    for rows in grow(service):
+        written = rows if service.journal.file_full else written + rows
         service.end_file()
+        if service.journal.end < size_bytes or not is_nearly_full(service.journal, written + rows):
+            continue
         while max(service.snapshots.store.positions(), default=0) < service.journal.file_begins:
             service.snapshots.follow(service.journal.file_begins, service.journal.let_go, clock.now())
             time.sleep(LOOK_S)
-        if service.journal.end >= size_bytes and is_nearly_full(service.journal):
-            pipe.send(service.ledger.tokens["open"])
-            os.kill(os.getpid(), signal.SIGKILL)
+        pipe.send(service.ledger.tokens["open"])
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def open_service(config: Config) -> Service:
@@ -109,10 +112,10 @@ def grow(service: Service) -> Iterator[int]:
         length += CHUNK_TOKENS
 
 
-def is_nearly_full(journal: Journal) -> bool:
-    """Whether one more sync makes a snapshot due."""
+def is_nearly_full(journal: Journal, rows: int) -> bool:
+    """Whether one more sync makes a snapshot due; its file has so many rows then."""
     begins = max(int(segment.stem) for segment in journal.folder.glob(f"*{SUFFIX}"))
-    return journal.end + SYNC_BYTES >= begins + journal.file_bytes
+    return journal.end + SYNC_BYTES >= begins + journal.file_bytes or rows >= journal.file_records
 
 
 def restart_s(config_path: Path, tokens: int) -> float:

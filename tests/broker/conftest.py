@@ -7,8 +7,14 @@ from tests.broker.conversation import Conversation, FakeLearner, FakeWorker
 
 
 @pytest.fixture
-def talk(config_file):
-    return Conversation(configuration.load(config_file, ["--evaluation.prompts", "1"]))
+def converse(config_file):
+    """converse(*overrides) -> Conversation of the small configuration"""
+    return lambda *overrides: Conversation(configuration.load(config_file, list(overrides)))
+
+
+@pytest.fixture
+def talk(converse):
+    return converse("--evaluation.prompts", "1")
 
 
 @pytest.fixture

@@ -3,20 +3,19 @@
 import msgspec
 import pytest
 
-from april import config as configuration
 from april import wire
 from april.broker.ledger.samples import SampleState
 from april.broker.views.status import status
 from april.wire.rows import CHUNK, OBSERVATION
 from april.wire.version import Version
-from tests.broker.conversation import Conversation, FakeAgents, FakeLearner, FakeWorker, chunk, chunk_arrays
+from tests.broker.conversation import FakeAgents, FakeLearner, FakeWorker, chunk, chunk_arrays
 
 AGENTS = ["--evaluation.prompts", "1", "--agent.command", '["true"]', "--sampling.max_response_tokens", "32"]
 
 
 @pytest.fixture
-def talk(config_file):
-    return Conversation(configuration.load(config_file, AGENTS))
+def talk(converse):
+    return converse(*AGENTS)
 
 
 @pytest.fixture
@@ -96,9 +95,9 @@ def test_a_lost_process_costs_nothing_and_the_next_is_told_all_that_was_said(tal
     assert sample_of(talk, told).attempts == 0, "it had completed a turn"
 
 
-def test_a_lost_session_that_may_not_be_replayed_is_a_counted_discard(config_file):
+def test_a_lost_session_that_may_not_be_replayed_is_a_counted_discard(converse):
     """Where its agent has asked nothing yet there is nothing that it would do again."""
-    talk = Conversation(configuration.load(config_file, [*AGENTS, "--agent.replay", "discard"]))
+    talk = converse(*AGENTS, "--agent.replay", "discard")
     agents, worker, learner = FakeAgents(talk), FakeWorker(talk), FakeLearner(talk)
     agents.join(capacity=10)
     worker.join()
@@ -219,9 +218,9 @@ def test_a_worker_cannot_end_its_lease_as_an_agent_does(talk, worker, agents, to
     assert sample_of(talk, told).length == 4 and sample_of(talk, told).lease_id == grant.lease_id
 
 
-def test_a_group_reward_sees_the_state_that_each_agent_has_left(config_file):
+def test_a_group_reward_sees_the_state_that_each_agent_has_left(converse):
     """Also after a restart, and whether the agent has said a reward or not."""
-    talk = Conversation(configuration.load(config_file, [*AGENTS, "--reward.name", "group:tests.workers.x:y"]))
+    talk = converse(*AGENTS, "--reward.name", "group:tests.workers.x:y")
     agents, worker = FakeAgents(talk), FakeWorker(talk)
     agents.join(capacity=1000)
     worker.join(capacity=1000)
@@ -272,9 +271,9 @@ def test_every_session_of_a_batch_reaches_the_learner_and_the_ledger_closes(talk
     assert all(group.prompt_tokens == 0 for group in batch.groups) and talk.ledger.closed
 
 
-def test_when_no_batch_will_follow_agents_are_left_with_the_evaluation_alone(config_file):
+def test_when_no_batch_will_follow_agents_are_left_with_the_evaluation_alone(converse):
     """What the others ask would never be answered."""
-    talk = Conversation(configuration.load(config_file, [*AGENTS, "--schedule.max_steps", "1"]))
+    talk = converse(*AGENTS, "--schedule.max_steps", "1")
     agents, worker, learner = FakeAgents(talk), FakeWorker(talk), FakeLearner(talk)
     agents.join(capacity=1000)
     worker.join(capacity=1000)

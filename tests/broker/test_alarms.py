@@ -1,22 +1,26 @@
 """Alarms: raised by what they are about, with a sentence, after a restart as before, and not otherwise."""
 
+from io import StringIO
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from rich.console import Console
 
-from april import config as configuration
 from april import wire
 from april.broker.telemetry import ALARMS
 from april.broker.telemetry.engine_gap import EngineGap
+from april.broker.telemetry.figures import of_step
 from april.broker.telemetry.in_a_row import InARow
 from april.broker.views.metrics import Photographer
 from april.broker.views.status import status
 from april.config.sections import OperationsSection
+from april.dashboard.steps import Steps
 from april.learner.loops import loops
+from april.report.facts import alarms as reported
 from april.report.live import step_line
-from april.report.run_folder import read_records
-from tests.broker.conversation import Conversation
+from april.report.operations import render_live
+from april.report.run_folder import Run, read_records
 from tests.broker.test_steps import train
 
 EMPTY = {"tokens": 40.0, "groups": 4.0, "trained_tokens": 0.0, "gradient_groups": 0.0}
@@ -24,8 +28,8 @@ HALF = EMPTY | {"trained_tokens": 20.0, "gradient_groups": 1.0}
 
 
 @pytest.fixture
-def talk(config_file):
-    return Conversation(configuration.load(config_file, ["--evaluation.prompts", "1", "--schedule.max_steps", "8"]))
+def talk(converse):
+    return converse("--evaluation.prompts", "1", "--schedule.max_steps", "8")
 
 
 def lines(talk):
@@ -41,6 +45,15 @@ def test_three_steps_in_a_row_without_a_gradient_raise_an_alarm_that_says_what_t
     assert [len(alarms) for alarms in raised] == [0, 0, 0, 0, 0, 1]
     [alarm] = raised[-1]
     assert alarm["sentence"].startswith("nothing was trained in the last 3 steps") and alarm["page"].endswith("badly")
+    told = f"{alarm['sentence']} ({alarm['page']})"
+    assert of_step(lines(talk)[-1])["alarms/nothing_trained"] == 1, "to every sink"
+    assert told in reported(Run(talk.config.run_dir, "", {}, lines(talk), {})), "in table and report"
+    console = Console(width=1000, file=StringIO())
+    console.print(render_live(status(talk.service.books, talk.now)))
+    assert told in console.file.getvalue(), "in `april status`"
+    shown = Steps(talk.config.run_dir)
+    shown.follow(60.0)
+    assert shown.alarms == {6: [alarm]}, "in the dashboard"
     assert lines(talk)[2]["gradient"] == {"tokens": 0.5, "groups": 0.25}
     assert "gradient 50%" in step_line(lines(talk)[2], {})
 

@@ -5,10 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from april import config as configuration
 from april import wire
 from april.broker.telemetry import discards
-from tests.broker.conversation import Conversation, FakeAgents, FakeLearner, FakeWorker, finish_evaluation, training
+from tests.broker.conversation import FakeAgents, FakeLearner, FakeWorker, finish_evaluation, training
 from tests.broker.test_agent_desk import AGENTS
 from tests.broker.test_unreadable import damage
 
@@ -16,8 +15,8 @@ OPTIONS = ["--evaluation.prompts", "1", "--schedule.dynamic_sampling", "--broker
 
 
 @pytest.fixture
-def talk(config_file):
-    return Conversation(configuration.load(config_file, OPTIONS))
+def talk(converse):
+    return converse(*OPTIONS)
 
 
 def to_first_batch(talk, worker):
@@ -98,12 +97,12 @@ def test_what_cannot_be_read_back_of_a_discard_is_left_out(talk, worker, learner
 
 
 @pytest.mark.full
-def test_nothing_is_kept_beyond_the_bounds_nor_where_no_samples_are(talk, worker, learner, config_file, monkeypatch):
+def test_nothing_is_kept_beyond_the_bounds_nor_where_no_samples_are(talk, worker, learner, converse, monkeypatch):
     monkeypatch.setattr(discards, "MOST_BYTES", 1)
     to_first_batch(talk, worker)
     assert talk.service.lives.discards.of(0) == [] and talk.ledger.counts["zero_spread"] == 3
     monkeypatch.undo()
-    other = Conversation(configuration.load(config_file, [*OPTIONS, "--samples.every", "0", "--run.name", "other"]))
+    other = converse(*OPTIONS, "--samples.every", "0", "--run.name", "other")
     worker = FakeWorker(other)
     worker.join()
     FakeLearner(other).join()
@@ -111,8 +110,8 @@ def test_nothing_is_kept_beyond_the_bounds_nor_where_no_samples_are(talk, worker
 
 
 @pytest.mark.full
-def test_what_a_session_loses_is_told_with_where_it_begins(config_file):
-    talk = Conversation(configuration.load(config_file, AGENTS))
+def test_what_a_session_loses_is_told_with_where_it_begins(converse):
+    talk = converse(*AGENTS)
     worker, agents = FakeWorker(talk), FakeAgents(talk)
     worker.join()
     agents.join()
@@ -139,9 +138,9 @@ def test_what_a_session_loses_is_told_with_where_it_begins(config_file):
 
 
 @pytest.mark.full
-def test_a_sample_that_died_in_a_group_that_is_trained_is_told_alone(config_file):
+def test_a_sample_that_died_in_a_group_that_is_trained_is_told_alone(converse):
     options = ["--schedule.min_group_size", "1", "--broker.attempts", "1"]
-    talk = Conversation(configuration.load(config_file, options))
+    talk = converse(*options)
     worker, learner = FakeWorker(talk), FakeLearner(talk)
     worker.join()
     learner.join()

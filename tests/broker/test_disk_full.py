@@ -23,17 +23,12 @@ from april.processes.lifetime import STEPPED_ASIDE
 from april.wire.version import Version
 from tests.broker.conversation import one_row
 from tests.broker.fuzz_sockets import serving
-from tests.run.processes import APRIL, Job, wait_until
+from tests.run.processes import wait_until
 
 
 @pytest.fixture
-def broker(config_file, tmp_path):
-    job = Job([*APRIL, "broker", str(config_file)], tmp_path / "broker.log")
-    job.run_dir = tmp_path / "runs" / "small"
-    wait_until((job.run_dir / "address").exists, job)
-    job.address = (job.run_dir / "address").read_text()
-    yield job
-    job.end()
+def broker(start_broker):
+    return start_broker()
 
 
 @pytest.fixture
@@ -64,7 +59,7 @@ def wait_for(connection, kind, timeout_s=60.0, never=()):
 
 def generate_three(worker, learner):
     """The token of a lease of which three tokens are acknowledged."""
-    assert isinstance(learner.request(wire.LearnerStart(0, "tcp://127.0.0.1:9"), 10.0).message, wire.LearnerStarted)
+    assert isinstance(learner.request(wire.LearnerStart(0, "tcp://127.0.0.1:9"), 60.0).message, wire.LearnerStarted)
     worker.send(wire.Holding(Version(0, 0), 4))
     lease_id = wait_for(worker, wire.Grants).message.grants[0].lease_id
     worker.send(*one_row(lease_id, 0, 3))
@@ -73,7 +68,7 @@ def generate_three(worker, learner):
 
 
 def status_of(monitor):
-    return orjson.loads(bytes(monitor.request(wire.StatusRequest(), 10.0).arrays[0]))
+    return orjson.loads(bytes(monitor.request(wire.StatusRequest(), 60.0).arrays[0]))
 
 
 def limit_files(job, size):
@@ -145,7 +140,7 @@ def test_a_run_that_is_stopped_while_the_disk_is_full_stays_stopped_when_it_has_
             worker.send(*one_row(lease_id, 3, 2))
             while status_of(monitor)["state"] != "read only":
                 pass
-            monitor.request(wire.StopRun("enough"), 10.0)
+            monitor.request(wire.StopRun("enough"), 60.0)
         deadline, status = time.monotonic() + 60, {"read_only": "yes"}
         while status["read_only"] and time.monotonic() < deadline:
             monitor.hello([])
@@ -202,7 +197,7 @@ def test_a_broker_that_finds_no_descriptor_when_it_comes_back_tries_again(config
             short.setattr(os, "pwritev", no_descriptor)
             worker.send(*one_row(lease_id, 3, 2))
             wait_until(lambda: tries)
-        wait_until(lambda: len(tries) == 4 and not live.service.run.read_only, timeout_s=20.0)
+        wait_until(lambda: len(tries) == 4 and not live.service.run.read_only)
         monitor.hello([])
         assert status_of(monitor)["read_only"] == ""
 
@@ -224,7 +219,7 @@ def test_an_order_that_did_not_reach_the_disk_is_refused(config_file, join, monk
         monitor = join(live.address, "monitor")
         with monkeypatch.context() as broken:
             broken.setattr(os, "fdatasync", break_down)
-            assert "Input/output error" in monitor.request(wire.Drain(), 10.0).message.reason
-        assert isinstance(monitor.request(wire.StopRun("to mend the disk"), 10.0).message, wire.Accepted)
+            assert "Input/output error" in monitor.request(wire.Drain(), 60.0).message.reason
+        assert isinstance(monitor.request(wire.StopRun("to mend the disk"), 60.0).message, wire.Accepted)
     with serving(config) as live:
         assert status_of(join(live.address, "monitor"))["drain"] == ""

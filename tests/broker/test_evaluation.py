@@ -16,7 +16,7 @@ from april.broker.recovery import last_step
 from april.broker.telemetry.evaluation import describe, pass_at, sizes, summarise, wilson
 from april.formats.metrics import is_step
 from april.report.run_folder import read_records, records_from
-from tests.broker.conversation import Conversation, FakeLearner, FakeWorker, finish_evaluation, training
+from tests.broker.conversation import FakeLearner, FakeWorker, finish_evaluation, training
 from tests.broker.test_steps import train
 
 
@@ -57,9 +57,9 @@ def test_prompts_that_lack_samples_count_where_they_have_enough():
     assert (sizes(1), sizes(6), sizes(8)) == ([1], [1, 2, 4, 6], [1, 2, 4, 8])
 
 
-def test_several_samples_of_a_held_out_prompt_are_evaluated_beside_training(config_file):
+def test_several_samples_of_a_held_out_prompt_are_evaluated_beside_training(converse):
     overrides = ["--evaluation.prompts", "2", "--evaluation.samples", "3"]
-    talk = Conversation(configuration.load(config_file, overrides))
+    talk = converse(*overrides)
     worker = FakeWorker(talk)
     worker.join(capacity=16)
     grants = [grant for grant in worker.grants() if grant.evaluation]
@@ -75,8 +75,8 @@ def test_several_samples_of_a_held_out_prompt_are_evaluated_beside_training(conf
     }
 
 
-def test_a_result_names_every_version_that_its_samples_were_drawn_under(config_file):
-    talk = Conversation(configuration.load(config_file, ["--evaluation.prompts", "2"]))
+def test_a_result_names_every_version_that_its_samples_were_drawn_under(converse):
+    talk = converse("--evaluation.prompts", "2")
     worker, learner = FakeWorker(talk), FakeLearner(talk)
     learner.join()
     worker.join(capacity=16)
@@ -99,9 +99,9 @@ def test_a_result_names_every_version_that_its_samples_were_drawn_under(config_f
     assert talk.ledger.evaluated[0] == result
 
 
-def test_an_evaluation_has_its_line_behind_its_sync_and_once(config_file):
+def test_an_evaluation_has_its_line_behind_its_sync_and_once(converse):
     overrides = ["--evaluation.prompts", "2", "--evaluation.every", "1", "--schedule.max_steps", "8"]
-    talk = Conversation(configuration.load(config_file, overrides))
+    talk = converse(*overrides)
     path, worker, learner = talk.config.run_dir / "metrics.jsonl", FakeWorker(talk), FakeLearner(talk)
     learner.join()
     worker.join(capacity=16)
@@ -137,8 +137,8 @@ def evaluations(path):
     return [{"step": line["step"], "time": line["time"]} | line["evaluation"] for line in lines]
 
 
-def test_of_a_recorded_evaluation_only_the_result_is_kept(config_file):
-    talk = Conversation(configuration.load(config_file, ["--evaluation.prompts", "2"]))
+def test_of_a_recorded_evaluation_only_the_result_is_kept(converse):
+    talk = converse("--evaluation.prompts", "2")
     worker = FakeWorker(talk)
     worker.join(capacity=16)
     groups = [weakref.ref(group) for group in talk.ledger.evaluations[0]]

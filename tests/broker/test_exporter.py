@@ -13,14 +13,14 @@ from april.broker.views.exporter import Exporter, Picture
 from april.broker.views.health import Condition
 from april.broker.views.metrics import SYNC_BUCKETS_S, SyncTimes
 from april.processes import clock
-from tests.run.processes import APRIL, Job, wait_until
-from tests.test_protocol_page import Client, Worker
+from tests.page_client import Client, Worker
+from tests.run.processes import APRIL, wait_until
 
 
 def get(url):
     """(status, body)"""
     try:
-        with urllib.request.urlopen(url, timeout=10) as answer:
+        with urllib.request.urlopen(url, timeout=60) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
@@ -40,24 +40,6 @@ def scrape(base):
 
 
 # --- a real broker ------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def start_broker(config_file, tmp_path):
-    jobs = []
-
-    def start(*overrides):
-        job = Job([*APRIL, "broker", str(config_file), *overrides], tmp_path / f"broker{len(jobs)}.log")
-        jobs.append(job)
-        job.run_dir = tmp_path / "runs" / "small"
-        wait_until((job.run_dir / "http").exists, job)
-        job.http = (job.run_dir / "http").read_text()
-        job.address = (job.run_dir / "address").read_text()
-        return job
-
-    yield start
-    for job in jobs:
-        job.end()
 
 
 def test_a_broker_s_figures_and_health_can_be_scraped_while_it_works(start_broker):
@@ -81,8 +63,8 @@ def test_a_broker_s_figures_and_health_can_be_scraped_while_it_works(start_broke
             learner.receive(), worker.receive()
             return scrape(broker.http).get((name, *labels)) == value
 
-        wait_until(lambda: shows("april_tokens_accepted_total", "training", value=3), broker, timeout_s=30)
-        wait_until(lambda: shows("april_samples", "leased", "training", value=6), broker, timeout_s=30)
+        wait_until(lambda: shows("april_tokens_accepted_total", "training", value=3), broker)
+        wait_until(lambda: shows("april_samples", "leased", "training", value=6), broker)
         found = scrape(broker.http)
         assert found["april_chunks_accepted_total", "training"] == 1 and found["april_tokens", "open"] == 3
         assert found["april_leases", "training"] == 6
@@ -92,7 +74,7 @@ def test_a_broker_s_figures_and_health_can_be_scraped_while_it_works(start_broke
         assert found["april_journal_bytes",] > 0 and found["april_journal_sync_seconds_count",] > 0
         assert found["april_staleness_steps", "bound"] == 5
         worker.sockets["data"].send_multipart([b"nonsense"])
-        wait_until(lambda: any(key[0] == "april_refusals_total" for key in scrape(broker.http)), broker, 30)
+        wait_until(lambda: any(key[0] == "april_refusals_total" for key in scrape(broker.http)), broker)
         assert health(broker.http)[1]["reason"] == ""
     finally:
         learner.close()
@@ -102,10 +84,10 @@ def test_a_broker_s_figures_and_health_can_be_scraped_while_it_works(start_broke
     assert not (broker.run_dir / "http").exists()
 
 
-def test_a_taken_port_is_said_so(start_broker, config_file, tmp_path):
+def test_a_taken_port_is_said_so(start_broker, start, config_file):
     taken = start_broker().http.removeprefix("http://")
     other = ["--run.name", "second", "--operations.http", taken]
-    second = Job([*APRIL, "broker", str(config_file), *other], tmp_path / "second.log")
+    second = start("second", [*APRIL, "broker", str(config_file), *other])
     assert second.wait() == 2
     assert f"key 'operations.http' = '{taken}'" in second.output
 

@@ -5,13 +5,12 @@ import random
 
 import pytest
 
-from april import config as configuration
 from april import wire
 from april.broker.service import MAY_SEND
 from april.broker.sessions import Sessions, Tally
 from april.wire import limits
 from tests.broker.arena import Arena
-from tests.broker.conversation import Conversation, FakeWorker, Peer
+from tests.broker.conversation import FakeWorker, Peer
 from tests.broker.fuzz import fuzz, make_configs
 from tests.broker.fuzz_sockets import fuzz_sockets
 
@@ -44,8 +43,8 @@ def test_hostile_messages_over_real_sockets_are_each_refused_with_a_sentence(con
     assert fuzz_sockets(configs[1], 3000, tmp_path).total() == 3000
 
 
-def test_a_run_takes_no_more_sessions_than_it_is_told(config_file):
-    talk = Conversation(configuration.load(config_file, ["--security.max_sessions", "2"]))
+def test_a_run_takes_no_more_sessions_than_it_is_told(converse):
+    talk = converse("--security.max_sessions", "2")
     first = FakeWorker(talk, "w0")
     first.join()
     FakeWorker(talk, "w1").join()
@@ -56,8 +55,8 @@ def test_a_run_takes_no_more_sessions_than_it_is_told(config_file):
     assert first.hello().session, "who has a session may say hello again"
 
 
-def test_a_worker_gets_no_more_leases_than_it_may_have_whatever_it_states(config_file):
-    talk = Conversation(configuration.load(config_file, ["--security.max_leases", "3"]))
+def test_a_worker_gets_no_more_leases_than_it_may_have_whatever_it_states(converse):
+    talk = converse("--security.max_leases", "3")
     worker = FakeWorker(talk)
     worker.join(capacity=2**53)
     assert len(worker.grants()) == 3

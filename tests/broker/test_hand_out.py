@@ -4,20 +4,19 @@ from itertools import pairwise
 
 import pytest
 
-from april import config as configuration
 from april import wire
 from april.broker.desks import workers as worker_desk
 from april.broker.views.status import status
 from april.report.run_folder import read_records
-from tests.broker.conversation import Conversation, FakeLearner, FakeWorker
+from tests.broker.conversation import FakeLearner, FakeWorker
 
 CONTINUOUS = ["--schedule.kind", "continuous", "--schedule.in_flight", "6", "--schedule.max_staleness", "1"]
 
 
 @pytest.fixture
-def talk(config_file):
+def talk(converse):
     """4 groups of 2 in a batch, 6 samples in flight, staleness at most 1, 8 evaluation prompts, 3 steps."""
-    return Conversation(configuration.load(config_file, CONTINUOUS))
+    return converse(*CONTINUOUS)
 
 
 def counts(grants):
@@ -73,9 +72,9 @@ def test_a_lost_sample_is_granted_before_other_partials_with_its_tokens(talk, wo
     assert first.max_new_tokens == second.max_new_tokens == 19
 
 
-def test_a_crowd_that_gets_room_at_once_is_filled_over_several_turns_each_with_its_sync(config_file, monkeypatch):
+def test_a_crowd_that_gets_room_at_once_is_filled_over_several_turns_each_with_its_sync(converse, monkeypatch):
     monkeypatch.setattr(worker_desk, "PASS_GRANTS", 4)
-    talk = Conversation(configuration.load(config_file, CONTINUOUS))
+    talk = converse(*CONTINUOUS)
     worker, synced = FakeWorker(talk), talk.deliver
     turns = []
     monkeypatch.setattr(talk, "deliver", lambda: (synced(), turns.append(len(talk.ledger.leases))))
@@ -84,8 +83,8 @@ def test_a_crowd_that_gets_room_at_once_is_filled_over_several_turns_each_with_i
     assert granted == [4, 4, 4, 2]
 
 
-def test_a_worker_that_is_behind_with_its_weights_keeps_no_other_waiting(config_file):
-    talk = Conversation(configuration.load(config_file, ["--evaluation.prompts", "1"]))
+def test_a_worker_that_is_behind_with_its_weights_keeps_no_other_waiting(converse):
+    talk = converse("--evaluation.prompts", "1")
     behind, learner = FakeWorker(talk, "behind"), FakeLearner(talk)
     behind.join(capacity=50)
     learner.join()
@@ -101,9 +100,9 @@ def test_a_worker_that_is_behind_with_its_weights_keeps_no_other_waiting(config_
 
 
 @pytest.fixture
-def two(config_file):
+def two(converse):
     """(conversation, two workers): each had three samples, of which `left` has generated 5 tokens; all are back."""
-    talk = Conversation(configuration.load(config_file, [*CONTINUOUS, "--evaluation.prompts", "1"]))
+    talk = converse(*CONTINUOUS, "--evaluation.prompts", "1")
     right, left = (FakeWorker(talk, name) for name in ("right", "left"))
     talk.ledger.start_drain()
     for worker in (right, left):
@@ -182,10 +181,10 @@ def test_a_run_without_rounds_comes_to_its_end(talk, worker, learner):
 @pytest.mark.parametrize(
     "other", [["--schedule.kind", "april"], ["--schedule.kind", "sync", "--over-sampling-batch-size", "4"]]
 )
-def test_a_run_may_go_on_under_another_schedule(talk, worker, learner, config_file, other):
+def test_a_run_may_go_on_under_another_schedule(talk, worker, learner, converse, other):
     work_until(worker, lambda: talk.ledger.next_step == 1)
     talk.journal.close()
-    again = Conversation(configuration.load(config_file, [*other, "--schedule.max_staleness", "1"]))
+    again = converse(*other, "--schedule.max_staleness", "1")
     assert again.ledger.account() == talk.ledger.account()
     worker, learner = FakeWorker(again), FakeLearner(again)
     worker.join()

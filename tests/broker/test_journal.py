@@ -286,7 +286,7 @@ def test_a_failure_beside_a_write_under_way_leaves_nothing_unsynced_on_disk(tmp_
     monkeypatch.setattr(os, "pwritev", slow_write)
     journal.append(fact(0), ARRAYS)
     journal.begin_sync()
-    assert writing.wait(10.0)
+    assert writing.wait(60.0)
     journal.fail(OSError(errno.ENOSPC, "No space left on device"))
     journal.close()
     assert sum(path.stat().st_size for path in tmp_path.glob("*.msgpack")) == synced

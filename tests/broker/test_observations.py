@@ -4,12 +4,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from april import config as configuration
 from april import wire
 from april.wire.limits import STATE_BYTES
 from april.wire.version import Version
 from tests.broker.conversation import (
-    Conversation,
     FakeLearner,
     FakeScorer,
     FakeWorker,
@@ -23,15 +21,8 @@ ENVIRONMENT = ["--environment.name", "calculator", "--environment.max_turn_token
 
 
 @pytest.fixture
-def talk(config_file):
-    return Conversation(configuration.load(config_file, ENVIRONMENT))
-
-
-@pytest.fixture
-def worker(talk):
-    worker = FakeWorker(talk)
-    worker.join()
-    return worker
+def talk(converse):
+    return converse(*ENVIRONMENT)
 
 
 def observe(worker, grant, start, count, **fields):
@@ -97,8 +88,8 @@ def test_a_malformed_one_changes_nothing(talk, worker, ids, state, wrong):
     assert sample_of(talk, grant).length == 3 and grant.lease_id in talk.ledger.leases
 
 
-def test_a_run_without_an_environment_takes_none(config_file):
-    talk = Conversation(configuration.load(config_file))
+def test_a_run_without_an_environment_takes_none(converse):
+    talk = converse()
     worker = FakeWorker(talk)
     worker.join()
     grant = finish_evaluation(worker)[0]
@@ -140,9 +131,9 @@ def test_an_observation_may_end_the_response_and_its_state_goes_to_the_scorer(ta
     assert successor.told("done") == [again.lease_id]
 
 
-def test_a_reward_of_a_group_gets_the_state_of_each_response(config_file):
+def test_a_reward_of_a_group_gets_the_state_of_each_response(converse):
     group = ["--evaluation.prompts", "1", "--reward.where", "scorer", "--reward.name", "group:my_rewards:rank"]
-    talk = Conversation(configuration.load(config_file, [*ENVIRONMENT, *group]))
+    talk = converse(*ENVIRONMENT, *group)
     worker, scorer = FakeWorker(talk), FakeScorer(talk)
     for peer in (worker, scorer):
         peer.join()
@@ -187,9 +178,9 @@ def test_a_failed_environment_is_a_failed_attempt_and_counted(talk, worker):
     assert talk.service.recorder.environment["failed"] == 1
 
 
-def test_one_that_ends_a_response_hands_it_over_to_a_scorer_with_its_state(config_file):
+def test_one_that_ends_a_response_hands_it_over_to_a_scorer_with_its_state(converse):
     overrides = ["--reward.where", "scorer", "--evaluation.prompts", "1"]
-    talk = Conversation(configuration.load(config_file, ENVIRONMENT + overrides))
+    talk = converse(*(ENVIRONMENT + overrides))
     worker, scorer = FakeWorker(talk), FakeScorer(talk)
     worker.join()
     scorer.join()

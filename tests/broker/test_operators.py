@@ -3,16 +3,14 @@
 import orjson
 import pytest
 
-from april import config as configuration
 from april import wire
-from tests.broker.conversation import Conversation, FakeLearner, FakeWorker, Peer
+from tests.broker.conversation import FakeLearner, FakeWorker, Peer
 from tests.broker.test_service import finish_evaluation, make_batch, training
 
 
 @pytest.fixture
-def talk(config_file):
-    overrides = ["--evaluation.prompts", "1", "--broker.attempts", "1", "--broker.max_run_s", "100"]
-    return Conversation(configuration.load(config_file, overrides))
+def talk(converse):
+    return converse("--evaluation.prompts", "1", "--broker.attempts", "1", "--broker.max_run_s", "100")
 
 
 @pytest.fixture
@@ -237,3 +235,4 @@ def test_a_census_takes_several_turns_and_counts_everything_once(talk, worker, m
     open_samples = [sample for group in talk.ledger.open_groups() for sample in group.samples]
     assert sum(queues.training.values()) == len(open_samples) and queues.training["leased"] == len(grants)
     assert queues.longest_lease_s > 10 and queues.oldest_waiting_s > 10
+    assert queues.training_age_s.keys() >= queues.training.keys() and queues.training_age_s["leased"] > 10

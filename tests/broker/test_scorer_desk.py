@@ -2,16 +2,15 @@
 
 import pytest
 
-from april import config as configuration
 from april import wire
 from april.broker.ledger.samples import SampleState
 from april.broker.views.status import status
-from tests.broker.conversation import Conversation, FakeLearner, FakeScorer, FakeWorker, chunk_arrays, training
+from tests.broker.conversation import FakeLearner, FakeScorer, FakeWorker, chunk_arrays, training
 
 
 @pytest.fixture
-def talk(config_file):
-    return Conversation(configuration.load(config_file, ["--evaluation.prompts", "1", "--reward.where", "scorer"]))
+def talk(converse):
+    return converse("--evaluation.prompts", "1", "--reward.where", "scorer")
 
 
 @pytest.fixture
@@ -129,8 +128,8 @@ def test_the_end_of_the_run_stops_scorers_and_the_broker_waits_for_them(talk, wo
     assert talk.service.everyone_left()
 
 
-def test_a_broker_whose_workers_score_gives_scorers_nothing(config_file):
-    talk = Conversation(configuration.load(config_file))
+def test_a_broker_whose_workers_score_gives_scorers_nothing(converse):
+    talk = converse()
     worker, scorer = FakeWorker(talk), FakeScorer(talk)
     scorer.join()
     worker.join()
@@ -145,9 +144,9 @@ def test_a_broker_whose_workers_score_gives_scorers_nothing(config_file):
 # --- groups that are scored together --------------------------------------------------------------------------------
 
 
-def together(config_file, where):
+def together(converse, where):
     overrides = ["--evaluation.prompts", "1", "--reward.where", where, "--reward.name", "group:my_rewards:rank"]
-    return Conversation(configuration.load(config_file, overrides))
+    return converse(*overrides)
 
 
 def group_of(grants):
@@ -156,8 +155,8 @@ def group_of(grants):
     return [grant for grant in training_grants if grant.group == training_grants[0].group]
 
 
-def test_a_group_waits_until_it_is_whole_and_goes_to_one_scorer_as_one_lease(config_file):
-    talk = together(config_file, "scorer")
+def test_a_group_waits_until_it_is_whole_and_goes_to_one_scorer_as_one_lease(converse):
+    talk = together(converse, "scorer")
     worker, scorers = FakeWorker(talk), [FakeScorer(talk, "s0"), FakeScorer(talk, "s1")]
     for peer in (worker, *scorers):
         peer.join()
@@ -179,8 +178,8 @@ def test_a_group_waits_until_it_is_whole_and_goes_to_one_scorer_as_one_lease(con
     assert [(sample.reward, sample.details) for sample in samples] == [(0.0, {"place": 1.0}), (1.0, {"place": 0.0})]
 
 
-def test_without_scorers_a_worker_scores_the_group(config_file):
-    talk = together(config_file, "worker")
+def test_without_scorers_a_worker_scores_the_group(converse):
+    talk = together(converse, "worker")
     worker = FakeWorker(talk)
     worker.join()
     first, second = group_of(worker.grants())
@@ -201,8 +200,8 @@ def test_without_scorers_a_worker_scores_the_group(config_file):
     assert talk.ledger.groups[grant.group].state == "ready"
 
 
-def test_a_group_that_cannot_be_scored_is_a_dead_letter(config_file):
-    talk = together(config_file, "scorer")
+def test_a_group_that_cannot_be_scored_is_a_dead_letter(converse):
+    talk = together(converse, "scorer")
     worker, scorer = FakeWorker(talk), FakeScorer(talk)
     for peer in (worker, scorer):
         peer.join()

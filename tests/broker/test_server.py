@@ -14,6 +14,7 @@ from april.config import load
 from april.connections import sockets
 from april.connections.broker import BrokerConnection
 from april.processes import clock
+from april.processes.lifetime import STEP_ASIDE
 from april.wire.version import Version
 from tests.broker.conversation import one_row
 
@@ -29,7 +30,7 @@ class HeldBack:
 
     def __call__(self, file):
         self.waiting.set()
-        assert self.permitted.wait(30.0)
+        assert self.permitted.wait(60.0)
         self.real(file)
 
 
@@ -58,7 +59,7 @@ def connect(server):
 
 def exchange(server, connection, kind):
     """Let the server work until the peer has a message of the kind."""
-    deadline = time.monotonic() + 30.0
+    deadline = time.monotonic() + 60.0
     while time.monotonic() < deadline:
         server.serve_once()
         for received in connection.receive():
@@ -69,7 +70,7 @@ def exchange(server, connection, kind):
 
 def take_chunks(server, count):
     """What a server will find waiting: so many chunks. Whatever comes besides is handled."""
-    chunks, deadline = [], time.monotonic() + 30.0
+    chunks, deadline = [], time.monotonic() + 60.0
     while len(chunks) < count:
         assert time.monotonic() < deadline, f"{len(chunks)} of {count} chunks"
         if server.socket.poll(100):
@@ -109,11 +110,11 @@ def test_what_comes_during_a_sync_is_handled_and_nothing_is_acknowledged_before_
         )
         disk.permitted.clear()
         server.serve_once()
-        assert server.journal.syncing and disk.waiting.wait(30.0)
+        assert server.journal.syncing and disk.waiting.wait(60.0)
         turning = threading.Thread(target=server.serve_once)
         turning.start()
         sample = server.service.ledger.leases[grant.lease_id].sample
-        deadline = time.monotonic() + 30.0
+        deadline = time.monotonic() + 60.0
         while sample.length < 2 and time.monotonic() < deadline:
             time.sleep(0.01)
         assert sample.length == 2, "the second chunk is handled while the first is on its way to the disk"
@@ -150,3 +151,10 @@ def test_the_end_of_a_sync_wakes_the_broker_once(server):
     os.eventfd_write(server._synced, 1)
     server._wait(100)
     assert not server._poller.poll(0)
+
+
+def test_a_broker_that_is_told_to_step_aside_stops_nobody(server, connect):
+    connect("worker")
+    server._on_signal(STEP_ASIDE, None)
+    server.serve_once()
+    assert server.steps_aside and not server.service.run.over and not server.service.ledger.draining

@@ -16,7 +16,6 @@ from april.report.run_folder import read_records
 from april.wire.rows import chunk_row, pack_rows
 from april.wire.version import Version
 from tests.broker.conversation import (
-    Conversation,
     FakeLearner,
     FakeWorker,
     Peer,
@@ -121,10 +120,10 @@ def test_nothing_counts_over_a_session_whose_connection_is_gone(talk, worker):
         ["--sampling.max_response_tokens", "25"],
     ],
 )
-def test_a_journal_of_another_run_is_refused(talk, config_file, change):
+def test_a_journal_of_another_run_is_refused(talk, converse, change):
     talk.journal.close()
     with pytest.raises(JournalError, match="belongs to another run"):
-        Conversation(configuration.load(config_file, change))
+        converse(*change)
 
 
 def test_a_resume_with_another_configuration_names_the_key_and_both_values(talk, config_file):

@@ -7,40 +7,58 @@ import struct
 import subprocess
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import orjson
 import pytest
 
-from april import config as configuration
 from april.broker.telemetry import SINKS
 from april.report.run_folder import read_records
-from tests.broker.conversation import Conversation, FakeLearner, FakeWorker, make_batch
+from tests.broker.conversation import FakeLearner, FakeWorker, make_batch
 
+ROOT = Path(__file__).parents[2]
 WANTED = "reward", "learner/loss", "tokens_ledger/generated", "evaluation/accuracy"
 
 
+def records(path):
+    """Of a file of Weights & Biases or SwanLab: blocks of 32 KiB behind a header of 7 bytes, records behind theirs."""
+    data, at, whole = path.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        _, size, kind = struct.unpack_from("<IHB", data, at)
+        if not kind:
+            at = (at // 32768 + 1) * 32768
+            continue
+        whole, at = whole + data[at + 7 : at + 7 + size], at + 7 + size
+        if kind in (1, 4):
+            yield whole
+            whole = b""
+        if 32768 - at % 32768 < 7:
+            at = (at // 32768 + 1) * 32768
+
+
 def read_wandb(run_dir):
-    """Of the files that `wandb sync` uploads: blocks of 32 KiB behind a header of 7 bytes, records behind theirs."""
+    """Of the files that `wandb sync` uploads."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     found, runs = {}, set()
     for path in sorted((run_dir / "wandb").glob("offline-run-*/*.wandb")):
-        data, at, whole = path.read_bytes(), 7, b""
-        while at + 7 <= len(data):
-            _, size, kind = struct.unpack_from("<IHB", data, at)
-            if not kind:
-                at = (at // 32768 + 1) * 32768
-                continue
-            whole, at = whole + data[at + 7 : at + 7 + size], at + 7 + size
-            if kind in (1, 4):
-                record, whole = Record.FromString(whole), b""
-                runs |= {record.run.run_id} if record.WhichOneof("record_type") == "run" else set()
-                row = {
-                    item.key or "/".join(item.nested_key): orjson.loads(item.value_json) for item in record.history.item
-                }
-                found |= {(row["step"], name): value for name, value in row.items()} if row else {}
-            if 32768 - at % 32768 < 7:
-                at = (at // 32768 + 1) * 32768
+        for record in map(Record.FromString, records(path)):
+            runs |= {record.run.run_id} if record.WhichOneof("record_type") == "run" else set()
+            row = {item.key or "/".join(item.nested_key): orjson.loads(item.value_json) for item in record.history.item}
+            found |= {(row["step"], name): value for name, value in row.items()} if row else {}
+    return runs, found
+
+
+def read_swanlab(run_dir):
+    """Of the files that `swanlab sync` uploads: one for each start of the broker, all of one name."""
+    from swanlab.proto.swanlab.record.v1.record_pb2 import Record
+
+    found, runs = {}, set()
+    for path in sorted((run_dir / "swanlab").rglob("*.swanlab")):
+        for record in map(Record.FromString, records(path)):
+            runs |= {record.start.name} if record.HasField("start") else set()
+            if record.HasField("scalar"):
+                found[record.scalar.step, record.scalar.key] = record.scalar.value.number
     return runs, found
 
 
@@ -83,19 +101,19 @@ def trackio_folder(tmp_path, monkeypatch):
     monkeypatch.setattr("trackio.sqlite_storage.TRACKIO_DIR", tmp_path / "trackio")
 
 
-TOOLS = {"wandb": read_wandb, "mlflow": read_mlflow, "trackio": read_trackio}
-NEEDS = {"wandb": "wandb", "mlflow": "flask", "trackio": "trackio"}
+TOOLS = {"wandb": read_wandb, "mlflow": read_mlflow, "trackio": read_trackio, "swanlab": read_swanlab}
+NEEDS = {"wandb": "wandb", "mlflow": "flask", "trackio": "trackio", "swanlab": "swanlab"}
 """packages; the client of MLflow comes without its server"""
 PLACES = {"mlflow": "mlflow_server", "trackio": "trackio_folder"}
 HERE = [tool for tool in TOOLS if find_spec(SINKS.find(tool).package) and find_spec(NEEDS[tool])]
 
 
 @pytest.mark.parametrize("tool", HERE)
-def test_steps_and_evaluations_reach_the_tool_as_one_run(config_file, request, tool):
+def test_steps_and_evaluations_reach_the_tool_as_one_run(converse, request, tool):
     if tool in PLACES:
         request.getfixturevalue(PLACES[tool])
     options = ["--evaluation.prompts", "1", "--schedule.max_steps", "2", "--operations.sinks", f'["{tool}"]']
-    talk = Conversation(configuration.load(config_file, options))
+    talk = converse(*options)
     for step in range(2):
         worker, learner = FakeWorker(talk), FakeLearner(talk)
         worker.join(step)
@@ -117,7 +135,15 @@ def test_steps_and_evaluations_reach_the_tool_as_one_run(config_file, request, t
         assert tuple(found[line["step"], name] for name in WANTED[:3]) == said
 
 
-def test_a_tool_that_cannot_be_reached_is_left_out_and_stops_nothing(config_file, monkeypatch):
+@pytest.mark.sinks
+def test_so_do_the_tools_that_have_an_environment_of_their_own():
+    command = [ROOT / ".venv-sinks/bin/python", "-m", "pytest", "-v", "-p", "no:cacheprovider", __file__]
+    done = subprocess.run([*command, "-k", "as_one_run and not wandb"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {"mlflow", "trackio", "swanlab"} <= set(re.findall(r"\[(\w+)\] PASSED", done.stdout))
+
+
+def test_a_tool_that_cannot_be_reached_is_left_out_and_stops_nothing(converse, monkeypatch):
     from april.broker.telemetry.wandb import WeightsAndBiases
 
     def refuse(self):
@@ -125,7 +151,7 @@ def test_a_tool_that_cannot_be_reached_is_left_out_and_stops_nothing(config_file
 
     monkeypatch.setattr(WeightsAndBiases, "open", refuse)
     options = ["--evaluation.prompts", "1", "--operations.sinks", '["wandb", "tensorboard"]']
-    talk = Conversation(configuration.load(config_file, options))
+    talk = converse(*options)
     talk.service.recorder.sinks._sinks["wandb"]._thread.join()
     worker, learner = FakeWorker(talk), FakeLearner(talk)
     worker.join()

@@ -61,6 +61,25 @@ def test_idle_slots_have_a_cause(talk, learner):
     assert look(talk)["workers"][0]["does"]["why"] == "drain"
 
 
+def test_slots_do_what_their_worker_has_said_of_what_it_has(talk, worker, learner):
+    grants = training(worker.grants())
+    (before,) = look(talk)["workers"]
+    tool = [grants[0].lease_id, 12345]
+    worker.say(wire.Heartbeat(slots=wire.Slots(admission=2, weights=1, tool=tool)), connection=b"control")
+    (after,) = look(talk)["workers"]
+    does = after["does"]
+    assert (does["admission"], does["weights"], does["tool"]) == (2, 1, 1)
+    assert does["generating"] == after["leased"] - 4 and does["idle"] == after["slots"] - after["leased"] + 2
+    assert before["does"]["generating"] == before["slots"] < before["leased"], "as long as nothing is said"
+    waits = [sample for group in look(talk)["standing"]["groups"] for sample in group["waits_for"]]
+    assert [sample["state"] for sample in waits].count("tool") == 1
+    many = wire.Slots(tool=list(range(talk.config.security.max_leases + 1)))
+    worker.say(wire.Heartbeat(slots=many), connection=b"control")
+    assert worker.take(wire.Refused)[0].message.reason.startswith("bad message: more leases at a tool")
+    worker.say(wire.Heartbeat(slots=wire.Slots(weights=99)), connection=b"control")
+    assert look(talk)["workers"][0]["does"]["weights"] == after["leased"], "no more than it has"
+
+
 HELD = {"with": "w2", "groups": 3, "samples": 5, "scoring": 0, "tokens": 7912, "for_s": 41.2}
 
 
@@ -72,6 +91,7 @@ HELD = {"with": "w2", "groups": 3, "samples": 5, "scoring": 0, "tokens": 7912, "
         ({"phase": "waiting for weights"}, "Workers wait for weights; the learner is idle."),
         ({"read_only": "the disk is full"}, "The broker can write nothing down: the disk is full."),
         ({"held": [HELD | {"scoring": 5}]}, "3 of 32 groups wait for scores at w2,"),
+        ({"held": [HELD | {"tool": 5}]}, "3 of 32 groups wait for tools at w2,"),
         ({"held": [HELD | {"with": "", "for_s": 0.0}]}, "3 of 32 groups wait for a free slot,"),
         ({"held": [HELD | {"groups": 1}, HELD, HELD]}, "1 of 32 groups waits for w2"),
         ({"held": []}, "Nothing of the next batch is open yet;"),

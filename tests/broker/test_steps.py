@@ -3,20 +3,18 @@
 import orjson
 import pytest
 
-from april import config as configuration
 from april import wire
 from april.broker.telemetry.recorder import Recorder
 from april.broker.views.status import status
 from april.report.run_folder import read_records
-from tests.broker.conversation import Conversation, FakeLearner, FakeWorker, make_batch
+from tests.broker.conversation import FakeLearner, FakeWorker, make_batch
 
 MAX_STEPS = 8
 
 
 @pytest.fixture
-def talk(config_file):
-    overrides = ["--evaluation.prompts", "1", "--schedule.max_steps", str(MAX_STEPS)]
-    return Conversation(configuration.load(config_file, overrides))
+def talk(converse):
+    return converse("--evaluation.prompts", "1", "--schedule.max_steps", str(MAX_STEPS))
 
 
 def train(talk, worker, learner, step):

@@ -4,10 +4,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from april import config as configuration
 from april import wire
 from april.broker.journal.snapshot import live_positions
-from tests.broker.conversation import Conversation, FakeLearner, FakeWorker, finish_evaluation, training
+from tests.broker.conversation import FakeLearner, FakeWorker, finish_evaluation, training
 
 SUBMITTED = ["--data.source", "submitted", "--evaluation.prompts", "1", "--schedule.over_sampling_batch_size", "6"]
 
@@ -18,9 +17,9 @@ def kind(request):
 
 
 @pytest.fixture
-def talk(config_file, kind):
+def talk(converse, kind):
     keys = SUBMITTED if kind == "april" else [*SUBMITTED[:4], "--schedule.kind", kind]
-    return Conversation(configuration.load(config_file, keys))
+    return converse(*keys)
 
 
 def submit(learner, first, count, extra=b"", reward=""):
@@ -124,8 +123,8 @@ def test_what_is_no_prompt_is_refused_whole_with_a_sentence(talk, learner, promp
     assert talk.ledger.prompts_submitted == 0
 
 
-def test_a_run_that_draws_from_files_takes_no_prompts(config_file):
-    learner = FakeLearner(Conversation(configuration.load(config_file)))
+def test_a_run_that_draws_from_files_takes_no_prompts(converse):
+    learner = FakeLearner(converse())
     learner.join()
     assert submit(learner, 0, 1) == []
     assert "set data.source to 'submitted'" in learner.take(wire.Refused)[-1].message.reason

@@ -3,12 +3,10 @@
 import numpy as np
 import pytest
 
-from april import config as configuration
 from april import wire
 from april.broker.journal.files import JournalError
 from april.wire.limits import SUPPORT_IDS
 from tests.broker.conversation import (
-    Conversation,
     FakeLearner,
     FakeWorker,
     chunk,
@@ -26,8 +24,8 @@ IN_TURNS = ["--environment.name", "calculator", "--environment.max_turn_tokens",
 
 
 @pytest.fixture
-def talk(config_file):
-    return Conversation(configuration.load(config_file, [*CUT, *IN_TURNS]))
+def talk(converse):
+    return converse(*CUT, *IN_TURNS)
 
 
 def test_a_grant_says_what_to_draw_from(worker):
@@ -97,10 +95,10 @@ def test_what_is_no_support_of_its_tokens_is_refused(talk, worker, arrays, why):
     assert worker.told("lengths") == [(grant.lease_id, 3)], "as if nothing had been said"
 
 
-def test_nobody_else_s_tokens_have_supports(config_file):
+def test_nobody_else_s_tokens_have_supports(converse):
     """Those of evaluation, and those of a run that draws from the whole distribution."""
     for overrides, evaluation, wrong in ((CUT, True, "no others do"), (CUT[-4:], False, "no more")):
-        talk = Conversation(configuration.load(config_file, ["--run.name", f"run-{evaluation}", *overrides]))
+        talk = converse("--run.name", f"run-{evaluation}", *overrides)
         worker = FakeWorker(talk)
         worker.join()
         grant = next(grant for grant in worker.grants() if grant.evaluation == evaluation)
@@ -109,16 +107,16 @@ def test_nobody_else_s_tokens_have_supports(config_file):
         assert wrong in worker.told("refused")[-1][1]
 
 
-def test_a_run_does_not_change_between_whole_and_cut(config_file):
-    Conversation(configuration.load(config_file, CUT)).journal.close()
-    again = Conversation(configuration.load(config_file, [*CUT, "--sampling.top_k", "9"]))
+def test_a_run_does_not_change_between_whole_and_cut(converse):
+    converse(*CUT).journal.close()
+    again = converse(*CUT, "--sampling.top_k", "9")
     again.journal.close()
     with pytest.raises(JournalError, match="another run"):
-        Conversation(configuration.load(config_file, []))
+        converse()
 
 
-def test_a_whole_distribution_costs_no_arrays(config_file):
-    talk = Conversation(configuration.load(config_file, ["--evaluation.prompts", "1"]))
+def test_a_whole_distribution_costs_no_arrays(converse):
+    talk = converse("--evaluation.prompts", "1")
     worker, learner = FakeWorker(talk), FakeLearner(talk)
     worker.join()
     learner.join()

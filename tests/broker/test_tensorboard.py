@@ -3,14 +3,13 @@
 import pytest
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-from april import config as configuration
 from april.report.run_folder import read_records
-from tests.broker.conversation import Conversation, FakeLearner, FakeWorker, make_batch
+from tests.broker.conversation import FakeLearner, FakeWorker, make_batch
 
 
-def test_steps_and_evaluations_become_scalars(config_file):
+def test_steps_and_evaluations_become_scalars(converse):
     options = ["--evaluation.prompts", "1", "--operations.sinks", '["tensorboard"]']
-    talk = Conversation(configuration.load(config_file, options))
+    talk = converse(*options)
     worker, learner = FakeWorker(talk), FakeLearner(talk)
     worker.join()
     learner.join()

@@ -4,11 +4,9 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from april import config as configuration
 from april import wire
 from april.wire.version import Version
 from tests.broker.conversation import (
-    Conversation,
     FakeLearner,
     FakeWorker,
     chunk,
@@ -301,8 +299,8 @@ def test_a_session_whose_connections_are_gone_is_granted_nothing_more(talk, work
     assert set(talk.ledger.leases) < held
 
 
-def test_with_a_smaller_least_group_the_dead_sample_s_tokens_are_counted_apart(config_file):
-    talk = Conversation(configuration.load(config_file, ["--schedule.min_group_size", "1", "--broker.attempts", "1"]))
+def test_with_a_smaller_least_group_the_dead_sample_s_tokens_are_counted_apart(converse):
+    talk = converse("--schedule.min_group_size", "1", "--broker.attempts", "1")
     worker, learner = FakeWorker(talk), FakeLearner(talk)
     worker.join()
     learner.join()

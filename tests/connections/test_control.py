@@ -42,6 +42,7 @@ def hear(router, seconds):
 def test_a_session_is_bound_and_then_kept_alive_whatever_its_owner_does(router, connection):
     assert hear(router, 0.3) == []
     connection.hold([3, 4], emitted_tokens=7)
+    connection.occupy(wire.Slots(2, 1, 0, [4]))
     MAIN.at("a long prefill")
     connection.begin(wire.Welcome(9, "run", 1, 0, 0, [], RENEW_S, ""))
     heard = hear(router, 3.5)
@@ -49,6 +50,7 @@ def test_a_session_is_bound_and_then_kept_alive_whatever_its_owner_does(router, 
     bind, *beats = [message for _, message in heard]
     assert bind == wire.Bind() and {type(beat) for beat in beats} == {wire.Heartbeat}
     assert [3, 4] in [beat.leases for beat in beats] and beats[-1].emitted_tokens == 7
+    assert all(beat.slots == wire.Slots(2, 1, 0, [4]) for beat in beats)
     assert {beat.place for beat in beats} == {"a long prefill"} and beats[-1].for_s > beats[0].for_s
     connection.goodbye()
     said = hear(router, 1.5)

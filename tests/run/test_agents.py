@@ -3,6 +3,7 @@
 import contextlib
 import json
 import re
+import signal
 import ssl
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -13,10 +14,23 @@ import pytest
 from april.report.samples import read_step
 from tests.agents.certificate import make_attach_key, make_certificate
 from tests.agents.read import agree, executions
-from tests.run.processes import APRIL, assert_closed, wait_until
+from tests.run.processes import APRIL, assert_closed, steps_recorded, wait_until
 
+ENDLESS = ["--schedule.max_steps", "100000"]
 AGENT = ["--agent.sessions", "16", "--sampling.max_response_tokens", "48",
          "--agent.chat_template", "{% for message in messages %}{{ message.content }}{% endfor %}"]  # fmt: skip
+
+
+def stop(job, run_dir):
+    """Two steps later; the summary."""
+    behind = steps_recorded(run_dir) + 1
+    wait_until(lambda: steps_recorded(run_dir) > behind, job)
+    job.process.send_signal(signal.SIGINT)
+    assert job.wait() == 130, job.output
+    wait_until(lambda: job.descendants() == [])
+    summary = assert_closed(run_dir)
+    assert summary["state"] == "stopped"
+    return summary
 
 
 @pytest.mark.full
@@ -28,16 +42,15 @@ def test_whatever_is_killed_agents_read_the_same_again_and_nothing_is_lost(
     read.mkdir()
     monkeypatch.setenv("READ_BY_AGENTS", str(read))
     job = start_run(
-        *AGENT, "--agent.program", f"tests.agents.program:{program}", "--worker.count", "1", "--learner.ranks", "1"
-    )
+        *AGENT, *ENDLESS, "--agent.program", f"tests.agents.program:{program}", "--worker.count", "1",
+        "--learner.ranks", "1",
+    )  # fmt: skip
     for part in ("april.agents.host", "--name worker-0", "--name agents-0", "april.cli broker"):
         before = sum(file.stat().st_size for file in read.iterdir())
         wait_until(lambda before=before: sum(file.stat().st_size for file in read.iterdir()) > before + 600, job)
         job.kill(part)
-    assert job.wait() == 0, job.output
-    wait_until(lambda: job.descendants() == [])
-    summary = assert_closed(run_dir)
-    assert (summary["steps"], summary["state"], summary["starts"]["broker"]) == (3, "finished", 2)
+    summary = stop(job, run_dir)
+    assert summary["starts"]["broker"] == 2
     assert not {"agent_failed", "superseded"} & summary["tokens"]["discarded"].keys()
     assert {sample["branch"] for sample in read_step(run_dir)} == branches
     again = 0
@@ -53,16 +66,14 @@ def test_where_nothing_is_replayed_a_lost_session_is_a_counted_discard(start_run
     read.mkdir()
     monkeypatch.setenv("READ_BY_AGENTS", str(read))
     job = start_run(
-        *AGENT, "--agent.program", "tests.agents.program:in_three_turns", "--agent.replay", "discard",
+        *AGENT, *ENDLESS, "--agent.program", "tests.agents.program:in_three_turns", "--agent.replay", "discard",
         "--worker.count", "1", "--learner.ranks", "1",
     )  # fmt: skip
     for part in ("april.agents.host", "--name agents-0"):
         before = sum(file.stat().st_size for file in read.iterdir())
         wait_until(lambda before=before: sum(file.stat().st_size for file in read.iterdir()) > before + 600, job)
         job.kill(part)
-    assert job.wait() == 0, job.output
-    summary = assert_closed(run_dir)
-    assert (summary["steps"], summary["state"]) == (3, "finished")
+    summary = stop(job, run_dir)
     assert summary["tokens"]["discarded"]["not_replayed"] and summary["discarded_groups"]["not_replayed"]
     assert not {"agent_failed", "superseded"} & summary["tokens"]["discarded"].keys()
     assert all(len(runs) == 1 for _, runs in executions(read)), "what has read an answer is not run again"
@@ -86,6 +97,12 @@ def test_an_environment_of_verifiers_is_trained_on_by_name(start, finish_run, ru
         assert f"+{number}=" in sample["response"], "what the environment says"
 
 
+def bases(run_dir, place):
+    """Where the API of each agents process of that place has been, the newest last."""
+    log = run_dir / f"logs/agents-{place}.log"
+    return re.findall(r"the API is at (https?://\S+/v1);", log.read_text()) if log.exists() else []
+
+
 @pytest.mark.full
 def test_a_harness_elsewhere_comes_over_tls_with_its_key_and_is_trained_on(start_run, run_dir, tmp_path):
     certificate, key = make_certificate(tmp_path)
@@ -94,9 +111,9 @@ def test_a_harness_elsewhere_comes_over_tls_with_its_key_and_is_trained_on(start
         "--agent.ssl_certfile", str(certificate), "--agent.ssl_keyfile", str(key), "--agent.listen", "127.0.0.1:0",
         "--reward.name", "group:tests.agents.program:as_left", "--worker.count", "1", "--learner.ranks", "1",
     )  # fmt: skip
-    log, trust = run_dir / "logs/agents-0.log", ssl.create_default_context(cafile=certificate)
-    wait_until(lambda: log.exists() and "the API is at" in log.read_text(), job)
-    [base] = set(re.findall(r"the API is at (https://\S+/v1);", log.read_text()))
+    trust = ssl.create_default_context(cafile=certificate)
+    wait_until(lambda: bases(run_dir, 0), job)
+    [base] = set(bases(run_dir, 0))
 
     def call(method, path, key, body=None):
         data = None if body is None else json.dumps(body).encode()
@@ -136,21 +153,17 @@ def test_a_harness_speaks_with_any_of_two_processes(start_run, run_dir):
         *AGENT, "--agent.attach", "true", "--agent.count", "2", "--worker.count", "1", "--learner.ranks", "1",
     )  # fmt: skip
 
-    def bases(place):
-        """Of each of its processes, the newest last."""
-        log = run_dir / f"logs/agents-{place}.log"
-        return re.findall(r"the API is at (http://\S+/v1);", log.read_text()) if log.exists() else []
-
     def call(method, place, path, key="", body=None):
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(
-            f"{bases(place)[-1]}{path}", data, {"Authorization": f"Bearer {key}"}, method=method
+            f"{bases(run_dir, place)[-1]}{path}", data, {"Authorization": f"Bearer {key}"}, method=method
         )
         with urllib.request.urlopen(request, timeout=90) as response:
             return json.loads(response.read() or "null")
 
     def ask(place, told, stream=False):
-        with openai.OpenAI(base_url=bases(place)[-1], api_key=told["api_key"], max_retries=0, timeout=170) as client:
+        base = bases(run_dir, place)[-1]
+        with openai.OpenAI(base_url=base, api_key=told["api_key"], max_retries=0, timeout=170) as client:
             reply = client.chat.completions.create(
                 model="any", messages=told["task"]["messages"], max_tokens=4, stream=stream
             )
@@ -178,12 +191,14 @@ def test_a_harness_speaks_with_any_of_two_processes(start_run, run_dir):
                     passed_on.append(place)
 
     passed_on: list[int] = []
-    wait_until(lambda: bases(0) and bases(1), job)
-    told = call("POST", 1, "/sessions", body={"wait_s": 60})
+    wait_until(lambda: bases(run_dir, 0) and bases(run_dir, 1), job)
+    offered: list[dict] = []
+    wait_until(lambda: offered.append(call("POST", 1, "/sessions", body={"wait_s": 10})) or offered[-1], job)
+    told = offered[-1]
     assert len(ask(0, told)) and len(ask(1, told))
     job.kill("--name agents-1")
     wait_until(lambda: is_told_so(told), job)
-    wait_until(lambda: len(bases(1)) > 1, job)
+    wait_until(lambda: len(bases(run_dir, 1)) > 1, job)
     with ThreadPoolExecutor(2) as pool:
         harnesses = [pool.submit(harness, place) for place in (0, 1)]
         assert job.wait() == 0, job.output

@@ -10,16 +10,15 @@ from april.connections.broker import BrokerConnection
 from april.wire.version import Version
 from april.workers.engines.base import Chunk
 from april.workers.worker import Worker
-from tests.run.processes import APRIL, wait_until
-from tests.test_protocol_page import Client
+from tests.page_client import Client
 
-SILENCE_S = 1.0
+SILENCE_S = 3.0
 
 
 class SlowEngine:
     """Has three tokens of all its requests after a step that takes long."""
 
-    version, capacity = Version(0, 0), 4
+    version, capacity, queued = Version(0, 0), 4, 0
 
     def __init__(self):
         self.requests, self.generated_tokens = [], 0
@@ -34,7 +33,7 @@ class SlowEngine:
     def step(self):
         if not self.requests:
             return []
-        time.sleep(4 * SILENCE_S)
+        time.sleep(2 * SILENCE_S)
         ended, self.requests = self.requests, []
         self.generated_tokens += 3 * len(ended)
         return [Chunk(id, np.arange(3, dtype="i4"), np.zeros(3, "f4"), self.version, "stop") for id in ended]
@@ -49,11 +48,10 @@ class SlowEngine:
         return []
 
 
-def test_a_long_decode_step_costs_no_leases(start, config_file, run_dir):
+def test_a_long_decode_step_costs_no_leases(start_broker, config_file):
     overrides = ["--reward.where", "scorer", "--broker.session_timeout_s", str(SILENCE_S), "--broker.renew_s", "0.5"]
-    broker = start("broker", [*APRIL, "broker", str(config_file), *overrides, "--broker.lease_s", "2"])
-    wait_until((run_dir / "address").exists, broker, 60)
-    address, engine = (run_dir / "address").read_text(), SlowEngine()
+    broker, engine = start_broker(*overrides, "--broker.lease_s", "4"), SlowEngine()
+    address = broker.address
     learner = Client(address, "learner", "raw-learner")
     worker = Worker(
         configuration.load(config_file, overrides[:2]),

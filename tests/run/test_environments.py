@@ -4,10 +4,11 @@ import os
 
 import pytest
 
-from april.broker.journal.journal import Journal
 from april.broker.ledger.events import GroupOpened, Leased, RowsAccepted
 from april.data.tokenizer import Tokenizer
+from april.launch.operate import Target
 from april.wire.rows import OBSERVATION
+from tests.run.journal import events_and_arrays, with_payloads
 from tests.run.processes import assert_closed, wait_until
 
 IN_TURNS = ["--environment.name", "tests.environments.games:wait_at_the_gate", "--environment.turn_ends", '[","]',
@@ -16,9 +17,8 @@ IN_TURNS = ["--environment.name", "tests.environments.games:wait_at_the_gate", "
 
 def assert_every_answer_fits_its_turn(run_dir, tokenizer):
     """The k-th observation of each sample says k, whoever has sampled the turns; tokens follow one another."""
-    journal, holders, lengths, answered, observed = Journal(run_dir / "journal"), {}, {}, {}, 0
-    workers = set()
-    for event, reference in journal.replay():
+    holders, lengths, answered, observed, workers = {}, {}, {}, 0, set()
+    for event, arrays in events_and_arrays(run_dir):
         match event:
             case GroupOpened():
                 lengths |= {(event.group, index): 0 for index in range(event.size)}
@@ -26,8 +26,7 @@ def assert_every_answer_fits_its_turn(run_dir, tokenizer):
                 holders[event.lease_id] = (event.group, event.index)
                 workers.add(event.worker)
             case RowsAccepted():
-                _, [(_, payload)] = journal.read(reference)
-                for row, own in event.with_payloads(payload):
+                for row, own in with_payloads(event, arrays):
                     sample = holders[row.lease_id]
                     assert row.start == lengths[sample]
                     lengths[sample] += row.tokens
@@ -35,7 +34,6 @@ def assert_every_answer_fits_its_turn(run_dir, tokenizer):
                         times = answered[sample] = answered.get(sample, 0) + 1
                         assert tokenizer.decode(own[: 4 * row.tokens].cast("i")) == str((times - 1) % 10)
                         observed += 1
-    journal.close()
     return workers, observed
 
 
@@ -46,7 +44,16 @@ def test_killed_in_the_midst_of_a_tool_call(start_run, run_dir, policy_folder, t
     one_each = ["--worker.count", "1", "--learner.ranks", "1"]
     job = start_run(*IN_TURNS, *one_each)
     wait_until(asked, job)
-    first = asked()
+    first, target = asked(), Target(run_dir, None, None)
+
+    def is_said():
+        """Of the worker, of the samples that are waited for, and of who holds them up."""
+        status = target.status()
+        states = {sample["state"] for group in status["standing"]["groups"] for sample in group["waits_for"]}
+        holding_up = status["standing"]["holding_up"]
+        return status["workers"][0]["does"]["tool"] and "tool" in states and holding_up and holding_up[0]["tool"]
+
+    wait_until(is_said, job)
     job.kill("--name worker-0")
     wait_until(lambda: asked() > first, job)
     job.kill("april.cli broker")

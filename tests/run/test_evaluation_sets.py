@@ -16,10 +16,13 @@ def reward(response):
 
 
 @pytest.mark.full
-def test_the_best_checkpoint_by_one_of_the_sets_is_exported_beside_the_last(start_run, run_dir, data_folder, tmp_path):
+def test_the_best_checkpoint_by_one_of_the_sets_is_exported_beside_the_last(
+    start_run, run_dir, data_folder, tmp_path, gate
+):
     (tmp_path / "brief.py").write_text(LENGTH)
     path, sets = str(data_folder / "heldout.jsonl"), "evaluation.sets"
     job = start_run(
+        *gate.hold(4),
         f"--{sets}.brief.path", path, f"--{sets}.brief.reward", "brief:reward", f"--{sets}.brief.prompts", "4",
         f"--{sets}.often.path", path, f"--{sets}.often.samples", "3", f"--{sets}.often.temperature", "0.5",
         "--evaluation.every", "1", "--evaluation.best", "brief", "--schedule.max_steps", "6", "--learner.lr", "5e-3",
@@ -28,6 +31,7 @@ def test_the_best_checkpoint_by_one_of_the_sets_is_exported_beside_the_last(star
     for step, victim in ((1, "april.cli broker"), (3, "-u -m april.learner")):
         wait_until(lambda step=step: steps_recorded(run_dir) >= step, job)
         job.kill(victim)
+    gate.open()
     assert job.wait() == 0, job.output
     found = assert_closed(run_dir)["evaluation"]
     assert [point["step"] for point in found] == list(range(7))

@@ -21,16 +21,18 @@ HUNG_S = "20"
 
 @pytest.fixture
 def run(start_run):
-    """Start `april run` on the small configuration with long responses, so that there is time to do harm."""
-    longer = ["--sampling.max_response_tokens", "400", "--schedule.max_steps", "6", "--learner.ranks", "1"]
+    """Start `april run` on the small configuration with long responses, so that there is time to do harm, and without
+    an end, unless it is given one."""
+    longer = ["--sampling.max_response_tokens", "400", "--schedule.max_steps", "100000", "--learner.ranks", "1"]
     return lambda *overrides: start_run(*longer, *overrides)
 
 
-def test_a_killed_worker_is_restarted_and_the_run_comes_to_its_end(run, run_dir):
-    job = run()
+def test_a_killed_worker_is_restarted_and_the_run_comes_to_its_end(run, run_dir, gate):
+    job = run("--schedule.max_steps", "6", *gate.hold(4))
     for step in (1, 3):
         wait_until(lambda step=step: steps_recorded(run_dir) >= step, job)
         job.kill("--name worker-0" if step == 1 else "--name worker-1")
+    gate.open()
     assert job.wait() == 0, job.output
     assert "restart 1 of 3" in job.output
     found = assert_closed(run_dir)
@@ -45,7 +47,7 @@ def workers_of_last_step(run_dir):
 @pytest.mark.full
 def test_a_worker_that_slept_too_long_comes_back_by_itself(run, run_dir):
     """Its session and its lane have ended meanwhile; it says hello again and goes on, without a restart."""
-    job = run("--broker.session_timeout_s", "2", "--schedule.max_steps", "100000")
+    job = run("--broker.session_timeout_s", "2")
     wait_until(lambda: steps_recorded(run_dir) >= 1, job)
     wait_until(lambda: "worker-0" in workers_of_last_step(run_dir), job)
     ((sleeper, _),) = job.descendants("--name worker-0")
@@ -74,16 +76,17 @@ def test_a_worker_that_keeps_dying_ends_the_run(run, run_dir):
 
 
 @pytest.mark.parametrize("victim", ["april.cli broker", full(LAUNCHER), "-u -m april.learner"])
-def test_a_dead_broker_or_learner_is_restarted_and_the_others_go_on(run, run_dir, victim):
+def test_a_dead_broker_or_learner_is_restarted_and_the_others_go_on(run, run_dir, gate, victim):
     """Workers keep their process and their tokens; a learner outlives the broker, and goes on from its checkpoint."""
     ranks = [] if "broker" in victim else TWO_RANKS
-    job = run("--learner.checkpoint_every", "3", "--schedule.max_steps", "9", *ranks)
+    job = run("--learner.checkpoint_every", "3", "--schedule.max_steps", "9", *ranks, *gate.hold(6))
     wait_until(lambda: steps_recorded(run_dir) >= 2, job)
     part, other = ("broker", "april.learner") if "broker" in victim else ("learner", "april.cli broker")
     survivors = job.descendants(other) + job.descendants("april.cli worker")
     job.kill(victim)
     wait_until(lambda: steps_recorded(run_dir) >= 4, job)
     assert survivors == job.descendants(other) + job.descendants("april.cli worker")
+    gate.open()
     assert job.wait() == 0, job.output
     assert f"{part} ended with status" in job.output and "restart 1 of 5" in job.output
     found = assert_closed(run_dir)
@@ -123,7 +126,7 @@ def test_hung_processes_are_killed_and_restarted(run, run_dir, tmp_path, monkeyp
     endless = tmp_path / "endless"
     monkeypatch.setenv(FILE, str(endless))
     patience = [word for name in victims for word in (f"--{name.partition('-')[0]}.hung_s", HUNG_S)]
-    job = run(*patience, *TWO_RANKS, "--algorithm.loss", "tests.run.endless:loss", "--schedule.max_steps", "100000")
+    job = run(*patience, *TWO_RANKS, "--algorithm.loss", "tests.run.endless:loss")
     wait_until(lambda: steps_recorded(run_dir) >= 1, job)
     for victim in victims.values():
         os.kill(min(job.descendants(victim))[0], signal.SIGSTOP)
@@ -158,7 +161,7 @@ def test_ctrl_c_stops_everything_and_keeps_what_is_acknowledged(run, run_dir):
 
 @pytest.mark.parametrize("after_s", [full(0.0), 1.0, full(4.0)])
 def test_ctrl_c_during_the_start_ends_at_once(run, run_dir, after_s):
-    job = run("--schedule.max_steps", "1000")
+    job = run()
     wait_until(run_dir.exists, job)
     time.sleep(after_s)
     job.process.send_signal(signal.SIGINT)

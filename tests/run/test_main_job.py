@@ -24,7 +24,8 @@ from april.cli import main
 from april.report.facts import ledger_of
 from april.report.run_folder import read_records, read_run
 from tests.conftest import write_config
-from tests.run.processes import APRIL, Job, assert_closed
+from tests.run.journal import events, events_and_arrays, with_payloads
+from tests.run.processes import APRIL, Job, assert_closed, wait_until
 
 pytestmark = pytest.mark.xdist_group("main_job")
 NOTEBOOK = Path(__file__).parents[2] / "docs/notebooks/a-run.ipynb"
@@ -40,17 +41,10 @@ def finished(tmp_path_factory, policy_folder, data_folder):
     try:
         status = job.wait()
         assert status == 0, job.output
-        assert job.descendants() == [], "processes are left over"
+        wait_until(lambda: job.descendants() == [])
     finally:
         job.end()
     return folder / "runs" / "small", job.output
-
-
-def journalled(run_dir):
-    journal = Journal(run_dir / "journal")
-    found = [journal.read(reference) for _, reference in journal.replay()]
-    journal.close()
-    return found
 
 
 def test_the_run_folder_holds_what_it_promises(finished):
@@ -116,8 +110,12 @@ def test_the_notebook_reads_the_run(finished):
     printed = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     assert printed[0].text == "finished 3 steps\n"
     assert any("image/png" in output.get("data", {}) for output in printed), "its curves are drawn"
-    ledger = ledger_of(read_run(run_dir))
-    assert printed[-1].data["text/plain"] == repr(ledger) and ledger.closed
+    assert "True" in printed[-1].data["text/plain"], "the ledger is shown, and closes"
+    ledger, written = runs.load(run_dir).ledger, ledger_of(read_run(run_dir))
+    assert ledger["step"].tolist() == [1, 2, 3] and ledger["closes"].all()
+    assert dict(ledger.iloc[-1][["generated", "trained", "open"]]) == {
+        "generated": written.generated, "trained": written.trained, "open": written.open,
+    }  # fmt: skip
 
 
 def test_the_ledger_agrees_with_what_the_engines_say_they_generated(finished):
@@ -132,7 +130,7 @@ def test_the_ledger_agrees_with_what_the_engines_say_they_generated(finished):
 def test_the_journal_alone_rebuilds_the_ledger(finished):
     run_dir, _ = finished
     ledger = Ledger(Rules(batch_groups=4, group_size=2, max_staleness=5))
-    for event, _ in journalled(run_dir):
+    for event in events(run_dir):
         ledger.apply(event)
     account = assert_closed(run_dir)["tokens"]
     assert ledger.account() == {key: account[key] for key in ledger.account()}
@@ -150,13 +148,13 @@ def test_every_token_s_logprob_is_that_of_the_version_it_is_labelled_with(finish
 def versions_with_true_logprobs(run_dir, policy_folder, models):
     """All that tokens were sampled under; `models` is filled with those of checkpoints."""
     prompts, holders, responses, checked = {}, {}, {}, set()
-    for event, arrays in journalled(run_dir):
+    for event, arrays in events_and_arrays(run_dir):
         if isinstance(event, GroupOpened):
             prompts[event.group] = np.frombuffer(arrays[0][1], "<i4")
         elif isinstance(event, Leased):
             holders[event.lease_id] = (event.group, event.index)
         elif isinstance(event, RowsAccepted):
-            for row, own in event.with_payloads(arrays[0][1]):
+            for row, own in with_payloads(event, arrays):
                 sample, step = holders[row.lease_id], row.step
                 before = responses.get(sample, np.empty(0, "i4"))
                 assert len(before) == row.start
@@ -222,17 +220,14 @@ def test_a_resume_of_a_journal_with_its_end_cut_off_is_a_sentence(
     assert {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()} == before
 
 
-def test_resume_goes_on_from_journal_and_checkpoints(finished, policy_folder, data_folder, tmp_path):
+def test_resume_goes_on_from_journal_and_checkpoints(finished, start, policy_folder, data_folder, tmp_path):
     """The finished run is copied, then trained for one more step from its journal and checkpoints."""
     run_dir, _ = finished
     shutil.copytree(run_dir, tmp_path / "runs" / "small")
     config = write_config(tmp_path, policy_folder, data_folder)
     command = [*APRIL, "run", str(config), *SETTINGS, "--resume", "--schedule.max_steps", "4"]
-    job = Job(command, tmp_path / "output")
-    try:
-        assert job.wait() == 0, job.output
-    finally:
-        job.end()
+    job = start("output", command)
+    assert job.wait() == 0, job.output
     assert "resumed with a changed key: schedule.max_steps: 3 -> 4" in job.output
     again = assert_closed(tmp_path / "runs" / "small")
     assert again["steps"] == 4

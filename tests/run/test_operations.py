@@ -10,23 +10,16 @@ from april.formats.versions import FILE
 from april.launch.operate import Target
 from april.processes.lifetime import STEPPED_ASIDE
 from tests.broker.conversation import Conversation, FakeWorker, make_batch
-from tests.run.processes import APRIL, wait_until
-from tests.test_protocol_page import Client, Worker
+from tests.page_client import Client, Worker
+from tests.run.processes import wait_until
 
 OVERRIDES = ["--evaluation.prompts", "1", "--broker.attempts", "1", "--operations.log_format", "json"]
 TIMES = ["--broker.readopt_s", "0.5", "--broker.session_timeout_s", "100"]
 
 
 @pytest.fixture
-def start_broker(start, config_file, run_dir):
-    def begin(*more):
-        (run_dir / "http").unlink(missing_ok=True)
-        job = start("broker", [*APRIL, "broker", str(config_file), *OVERRIDES, *TIMES, *more])
-        wait_until((run_dir / "http").exists, job, 60)
-        job.address = (run_dir / "address").read_text()
-        return job
-
-    return begin
+def start_broker(start_broker):
+    return lambda *more: start_broker(*OVERRIDES, *TIMES, *more)
 
 
 def test_damage_in_an_old_journal_file_is_found_behind_the_start_and_costs_a_group(start_broker, config_file, run_dir):
@@ -46,7 +39,7 @@ def test_damage_in_an_old_journal_file_is_found_behind_the_start_and_costs_a_gro
         file.seek(place.record + place.offset)
         file.write(b"\xff")
     broker = start_broker(*small)
-    wait_until(lambda: f"group {bad.id} cannot be read back" in broker.output, broker, 60)
+    wait_until(lambda: f"group {bad.id} cannot be read back" in broker.output, broker)
     status = Target(run_dir, None, None).status()
     assert not status["read_only"] and status["tokens"]["discarded"]["unreadable"] == bad.tokens
     assert status["ledger_closed"]
@@ -111,7 +104,8 @@ def test_an_operator_drains_restarts_and_requeues(start_broker, run_dir, capsys,
                 peers.worker.end(peers.worker.next_lease(), [0, 0])
             return "nothing leased" in said(capsys, "status", run)
 
-        wait_until(drained, broker, 60)
+        wait_until(drained, broker)
+
         broker.process.terminate()
         assert broker.wait() == STEPPED_ASIDE
         assert not peers.worker.find("Stop"), "who is drained waits for the next broker"
@@ -124,7 +118,7 @@ def test_an_operator_drains_restarts_and_requeues(start_broker, run_dir, capsys,
 
     assert "no broker answers" in said(capsys, "status", run)
     again = start_broker()
-    assert "drained" in said(capsys, "status", "--connect", again.address)
+    wait_until(lambda: "drained" in said(capsys, "status", "--connect", again.address), again)
     peers = Peers(again.address)
     try:
         peers.worker.receive(1000)

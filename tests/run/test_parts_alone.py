@@ -10,18 +10,13 @@ from tests.listeners import listeners
 from tests.run.processes import APRIL, assert_closed, steps_recorded, wait_until
 
 
-def test_workers_join_a_running_run_and_a_killed_one_costs_only_its_last_chunk(start, config_file, run_dir):
-    longer = [
-        "--sampling.max_response_tokens",
-        "400",
-        "--schedule.max_steps",
-        "100000",
-        "--broker.session_timeout_s",
-        "2",
-    ]
-    broker = start("broker", [*APRIL, "broker", str(config_file), *longer])
-    wait_until((run_dir / "address").exists, broker)
-    connect = ["--connect", (run_dir / "address").read_text(), *longer]
+def test_workers_join_a_running_run_and_a_killed_one_costs_only_its_last_chunk(
+    start, start_broker, config_file, run_dir
+):
+    longer = ["--sampling.max_response_tokens", "400", "--schedule.max_steps", "100000"]
+    longer += ["--broker.session_timeout_s", "2"]
+    broker = start_broker(*longer)
+    connect = ["--connect", broker.address, *longer]
     launch = [sys.executable, "-m", "april.learner.launch", "--nproc-per-node", "1"]
     learner = start("learner", [*launch, "-m", "april.learner", str(config_file), *connect])
     first = start("first", [*APRIL, "worker", str(config_file), "--name", "first", *connect])

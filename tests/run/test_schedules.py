@@ -2,10 +2,10 @@
 
 import pytest
 
-from april.broker.journal.journal import Journal
 from april.broker.ledger.events import BatchConsumed, BatchDelivered, GroupOpened, Leased, RowsAccepted
 from april.report.run_folder import read_records
 from tests.conftest import full
+from tests.run.journal import events
 from tests.run.processes import assert_closed, steps_recorded, wait_until
 
 ONE_RANK = ["--learner.ranks", "1"]
@@ -65,8 +65,7 @@ def continuous_facts(run_dir):
     """Training tokens accepted between the delivery and the consumption of a batch, and the versions in each sample."""
     evaluation, holders, versions = set(), {}, {}
     in_training = while_training = 0
-    journal = Journal(run_dir / "journal")
-    for event, _ in journal.replay():
+    for event in events(run_dir):
         match event:
             case GroupOpened(group=group, evaluation=True):
                 evaluation.add(group)
@@ -79,19 +78,19 @@ def continuous_facts(run_dir):
                     if holders[row.lease_id][0] not in evaluation:
                         versions.setdefault(holders[row.lease_id], set()).add(row.version)
                         while_training += in_training * row.tokens
-    journal.close()
     return while_training, versions
 
 
 @pytest.mark.full
-def test_continuous_goes_on_when_learner_broker_and_worker_are_killed(start_run, run_dir):
+def test_continuous_goes_on_when_learner_broker_and_worker_are_killed(start_run, run_dir, gate):
     """The learner starts again from an older checkpoint than the weights that workers hold."""
     settings = ["--schedule.kind", "continuous", "--schedule.in_flight", "12", "--schedule.max_staleness", "2"]
     rarely = ["--learner.checkpoint_every", "3", "--schedule.max_steps", "12", "--sampling.max_response_tokens", "200"]
-    job = start_run(*settings, *rarely)
+    job = start_run(*settings, *rarely, *gate.hold(9))
     for steps, victim in ((2, "april.learner.launch"), (5, "april.cli broker"), (7, "--name worker-0")):
         wait_until(lambda steps=steps: steps_recorded(run_dir) >= steps, job)
         job.kill(victim)
+    gate.open()
     assert job.wait() == 0, job.output
     summary = assert_closed(run_dir)
     assert (summary["state"], summary["steps"]) == ("finished", 12)

@@ -2,9 +2,9 @@
 
 import orjson
 
-from april.broker.journal.journal import Journal
 from april.broker.ledger.events import GroupOpened, GroupScored, Leased, LeaseEnded, RowsAccepted, SampleScored
 from april.report.run_folder import read_records
+from tests.run.journal import events
 from tests.run.processes import assert_closed, wait_until
 
 PATIENT = """
@@ -65,10 +65,8 @@ class ScoringHistory:
         """errors of leases that were lost while they scored, by group"""
         self.scored = {"alone": 0, "together": 0}
         self._samples = {}
-        journal = Journal(run_dir / "journal")
-        for event, _ in journal.replay():
+        for event in events(run_dir):
             self.read(event)
-        journal.close()
 
     def read(self, event):
         match event:

@@ -5,7 +5,6 @@ import re
 import numpy as np
 import pytest
 
-from april.broker.journal.journal import Journal
 from april.broker.ledger.events import GroupOpened, Leased, RowsAccepted
 from april.data.support import Support
 from april.data.tokenizer import Tokenizer
@@ -14,6 +13,7 @@ from april.report.samples import files, read_step
 from april.wire.rows import CHUNK
 from tests.agents.program import TURNS
 from tests.agents.read import executions
+from tests.run.journal import events_and_arrays, with_payloads
 from tests.run.processes import assert_closed, steps_recorded, wait_until
 from tests.run.test_agents import AGENT
 from tests.run.test_environments import assert_every_answer_fits_its_turn
@@ -29,16 +29,17 @@ def run(start_run):
     return lambda *overrides: start_run(*SGLANG, *overrides)
 
 
-def test_killed_servers_are_started_again_and_the_run_comes_to_its_end(run, run_dir):
+def test_killed_servers_are_started_again_and_the_run_comes_to_its_end(run, run_dir, gate):
     """The learner's broadcast goes to the two servers themselves, also to new ones; the worker keeps its process."""
 
     def worker_log():
         return (run_dir / "logs/worker-0.log").read_text()
 
     job = run("--engine.weights", "broadcast", "--engine.servers", "2", "--sampling.max_response_tokens", "120",
-              "--schedule.max_steps", "6")  # fmt: skip
+              "--schedule.max_steps", "6", *gate.hold(2))  # fmt: skip
     wait_until(lambda: steps_recorded(run_dir) >= 2, job, PATIENCE_S)
     job.kill("sglang.launch_server", count=2)
+    gate.open()
     assert job.wait(PATIENCE_S) == 0, job.output
     found = assert_closed(run_dir)
     assert found["steps"] == 6 and found["state"] == "finished" and "restart" not in job.output
@@ -81,15 +82,14 @@ def test_turns_cut_distributions_and_the_server_s_own_options_in_one_run(run, ru
 
 def mean_support(run_dir):
     """Ids to a training token, each of which is among its own."""
-    journal, evaluated, holders, counts = Journal(run_dir / "journal"), set(), {}, []
-    for event, reference in journal.replay():
+    evaluated, holders, counts = set(), {}, []
+    for event, arrays in events_and_arrays(run_dir):
         if isinstance(event, GroupOpened) and event.evaluation:
             evaluated.add(event.group)
         elif isinstance(event, Leased):
             holders[event.lease_id] = event.group
         elif isinstance(event, RowsAccepted):
-            _, [(_, payload)] = journal.read(reference)
-            for row, own in event.with_payloads(payload):
+            for row, own in with_payloads(event, arrays):
                 if row.kind != CHUNK:
                     continue
                 words, count = np.frombuffer(own, "<i4"), row.tokens
@@ -98,7 +98,6 @@ def mean_support(run_dir):
                 else:
                     assert Support(words[2 * count : 3 * count], words[3 * count :]).holds(words[:count])
                     counts += words[2 * count : 3 * count].tolist()
-    journal.close()
     return sum(counts) / len(counts)
 
 
@@ -128,3 +127,41 @@ def test_a_server_that_cannot_start_ends_the_run_with_its_own_words(run):
     assert job.wait(PATIENCE_S) == 1
     assert "worker-0 ended with status 2: it refuses to work" in job.output
     assert "unrecognized arguments: --no-such-option 1" in job.output
+
+
+TURNS_ON_ONE = ["--devices.share", "true", "--devices.turns", "true", "--engine.server.log_level_http", "info"]
+
+
+def counted(log, *words):
+    text = log.read_text() if log.exists() else ""
+    return [text.count(word) for word in words]
+
+
+def test_learner_and_server_take_turns_and_the_server_lets_go_for_each_batch(run, run_dir):
+    """Before the first weights the learner may have had the first turn or the second one, and it has the last."""
+    job = run(*TURNS_ON_ONE)
+    assert job.wait(PATIENCE_S) == 0, job.output
+    found = assert_closed(run_dir)
+    assert found["steps"] == 4 and found["state"] == "finished" and "restart" not in job.output
+    server, worker = run_dir / "logs/worker-0-sglang.log", run_dir / "logs/worker-0.log"
+    released, resumed = counted(server, "POST /release_memory_occupation", "POST /resume_memory_occupation")
+    assert counted(worker, "has let go of the accelerator", "has the accelerator again") == [released, resumed]
+    assert 4 <= resumed <= released <= 6 and released - resumed <= 1
+    learner = [step["learner"] for step in read_records(run_dir / "metrics.jsonl")]
+    assert all({"turn_wait_s", "turn_move_s"} <= step.keys() for step in learner)
+    parked = list(map(int, re.findall(r"(\d+) bytes of state lie", (run_dir / "logs/learner.log").read_text())))
+    assert len(parked) == 5 and parked[1] == parked[-1] > 2.9 * parked[0], "weights first, then their moments as well"
+
+
+def test_whoever_is_killed_in_the_learner_s_turn_the_run_comes_to_its_end(run, run_dir):
+    worker = run_dir / "logs/worker-0.log"
+    job = run(*TURNS_ON_ONE, "--schedule.max_steps", "6", "--learner.pace_token_s", "0.05")
+    for part in ("april.learner", "--name worker-0"):
+        steps = steps_recorded(run_dir)
+        wait_until(lambda: steps_recorded(run_dir) > steps, job, PATIENCE_S)  # noqa: B023
+        gave = counted(worker, "has let go of the accelerator")
+        wait_until(lambda: counted(worker, "has let go of the accelerator") > gave, job, PATIENCE_S)  # noqa: B023
+        job.kill(part)
+    assert job.wait(PATIENCE_S) == 0, job.output
+    found = assert_closed(run_dir)
+    assert found["steps"] == 6 and found["state"] == "finished"

@@ -1,24 +1,24 @@
 """The ledger closes, the staleness bound holds and nothing starves, whatever happens in whatever order.
 
 A state machine of hypothesis: a ledger and a schedule between workers that come, go and lag, and a learner that may
-stall or restart. What it asserts holds for every schedule.
+stall or restart. What may happen is here, what holds all the time in `invariants.py`; both for every schedule.
 """
 
 import random
-from collections import Counter
 
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, precondition, rule
 
+from april.broker.conformance.invariants import Invariants, trains
 from april.broker.conformance.prompts import BroughtPrompts, NumberedPrompts
 from april.broker.conformance.runs import advance
 from april.broker.conformance.sections import sections
 from april.broker.journal.snapshot import freeze, thaw
 from april.broker.ledger.admission import Verdict
-from april.broker.ledger.events import BatchDelivered, GroupDiscarded, GroupOpened, Leased, PromptSubmitted
+from april.broker.ledger.events import BatchDelivered, GroupDiscarded, Leased, PromptSubmitted
 from april.broker.ledger.ledger import Ledger
 from april.broker.ledger.rules import Rules
-from april.broker.ledger.samples import ENDED, TO_GENERATE, GroupState, SampleState
+from april.broker.ledger.samples import TO_GENERATE, GroupState, SampleState
 from april.broker.plan import make_schedule
 from april.broker.schedules.schedule import choose_sample
 from april.config import ScheduleSection
@@ -44,11 +44,7 @@ def brought(row):
     return PromptSubmitted(row, "", "", b"")
 
 
-def trains(lease):
-    return lease.generating and not lease.sample.group.evaluation
-
-
-class Pipeline(RuleBasedStateMachine):
+class Pipeline(Invariants):
     """A broker's ledger and schedule between workers that come, go and lag, and a learner that may stall or restart."""
 
     kind: str
@@ -185,6 +181,22 @@ class Pipeline(RuleBasedStateMachine):
         if lease := self.a_lease(data, generating):
             self.ledger.end_lease(lease.id, cause)
             self.advance()
+
+    @rule(data=st.data(), worker=st.sampled_from(["w0", "w1"]))
+    def recall(self, data, worker):
+        """A straggler is handed back, and goes on with another worker ahead of all that waits, if it may."""
+        lease = self.a_lease(data, generating=True)
+        if lease is None or not trains(lease):
+            return
+        sample, step = lease.sample, self.versions[worker].step
+        attempts, length = sample.attempts, sample.length
+        self.ledger.end_lease(lease.id, "recall")
+        assert (sample.attempts, sample.length) == (attempts, length), "that was nobody's failure"
+        assert self.ledger.add_chunk(lease.id, length, 1, self.versions[lease.worker]) is Verdict.FENCED
+        may = step >= sample.first_step and not self.ledger.draining and self.schedule.hands_out(self.ledger, step)
+        if length and may:
+            self.ledger.lease(sample, worker, step, expires_at=0.0)
+        self.advance()
 
     @rule(worker=st.sampled_from(["w0", "w1"]))
     def kill_worker(self, worker):
@@ -410,107 +422,3 @@ class Pipeline(RuleBasedStateMachine):
             self.schedule = make_schedule(self.section, self.prompts)
         else:
             self.choose_schedule(data, data.draw(st.sampled_from([self.kind, *self.others])))
-
-    # --- what never breaks ---
-
-    @invariant()
-    def the_frontier_never_recedes(self):
-        if hasattr(self, "ledger"):
-            self.most_consumed = max(self.most_consumed, self.ledger.consumed)
-            assert self.ledger.frontier == self.most_consumed
-
-    @invariant()
-    def the_ledger_closes(self):
-        if not hasattr(self, "ledger"):
-            return
-        assert self.ledger.closed
-        assert self.ledger.tokens["generated"] == self.emitted
-        training = [group for group in self.ledger.groups.values() if not group.evaluation]
-        for state in (GroupState.OPEN, GroupState.READY, GroupState.DELIVERED):
-            members = [group for group in training if group.state is state]
-            kept = [s for group in members for s in (group.samples if state == "open" else group.live_samples)]
-            assert self.ledger.tokens[state] == sum(sample.sampled for sample in kept)
-            assert self.ledger.counts[state] == len(members)
-
-    @invariant()
-    def the_load_is_what_workers_generate(self):
-        if hasattr(self, "ledger"):
-            assert self.ledger.generating == sum(trains(lease) for lease in self.ledger.leases.values())
-
-    @invariant()
-    def the_counters_say_what_the_samples_are(self):
-        if not hasattr(self, "ledger"):
-            return
-        for evaluation in (False, True):
-            here = [group for group in self.ledger.groups.values() if group.evaluation == evaluation]
-            groups = [group for group in here if group.state is GroupState.OPEN]
-            states = Counter(str(sample.state) for group in groups for sample in group.samples)
-            assert self.ledger.open_samples.by_state(evaluation) == states
-            assert all(group.left == sum(s.state not in ENDED for s in group.samples) for group in groups)
-
-    @invariant()
-    def the_bound_holds(self):
-        if not hasattr(self, "ledger"):
-            return
-        assert self.ledger.bound.holds(self.ledger.next_step)
-        next_step, rules = self.ledger.next_step, self.ledger_rules
-        deadlines = [
-            group.opened_at + rules.max_staleness
-            for group in self.ledger.groups.values()
-            if group.state in (GroupState.OPEN, GroupState.READY) and not group.evaluation
-        ]
-        for last in range(next_step - 1, next_step + rules.max_staleness + 2):
-            due = sum(deadline <= last for deadline in deadlines)
-            assert due <= (last - next_step + 1) * rules.batch_groups
-
-    @invariant()
-    def segments_and_observations_tile_the_response_and_versions_never_decrease(self):
-        if not hasattr(self, "ledger"):
-            return
-        for group in self.ledger.groups.values():
-            for sample in group.samples:
-                observed = [(start, stop, None) for start, stop in sample.observations]
-                end, after_observation = 0, True
-                for start, stop, version in sorted([*sample.segments, *observed], key=lambda span: span[0]):
-                    assert start == end < stop
-                    assert version is None or version.step >= group.opened_at
-                    assert version or not after_observation, "an observation answers a turn"
-                    end, after_observation = stop, version is None
-                assert end == sample.length
-                steps = [version.step for _, _, version in sample.segments]
-                assert steps == sorted(steps)
-                assert sample.state is not SampleState.PARTIAL or sample.length > 0
-
-    @invariant()
-    def no_prompt_is_drawn_twice_or_skipped(self):
-        if not hasattr(self, "ledger"):
-            return
-        opened = [event for event in self.log if isinstance(event, GroupOpened) and not event.evaluation]
-        fresh = [(event.epoch, event.row) for event in opened if event.replaces is None]
-        rows = self.prompts.rows
-        assert fresh == [(i // rows, i % rows) for i in range(len(fresh))]
-
-    @invariant()
-    def a_brought_prompt_is_kept_until_nobody_asks_for_it_any_more(self):
-        if not hasattr(self, "ledger") or not self.ledger_rules.submitted:
-            return
-        ledger, dead = self.ledger, {letter.row for letter in self.ledger.dead_letters.letters}
-        undrawn = set(range(ledger.cursor[1], ledger.prompts_submitted))
-        wanted = undrawn | {group.row for group in ledger.groups.values() if not group.evaluation}
-        assert wanted <= set(ledger.submitted) <= wanted | dead
-        assert all(epoch == 0 for epoch, _ in ledger.dead_letters.waiting.values())
-
-    @invariant()
-    def a_requeued_prompt_is_drawn_once_more_and_ahead_of_fresh_ones(self):
-        if not hasattr(self, "ledger"):
-            return
-        waiting, place = [], {}
-        for event in self.log:
-            match type(event).__name__:
-                case "GroupRequeued":
-                    waiting.append(event.group)
-                case "GroupOpened" if not event.evaluation:
-                    place[event.group] = (event.epoch, event.row)
-                    assert event.replaces == (waiting.pop(0) if waiting else None)
-                    assert event.replaces is None or place[event.replaces] == place[event.group]
-        assert list(self.ledger.dead_letters.waiting) == waiting

@@ -79,6 +79,9 @@ class HolderDesk:
         message = received.message
         if len(message.leases) > self.config.security.max_leases:
             raise wire.WireError("more leases than a worker may hold")
+        if message.slots and len(message.slots.tool) > self.config.security.max_leases:
+            raise wire.WireError("more leases at a tool than a worker may hold")
+        session.slots = message.slots or session.slots
         tally = self.sessions.tallies[session.uid]
         tally.emitted = max(tally.emitted, message.emitted_tokens)
         mine = {lease_id for lease_id in message.leases if self._holds(session.uid, lease_id)}

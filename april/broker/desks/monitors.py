@@ -12,8 +12,8 @@ from april.broker.books import Books
 from april.broker.ledger.admission import Verdict
 from april.broker.ledger.dead_letters import DeadLetter
 from april.broker.sessions import Session
-from april.broker.telemetry.recorder import replace_file
 from april.broker.views.status import status
+from april.files.replace import replace_file
 from april.processes.failures import Failures
 from april.wire import limits
 

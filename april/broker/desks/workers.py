@@ -15,6 +15,7 @@ from april.broker.desks.holders import NOT_CURRENT, HolderDesk
 from april.broker.desks.reports import RowChecks, read_report
 from april.broker.ledger.admission import Verdict
 from april.broker.ledger.samples import Lease, Sample
+from april.broker.migration import LOOK_S, Migration, Seat
 from april.broker.schedules.schedule import choose_sample
 from april.broker.sessions import Session
 from april.wire.rows import CHUNK, Buffer
@@ -22,6 +23,8 @@ from april.wire.rows import CHUNK, Buffer
 TellAgents = Callable[[np.ndarray, Buffer, list[Lease | None]], None]
 PASS_GRANTS = 256
 """most that are granted in one pass: a crowd that gets room all at once does not keep other messages waiting"""
+PACE_S = 2.0
+"""over which a worker's pace is taken for that"""
 
 
 class WorkerDesk(HolderDesk):
@@ -36,6 +39,8 @@ class WorkerDesk(HolderDesk):
         """sessions that may have room: all that were heard of since they were last full"""
         self.has_more = False
         """whether the last pass ended with its grants"""
+        self.migration = Migration() if books.config.schedule.migrate else None
+        self._next_look = 0.0
 
     def mark(self, session: Session, instant: str, now: float) -> None:
         """In the worker's lane."""
@@ -105,9 +110,18 @@ class WorkerDesk(HolderDesk):
         self.sessions.tallies[session.uid].acknowledged += sum(accepted)
         session.acknowledged(now, sum(accepted))
         self.recorder.accept(chunks, accepted)
+        if self.migration:
+            self.migration.reported(session.uid, self._load(session), sum(accepted), now, PACE_S)
+            if self.migration.arriving:
+                self._note_arrivals(self.migration, tokens, leases, now)
         if not sampled.all():
             answered = table[~sampled]
             self.recorder.observed(len(answered), int(answered["tokens"].sum()), int(answered["failed"].sum()))
+
+    def _note_arrivals(self, migration: Migration, tokens: np.ndarray, leases: list[Lease | None], now: float) -> None:
+        for lease, count in zip(leases, tokens.tolist(), strict=True):
+            if lease and lease.id in migration.arriving:
+                migration.went_on(lease, count, self.ledger.load[lease.worker, False], now)
 
     def _answer_refused(
         self, session: Session, lease_id: int, lease: Lease | None, verdict: Verdict, fault: str, row: Any, now: float
@@ -130,14 +144,42 @@ class WorkerDesk(HolderDesk):
     # --- leases ---------------------------------------------------------------------------------------------
 
     def hand_out(self, now: float) -> None:
-        """Fill every worker as far as it has room, so much in a pass; nothing while the broker is drained.
-
-        A sample goes to the emptiest, or, if it has room, to the one at the same policy step that has its prefix in
-        cache. What one worker cannot be given, no other at the same policy step or before it can.
-        """
+        """Fill every worker as far as it has room, so much in a pass; nothing while the broker is drained. What has
+        come back to move goes first, and where nothing waits, more may be asked for."""
         self.has_more = False
         if self.ledger.draining:
             return
+        if self.migration:
+            self._grant_moved(self.migration, now)
+        self._fill(now)
+        if self.migration and not self.has_more and now >= self._next_look:
+            self._next_look = now + LOOK_S
+            self._recall(self.migration, now)
+
+    def _grant_moved(self, migration: Migration, now: float) -> None:
+        for move in migration.returned(self.ledger, now):
+            session = self.sessions.of_uid(move.target)
+            if session is None or not self._has_room(session) or session.step < move.sample.first_step:
+                continue
+            if self.books.schedule.hands_out(self.ledger, session.step):
+                migration.moved(self._lease(move.sample, session, now), now)
+                self.recorder.moved("done")
+
+    def _recall(self, migration: Migration, now: float) -> None:
+        """Ask stragglers back for workers that have room for them."""
+        holders = {session.uid: session for session in self.sessions.workers()}
+        seats = [
+            Seat(uid, self._load(session), self._has_room(session), session.step) for uid, session in holders.items()
+        ]
+        for move in migration.choose(self.ledger, seats, now):
+            holder = holders[self.ledger.leases[move.lease_id].worker]
+            self.sessions.send_control(holder, wire.Cancel([move.lease_id], hand_back=True))
+            self.recorder.moved("asked")
+
+    def _fill(self, now: float) -> None:
+        """A sample goes to the emptiest, or, if it has room, to the one at the same policy step that has its prefix in
+        cache. What one worker cannot be given, no other at the same policy step or before it can.
+        """
         first = next((session for session in self.hungry.values() if self._is_foremost(session)), None)
         sample = self._choose(first) if first else None
         if first and sample is None:
@@ -194,9 +236,13 @@ class WorkerDesk(HolderDesk):
         home = able.get(sample.cached_by(step))
         if home and home.step == step and self._has_room(home):
             session = home
+        self._lease(sample, session, now)
+
+    def _lease(self, sample: Sample, session: Session, now: float) -> Lease:
         lease_s, max_run_s = self.config.broker.lease_s, self.config.broker.max_run_s
-        lease = self.ledger.lease(sample, session.uid, step, now + lease_s, now + max_run_s)
+        lease = self.ledger.lease(sample, session.uid, session.step, now + lease_s, now + max_run_s)
         send_grant(self.books, session, lease)
+        return lease
 
     def _evaluation_share_left(self, session: Session) -> bool:
         return self.ledger.load.get((session.uid, True), 0) < self.config.evaluation.share * session.capacity

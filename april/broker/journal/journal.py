@@ -22,10 +22,10 @@ import msgspec
 from zlib_ng.zlib_ng import crc32
 
 from april.broker.journal import records
-from april.broker.journal.disk import BLOCK_BYTES, Uncached, open_uncached, write_and_sync
 from april.broker.journal.files import SUFFIX, Damaged, JournalError, Reference, file_path, read_records
 from april.broker.ledger.events import AnyEvent, Event, Part
 from april.broker.ledger.samples import Place
+from april.files.disk import BLOCK_BYTES, Uncached, open_uncached, write_and_sync
 from april.formats.versions import JOURNAL
 from april.processes.descriptors import NO_DESCRIPTORS
 

@@ -20,12 +20,12 @@ from typing import Any
 import msgspec
 from zlib_ng.zlib_ng import crc32
 
-from april.broker.journal.disk import sync_folder
 from april.broker.ledger.dead_letters import DeadLetters
 from april.broker.ledger.events import RunStarted
 from april.broker.ledger.samples import PLACE_WORDS, UNFINISHED, Group, GroupState, Lease, Sample, SampleState
 from april.broker.ledger.segments import Segments
 from april.broker.ledger.state import LedgerState
+from april.files.disk import sync
 
 log = logging.getLogger(__name__)
 
@@ -239,7 +239,7 @@ class SnapshotStore:
             with contextlib.suppress(OSError):
                 temporary.unlink()
             raise
-        sync_folder(self.folder)
+        sync(self.folder)
         earlier = [other for other in self.positions() if other < position]
         for other in earlier:
             if other != (earlier[-1] if before is None else before):

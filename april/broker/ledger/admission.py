@@ -1,7 +1,7 @@
 """Whether a row of a report is taken: what a lease, its sample and the rows before it allow."""
 
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any
 
 from april.broker.ledger.branches import place_to_speak
 from april.broker.ledger.samples import Lease
@@ -20,21 +20,17 @@ class Verdict(StrEnum):
     """behind a row of its lease that was not taken"""
 
 
-class Ahead(NamedTuple):
-    """What a sample is, or will be with the rows that are accepted already."""
-
-    length: int
-    floor: int
-    """the next version's step is this or a later one"""
-    at_turn_end: bool
-    """its last tokens were sampled, so that an environment may answer them"""
-    generating: bool
+Ahead = tuple[int, int, bool, bool]
+"""What a sample will be with the rows that are accepted already: its length, the least step of the next version,
+whether its last tokens were sampled, so that an environment may answer them, and whether it is generated"""
+REFUSED: Ahead = (-1, 0, False, False)
+"""behind a row that was not taken, none is in its place"""
 
 
 def check_row(
-    ledger: LedgerState, lease: Lease, row: tuple[Any, ...], ahead: dict[int, Ahead | Verdict], is_wrong: bool
+    ledger: LedgerState, lease: Lease, row: tuple[Any, ...], ahead: dict[int, Ahead], is_wrong: bool
 ) -> Verdict:
-    """What becomes of a row; `ahead` has what rows before it made of their samples, or why they were not taken."""
+    """What becomes of a row; `ahead` has what the rows before it make of their samples."""
     lease_id, _, start, count, branch, step, _, _, kind, finish, _, _, parent = row
     now = ahead.get(lease_id)
     if now is None:
@@ -46,7 +42,7 @@ def check_row(
             length, at_turn_end = place_to_speak(sample, lease_id - lease.id, start, parent)
         elif ledger.rules.agents:
             at_turn_end = False
-    elif isinstance(now, Verdict):
+    elif now is REFUSED:
         return Verdict.DROPPED
     else:
         length, floor, at_turn_end, generating = now
@@ -66,7 +62,7 @@ def check_row(
         verdict = Verdict.OK if goes_on and follows else Verdict.INVALID
     if verdict is Verdict.OK:
         goes_on = not finish and not lease.agent
-        ahead[lease_id] = Ahead(start + count, step if kind == CHUNK else floor, kind == CHUNK, goes_on)
+        ahead[lease_id] = (start + count, step if kind == CHUNK else floor, kind == CHUNK, goes_on)
     elif verdict is not Verdict.DUPLICATE:
-        ahead[lease_id] = verdict
+        ahead[lease_id] = REFUSED
     return verdict

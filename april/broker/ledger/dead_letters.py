@@ -46,18 +46,8 @@ class DeadLetters(msgspec.Struct):
 
     def add(self, sample: Sample, at: float) -> None:
         group = sample.group
-        letter = DeadLetter(
-            group=group.id,
-            index=sample.index,
-            evaluation=group.evaluation,
-            epoch=group.epoch,
-            row=group.row,
-            attempts=sample.attempts,
-            error=sample.last_error[:ERROR_CHARS],
-            at=at,
-            outcome="without_it",
-        )
-        self.letters.append(letter)
+        place = group.id, sample.index, group.evaluation, group.epoch, group.row
+        self.letters.append(DeadLetter(*place, sample.attempts, sample.last_error[:ERROR_CHARS], at, "without_it"))
         self.total += 1
         del self.letters[:-KEPT]
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, dataclass_transform
 
 import msgspec
 
-from april.wire.rows import ROW, Row, padded, read_rows
+from april.wire.rows import ROW, Row, read_rows
 
 Part = tuple[int, bytes | memoryview]
 """(crc32, data) of an array beside an event"""
@@ -128,13 +128,6 @@ class RowsAccepted(Event):
     def rows(self) -> Iterator[Row]:
         return read_rows(self.table)
 
-    def with_payloads(self, payload: bytes | memoryview) -> Iterator[tuple[Row, memoryview]]:
-        """Its rows, each with its own of the bytes beside the event."""
-        offset, view = 0, memoryview(payload)
-        for row in self.rows:
-            yield row, view[offset : offset + row.size]
-            offset += padded(row.size)
-
     @property
     def weight(self) -> int:
         return len(self.table) // ROW.size
@@ -164,7 +157,8 @@ class GroupScored(Event):
 
 
 class LeaseEnded(Event):
-    """cause: abort | leave | lost | expired | generation_failed | environment_failed | scoring_failed | agent_failed"""
+    """cause: abort | leave | recall | lost | expired | generation_failed | environment_failed | scoring_failed |
+    agent_failed"""
 
     lease_id: int
     cause: str

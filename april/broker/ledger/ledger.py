@@ -173,25 +173,27 @@ class Ledger(LedgerState):
         `holder`: of all leases, None: whoever it is; `wrong`: places of rows that cannot be taken whatever the ledger
         says; `checksum`: crc32 of the payload where it is known.
         """
-        rows = list(ROW.iter_unpack(table))
-        alone = len({row[0] for row in rows}) == len(rows)
-        """whether no lease has several rows"""
-        verdicts, ending, ahead = [], [], dict[int, Ahead | Verdict]()
-        most, frontier, branch_now = self.rules.max_response_tokens, self.frontier, max(0, self.branch)
-        for place, row in enumerate(rows):
+        verdicts, ending, ahead = [], [], dict[int, Ahead]()
+        leases, most = self.leases, self.rules.max_response_tokens
+        frontier, branch_now = self.frontier, max(0, self.branch)
+        for place, row in enumerate(ROW.iter_unpack(table)):
             lease_id, _, start, count, branch, step, _, _, kind, finish, _, _, _ = row
-            lease = self.lease_of(lease_id)
+            lease = leases.get(lease_id) or self.lease_of(lease_id)
             if lease is None or (holder is not None and lease.worker != holder):
                 verdicts.append(Verdict.FENCED)
                 continue
-            sample = lease.sample
-            is_plain = (
-                start == sample.length and alone and kind == CHUNK and lease.generating
-                and lease.floor <= step <= frontier and branch <= branch_now
-                and start < start + count < most and place not in wrong
+            length, floor, _, generating = ahead.get(lease_id) or (
+                lease.sample.length, lease.floor, False, lease.generating,
             )  # fmt: skip
-            verdict = Verdict.OK if is_plain else check_row(self, lease, row, ahead, place in wrong)
-            if finish and verdict is Verdict.OK and self.is_handed_over(sample.group):
+            is_plain = (
+                start == length and generating and kind == CHUNK and floor <= step <= frontier
+                and branch <= branch_now and start < start + count < most and place not in wrong
+            )  # fmt: skip
+            if is_plain:
+                verdict, ahead[lease_id] = Verdict.OK, (start + count, step, True, not finish)
+            else:
+                verdict = check_row(self, lease, row, ahead, place in wrong)
+            if finish and verdict is Verdict.OK and self.is_handed_over(lease.sample.group):
                 ending.append(place)
             verdicts.append(verdict)
         accepted: bytes | bytearray | memoryview = table

@@ -16,12 +16,19 @@ class OpenSamples:
 
     def add(self, group: Group) -> None:
         """It is open now."""
-        self._counts[group.evaluation].update(line.state for line in group.lines)
-        group.left = sum(sample.state not in ENDED for sample in group.samples)
+        self._enter(group, 1)
+        group.left = [sample.state in ENDED for sample in group.samples].count(False)
 
     def remove(self, group: Group) -> None:
         """It is open no more."""
-        self._counts[group.evaluation].subtract(line.state for line in group.lines)
+        self._enter(group, -1)
+
+    def _enter(self, group: Group, times: int) -> None:
+        counts = self._counts[group.evaluation]
+        for sample in group.samples:
+            counts[sample.state] += times
+            for branch in sample.branches:
+                counts[branch.state] += times
 
     def begin(self, branch: Sample) -> None:
         """A session has one branch more."""

@@ -42,24 +42,24 @@ class Waiting:
                 del self._by_step[first_step]
         self._pushes_to_cleaning = max(CLEANING_PUSHES, sum(map(len, self._by_step.values())))
 
-    def take(self, step: int, below: Order | None = None) -> Sample | None:
-        """The first that a worker at `step` may go on with; `below`: only if its key is."""
+    def first(self, step: int) -> list[tuple[Order, int, Sample]] | None:
+        """The heap whose head goes first of all that a worker at `step` may go on with; None: nothing waits for it."""
         first = None
         for first_step, heap in list(self._by_step.items()):
-            if first_step <= step and self._has_head(first_step) and (first is None or heap[0] < first[0]):
+            if first_step > step:
+                continue
+            while heap and not _waits_from(heap[0][2], first_step):
+                heapq.heappop(heap)
+            if not heap:
+                del self._by_step[first_step]
+            elif first is None or heap[0] < first[0]:
                 first = heap
-        if first is None or (below is not None and first[0][0] >= below):
-            return None
-        return heapq.heappop(first)[-1]
+        return first
 
-    def _has_head(self, first_step: int) -> bool:
-        """Drop what no longer waits at this step; whether anything is left."""
-        heap = self._by_step[first_step]
-        while heap and not _waits_from(heap[0][-1], first_step):
-            heapq.heappop(heap)
-        if not heap:
-            del self._by_step[first_step]
-        return bool(heap)
+    def take(self, step: int) -> Sample | None:
+        """The first that a worker at `step` may go on with."""
+        first = self.first(step) if self._by_step else None
+        return heapq.heappop(first)[2] if first else None
 
 
 class HandOutQueue:
@@ -74,7 +74,7 @@ class HandOutQueue:
 
     def __init__(self) -> None:
         self._scoring: deque[Sample] = deque()
-        self._evaluation, self._started, self._by_age, self._fresh = Waiting(), Waiting(), Waiting(), Waiting()
+        self._evaluation, self._lost, self._started, self._fresh = Waiting(), Waiting(), Waiting(), Waiting()
         self._without_agent: dict[bool, list[tuple[Order, int, Sample]]] = {False: [], True: []}
         self._arrivals = itertools.count()
 
@@ -85,9 +85,7 @@ class HandOutQueue:
         elif sample.group.evaluation:
             self._evaluation.push(sample, (not sample.attempts, *_place(sample)))
         elif sample.group.started:
-            age = _age(sample)
-            self._started.push(sample, (not sample.attempts, *age))
-            self._by_age.push(sample, age)
+            (self._lost if sample.attempts else self._started).push(sample, _age(sample))
         else:
             self._fresh.push(sample, _place(sample))
 
@@ -120,11 +118,14 @@ class HandOutQueue:
 
     def take_started(self, step: int) -> Sample | None:
         """Of a group that has been leased before."""
-        return self._started.take(step)
+        return self._lost.take(step) or self._started.take(step)
 
     def take_due(self, step: int, opened_by: int) -> Sample | None:
         """Of a group first leased at step `opened_by` or before."""
-        return self._by_age.take(step, below=(opened_by + 1,))
+        heap, lost = self._started.first(step), self._lost.first(step)
+        if lost and (not heap or lost[0][0] < heap[0][0]):
+            heap = lost
+        return heapq.heappop(heap)[2] if heap and heap[0][2].group.opened_at <= opened_by else None
 
     def take_fresh(self, step: int) -> Sample | None:
         """Of a group that nobody has started; its siblings must be pushed again once it is leased."""

@@ -5,6 +5,7 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -76,7 +77,7 @@ class Sample:
     """acknowledged response tokens, observations included"""
     segments: Segments = field(default_factory=Segments)
     """of what the policy has sampled"""
-    chunks: "array[int]" = field(default_factory=lambda: array("Q"))
+    chunks: "array[int]" = field(default_factory=partial(array, "Q"))
     """where the journal has each of its chunks, in order, 24 bytes a chunk: see `places`"""
     lease_id: int = 0
     """of the current lease, 0 for none"""
@@ -118,7 +119,7 @@ class Sample:
 
     def line(self, branch: int) -> "Sample | None":
         """The branch of that number."""
-        return next((line for line in self.lines if line.branch == branch), None)
+        return self if branch == self.branch else next((line for line in self.branches if line.branch == branch), None)
 
     @property
     def was_spoken_in(self) -> bool:
@@ -285,8 +286,7 @@ class Lease:
     @property
     def samples(self) -> list[Sample]:
         """All that it is on: where a group is scored together, those that live; `sample` is the first of them."""
-        group = self.sample.group
-        return group.live_samples if self.scoring and group.together else [self.sample]
+        return self.sample.group.live_samples if self.scoring and self.on_group else [self.sample]
 
     @property
     def on_group(self) -> bool:

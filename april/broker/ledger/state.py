@@ -32,7 +32,7 @@ from april.wire.rows import CHUNK, ENDINGS, ROW, padded
 START_BITS = 32
 """a lease id is (starts of the broker << 32) | counter, so that it never repeats"""
 
-NO_ATTEMPT = ("abort", "leave")
+NO_ATTEMPT = ("abort", "leave", "recall")
 """causes of a lease's end that are nobody's failure"""
 
 DEAD_ROUNDS = 2
@@ -119,8 +119,8 @@ class LedgerState(LeaseBook, Batches):
             self.evaluations.setdefault(event.floor, []).append(group)
         self.groups[group.id] = group
         self._next_group = group.id + 1
-        for sample in group.samples:
-            self.push(sample)
+        for sample in group.samples if self.rules.agents else group.samples[:1]:
+            self.push(sample)  # for its siblings see `_start`
 
     def _on_TimePassed(self, event: events.TimePassed, reference: Any) -> None:
         self.now = event.at
@@ -190,7 +190,7 @@ class LedgerState(LeaseBook, Batches):
             if reference:
                 what = count | kind * OBSERVED
                 sample.chunks.extend((record, offset << WORD | size, what << WORD | checksum))
-            offset += padded(size)
+                offset += padded(size)
             if finish:
                 self._end_response(lease, ENDINGS[finish], bool(over))
         self.tokens["evaluation"] += evaluated

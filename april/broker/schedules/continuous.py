@@ -74,8 +74,9 @@ class ContinuousSchedule(Schedule):
         if not self.finished(ledger):
             if not ledger.round_open:
                 ledger.start_round()
-            if ledger.consumed == ledger.next_step and (batch := self.next_batch(ledger)):
-                ledger.deliver(batch)
+            if ledger.consumed < ledger.next_step or not (batch := self.next_batch(ledger)):
+                return False
+            ledger.deliver(batch)
         if not ledger.round_open or not self.finished(ledger):
             return False
         ledger.end_round()

@@ -19,6 +19,9 @@ class Queues:
     training: dict[str, int] = field(default_factory=dict)
     """samples by state"""
     evaluation: dict[str, int] = field(default_factory=dict)
+    training_age_s: dict[str, float] = field(default_factory=dict)
+    """by state, since the group of its oldest sample was opened, or since the broker started"""
+    evaluation_age_s: dict[str, float] = field(default_factory=dict)
     oldest_waiting_s: float = 0.0
     """since the group of the oldest sample that waits for a lease was opened, or since the broker started"""
     oldest_waiting_steps: int = 0
@@ -59,12 +62,16 @@ class Census:
 
     def _begin(self) -> Iterator[Group]:
         self._seen: dict[int, float] = {}
+        self._since: tuple[dict[str, float], dict[str, float]] = {}, {}
         self._waiting_since = self._leased_since = float("inf")
         self._waiting_steps = self._ready_steps = 0
         return iter(list(self.ledger.groups.values()))
 
     def _count(self, group: Group, now: float) -> None:
         since = self._seen[group.id] = self._first_seen.get(group.id, now)
+        oldest = self._since[group.evaluation]
+        for state in {sample.state for sample in group.samples}:
+            oldest[state] = min(since, oldest.get(state, since))
         for sample in group.samples:
             if sample.lease_id:
                 if lease := self.ledger.leases.get(sample.lease_id):
@@ -77,6 +84,8 @@ class Census:
         self.latest = Queues(
             training=self.ledger.open_samples.by_state(),
             evaluation=self.ledger.open_samples.by_state(evaluation=True),
+            training_age_s=ages(self._since[False], now),
+            evaluation_age_s=ages(self._since[True], now),
             oldest_waiting_s=max(0.0, now - self._waiting_since),
             oldest_waiting_steps=self._waiting_steps,
             oldest_ready_steps=self._ready_steps,
@@ -84,3 +93,7 @@ class Census:
         )
         self._groups, self._first_seen = None, self._seen
         self._next_pass = now + PAUSE_S
+
+
+def ages(since: dict[str, float], now: float) -> dict[str, float]:
+    return {str(state): round(max(0.0, now - instant), 1) for state, instant in since.items()}

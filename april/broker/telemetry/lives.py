@@ -27,7 +27,7 @@ GENERATE, SCORE, ACT = range(3)
 WHAT = ("generate", "score", "act")
 HOW = (
     *ENDINGS, "scored", "closed", "void", "abort", "leave", "lost", "expired", "generation_failed",
-    "environment_failed", "scoring_failed", "agent_failed",
+    "environment_failed", "scoring_failed", "agent_failed", "recall",
 )  # fmt: skip
 """how a stay ended: with a response or turn, with a score, by its agent, with its group; else as LeaseEnded says"""
 WIDTH = 7

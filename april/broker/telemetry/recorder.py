@@ -24,6 +24,7 @@ from april.broker.telemetry.metrics_file import MetricsFile, without_lanes
 from april.broker.telemetry.sink import Sinks
 from april.broker.telemetry.slots import SlotMeans
 from april.config.evaluation import EvaluationSet
+from april.files.replace import replace_file
 from april.processes import clock
 from april.wire import limits
 from april.wire.version import LARGEST
@@ -111,6 +112,10 @@ class Recorder:
         self._step_generating_s = 0.0
         self._step_tokens = 0
         self._aborted_samples = 0
+        self.moves: Counter[str] = Counter()
+        """since the broker started: stragglers that were `asked` back for another worker, and moves that are `done`"""
+        self._moves_before = 0
+        """done up to the last step"""
         self._slots = SlotMeans()
         self._settled = ledger.cohorts.created.copy()
         """lengths of the cohorts that were settled at the last step"""
@@ -126,6 +131,9 @@ class Recorder:
 
     def aborted(self, samples: int) -> None:
         self._aborted_samples += samples
+
+    def moved(self, how: str) -> None:
+        self.moves[how] += 1
 
     def generating(self, seconds: float) -> None:
         """Time in which at least one training sample was being generated."""
@@ -252,6 +260,7 @@ class Recorder:
                 "partials_waiting": ledger.open_samples.count(SampleState.PARTIAL),
                 "surplus_groups": len(ledger.ready),
                 "aborted_samples": self._aborted_samples,
+                "moved_samples": self.moves["done"] - self._moves_before,
             },
             "environment": {name: environment[name] for name in ("observations", "tokens", "failed")},
             "discarded_groups": discarded_groups(ledger),
@@ -261,7 +270,7 @@ class Recorder:
             "learner": learner,
         }
         self._lanes, self._step_generating_s, self._step_tokens, self._aborted_samples = [], 0.0, 0, 0
-        self._slots = SlotMeans()
+        self._slots, self._moves_before = SlotMeans(), self.moves["done"]
         return record
 
     def _measure_drift(self, ledger: Ledger, now: float) -> Drift | None:
@@ -400,15 +409,3 @@ def read_summary(path: Path) -> dict[str, Any]:
     except orjson.JSONDecodeError as error:
         log.warning("%s is damaged (%s); what it counted before this start is left out", path, error)
         return {}
-
-
-def replace_file(path: Path, data: bytes) -> None:
-    """Readers see the old or the new content, never half of one."""
-    temporary = path.with_suffix(".tmp")
-    try:
-        temporary.write_bytes(data)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        error.filename = error.filename or str(path)
-        raise
-    temporary.replace(path)

@@ -43,6 +43,9 @@ METRICS = {
         "has a prefix cache), or moved",
         ("prefix",),
     ),
+    "april_samples_moved_total": Metric(
+        "counter", "Stragglers asked back for a worker with room, and moved there, since the broker started", ("what",)
+    ),
     "april_tokens": Metric("gauge", "Where the generated training tokens are that were not discarded", ("place",)),
     "april_tokens_discarded_total": Metric("counter", "Training tokens discarded", ("reason",)),
     "april_groups_discarded_total": Metric("counter", "Training groups discarded", ("reason",)),
@@ -153,6 +156,7 @@ class Photographer:
             "april_chunks_accepted_total": {(use,): acknowledged.get(("chunks", use), 0) for use in USES},
             "april_tokens_accepted_total": {(use,): acknowledged.get(("tokens", use), 0) for use in USES},
             "april_tokens_resumed_total": by_name(cached=ledger.resumed["cached"], moved=ledger.resumed["moved"]),
+            "april_samples_moved_total": {(what,): books.recorder.moves[what] for what in ("asked", "done")},
             "april_tokens": by_name(**{name: account[name] for name in ("trained", "delivered", "ready", "open")}),
             "april_tokens_discarded_total": by_name(**account["discarded"]),
             "april_groups_discarded_total": by_name(**discarded),

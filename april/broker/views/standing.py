@@ -4,6 +4,7 @@ their stragglers are, and which leases are silent."""
 import heapq
 from typing import Any
 
+from april import wire
 from april.broker.books import Books
 from april.broker.ledger.samples import ENDED, Group, GroupState, Lease, Sample, SampleState
 from april.broker.sessions import Session
@@ -16,6 +17,7 @@ MOST_SILENT = 32
 RENEWALS_MISSED = 0.5
 """share of `broker.lease_s` without a renewal, from which on a lease is called silent"""
 USES = ("training", "evaluation")
+HELD = ("groups", "samples", "scoring", "tool", "tokens", "for_s")
 
 
 class Standing:
@@ -24,6 +26,7 @@ class Standing:
     def __init__(self, books: Books, now: float):
         self.books, self.ledger, self.now = books, books.ledger, now
         self.names = {session.uid: session.name for session in books.sessions.by_id.values()}
+        self.at_tool = {lease_id for one in books.sessions.workers() if one.slots for lease_id in one.slots.tool}
 
     def to_json(self) -> dict[str, Any]:
         unfinished, counts = self._unfinished(), self.ledger.open_samples
@@ -69,7 +72,7 @@ class Standing:
         lease = self.ledger.leases.get(sample.lease_id or sample.agent_lease)
         return {
             "index": sample.index,
-            "state": str(sample.state),
+            "state": "tool" if sample.lease_id in self.at_tool else str(sample.state),
             "tokens": sample.length,
             "attempts": sample.attempts,
             "with": self.names.get(lease.worker, "nobody") if lease else "",
@@ -77,7 +80,8 @@ class Standing:
         }
 
     def _holders(self, groups: list[Group]) -> list[dict[str, Any]]:
-        """By who has it, what is left of the groups: `groups` and `samples`, `tokens` of the longest, `for_s`."""
+        """By who has it, what is left of the groups: `groups`, `samples`, those that are scored or at a `tool`,
+        `tokens` of the longest, `for_s`."""
         held: dict[str, dict[str, Any]] = {}
         for group in groups:
             seen = set()
@@ -86,12 +90,11 @@ class Standing:
                     continue
                 lease = self.ledger.leases.get(sample.lease_id or sample.agent_lease)
                 name = self.names.get(lease.worker, "nobody") if lease else ""
-                entry = held.setdefault(
-                    name, {"with": name, "groups": 0, "samples": 0, "scoring": 0, "tokens": 0, "for_s": 0.0}
-                )
+                entry = held.setdefault(name, {"with": name} | dict.fromkeys(HELD, 0))
                 entry["samples"] += 1
                 entry["groups"] += name not in seen
                 entry["scoring"] += sample.state in (SampleState.GENERATED, SampleState.SCORING)
+                entry["tool"] += sample.lease_id in self.at_tool
                 entry["tokens"] = max(entry["tokens"], sample.length)
                 entry["for_s"] = max(entry["for_s"], self._age_s(lease) or 0.0 if lease else 0.0)
                 seen.add(name)
@@ -129,17 +132,27 @@ class Standing:
 
 
 def slots_of(books: Books, session: Session) -> dict[str, Any]:
-    """What a worker's slots do: `generating`; `admission`, leased beyond them; `idle`, and why."""
+    """What a worker's samples are at: `generating`, `weights` and `tool` have slots, `admission` waits for one; `idle`
+    slots, and why: for `admission` where some wait for that. Of what is leased now the worker has said last what it is
+    at; one that has not is taken to generate in every slot."""
     slots = max(0, session.capacity - books.config.worker.prefetch)
-    leased = books.ledger.load[session.uid, False] + books.ledger.load[session.uid, True]
-    generating = min(leased, slots)
-    idle = slots - generating
+    left = leased = books.ledger.load[session.uid, False] + books.ledger.load[session.uid, True]
+    said = session.slots or wire.Slots()
+    at_tool = sum(lease_id in books.ledger.leases for lease_id in said.tool)
+    does = {}
+    for name, count in (("tool", at_tool), ("weights", said.weights), ("admission", said.admission)):
+        does[name] = min(count, left)
+        left -= does[name]
+    generating = min(left, slots)
+    does["admission"] += left - generating
+    idle = max(0, slots - leased + does["admission"])
     return {
         "generating": generating,
-        "admission": leased - generating,
+        **does,
         "idle": idle,
-        "why": idle_because(books, session) if idle else "",
+        "why": "" if not idle else "admission" if does["admission"] else idle_because(books, session),
         "unread_bytes": session.sent_bytes - session.received_bytes,
+        "credit_bytes": books.config.broker.credit_mb << 20,
     }
 
 

@@ -79,6 +79,7 @@ def status(books: Books, now: float) -> dict[str, Any]:
         "standing": Standing(books, now).to_json(),
         "learner_loop": loop(books.sessions.of_role("learner"), now),
         "alarms": books.recorder.alarms.raised,
+        "step_alarms": last.get("alarms", []),
     }
 
 

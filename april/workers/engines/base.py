@@ -143,6 +143,10 @@ class Engine(Protocol):
         """Requests that are running or queued."""
 
     @property
+    def queued(self) -> int:
+        """Of these, those that it has yet to begin, or to go on with: they wait for a slot or for memory."""
+
+    @property
     def capacity(self) -> int:
         """Requests that it makes sense to have live, as far as the engine knows now."""
 
@@ -151,3 +155,14 @@ class Engine(Protocol):
         """Tokens that its KV cache has room for; None if it does not say."""
 
     def close(self) -> None: ...
+
+
+class TurnTaker(Engine, Protocol):
+    """An engine whose entry says that it `takes_turns` on its accelerator with the learner."""
+
+    def release(self) -> None:
+        """Let go of the accelerator's memory, weights and all, while nothing is live. Where that fails, what holds the
+        memory is ended, and comes back in the next turn."""
+
+    def resume(self) -> None:
+        """Take the memory again; there are no weights before some are loaded."""

@@ -15,11 +15,14 @@ class CapacityRule:
     def __init__(self, slots: int):
         self.slots = slots
         self.requests = slots
+        self.waiting = 0
+        """requests, as the server has said last"""
 
     def observe(
         self, num_running_reqs: int, num_waiting_reqs: int, token_usage: float, max_running_requests: int
     ) -> None:
         """`token_usage`: share of the KV memory in use; `max_running_requests`: of the server's own, 0 if not known."""
+        self.waiting = num_waiting_reqs
         most = min(self.slots, max_running_requests or self.slots)
         if num_waiting_reqs and num_running_reqs < most and token_usage >= FULL:
             self.requests = max(1, num_running_reqs)

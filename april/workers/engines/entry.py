@@ -7,7 +7,7 @@ leaves out has the answers below: those of an engine that computes in the worker
 
 import logging
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from april.config import Config, ConfigError, EngineSection
 
@@ -18,6 +18,15 @@ if TYPE_CHECKING:
     from april.workers.engines.proof import Proof
 
 log = logging.getLogger(__name__)
+
+
+class Share(NamedTuple):
+    """What an engine may take of an accelerator's memory."""
+
+    options: dict[str, Any]
+    """of its server, `engine.server`"""
+    cache_bytes: float
+    """left for its KV cache"""
 
 
 class EngineEntry:
@@ -35,6 +44,10 @@ class EngineEntry:
     """others may load its weights into it, and it goes on under the name that April gives them"""
     scores: ClassVar[bool] = False
     """it says the log-probabilities of a given text, by which it is seen that it holds the weights it was sent"""
+    divides_memory: ClassVar[bool] = False
+    """it can be told how much of an accelerator's memory it may take, see `memory_options`"""
+    takes_turns: ClassVar[bool] = False
+    """it can let go of the accelerator's memory, and take it again: `release` and `resume`"""
     gives_way: ClassVar[bool] = True
     """the learner and the broker have this machine's processor before it; not if it keeps a clock"""
     reads: ClassVar[Collection[str]] = ()
@@ -70,6 +83,12 @@ class EngineEntry:
     @classmethod
     def check_placement(cls, config: Config) -> None:
         """Refuse what contradicts a placement of its accelerators by `april run`. Raises ConfigError."""
+
+    @classmethod
+    def memory_options(cls, config: Config, total_bytes: float, free_bytes: float, weight_bytes: float) -> Share:
+        """What bounds an engine that may have `free_bytes` of an accelerator of `total_bytes`, and needs `weight_bytes`
+        of them for its weights. Asked where it `divides_memory`. Raises ConfigError where it cannot run in that."""
+        raise NotImplementedError(f"{cls.__name__} has no memory_options(config, total, free, weights)")
 
     @classmethod
     def lanes(cls, config: Config, worker: str) -> list[str]:

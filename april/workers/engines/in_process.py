@@ -80,6 +80,10 @@ class InProcessEngine(EngineEntry):
     def live(self) -> int:
         return len(self._runs)
 
+    @property
+    def queued(self) -> int:
+        return max(0, len(self._runs) - self.capacity)
+
     def submit(self, request: Request) -> None:
         check_request(request, self.vocabulary, self.max_context, self._runs, type(self))
         self._runs[request.id] = Run(request, request.tokens.tolist())

@@ -23,6 +23,16 @@ class Intake:
         self.proof = proof
         self._under_way: tuple[Staged, Future | asyncio.Task] | None = None
 
+    @property
+    def loading(self) -> bool:
+        """Whether weights are being loaded, or about to be."""
+        return self._under_way is not None or self.receiver.has_staged
+
+    @property
+    def under_way(self) -> bool:
+        """Whether weights are being loaded."""
+        return self._under_way is not None
+
     def load(self) -> float | None:
         """Load what has arrived whole; how long that took since its announcement (seconds), None if none was loaded.
 

@@ -49,7 +49,11 @@ def more_requests_than_slots_all_finish(bench: Bench):
     engine = bench.make_engine(slots=3)
     requests = requests_of_many_shapes(25)
     assert 1 <= engine.capacity <= 3
-    streams = drive(engine, requests)
+    for request in requests[:5]:
+        engine.submit(request)
+    assert 0 <= engine.queued <= engine.live == 5
+    streams = drive(engine, requests[5:])
+    assert engine.queued == engine.live == 0
     assert [len(streams[r.id].tokens) for r in requests] == [r.max_new_tokens for r in requests]
 
 

@@ -1,6 +1,7 @@
 """Weights are swapped whole between two tokens, and only right ones."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -101,3 +102,20 @@ def tied_embeddings_come_with_or_without_the_output_projection(bench: Bench):
     engine.load_weights(V0, weights)
     engine.load_weights(V1, weights | {"lm_head.weight": weights["model.embed_tokens.weight"]})
     assert engine.version == V1
+
+
+@check()
+def one_that_lets_go_of_its_memory_has_no_weights_until_some_are_loaded_again(bench: Bench):
+    if not bench.entry.takes_turns:
+        return
+    engine: Any = bench.make_engine()
+    request = Request(1, prompt(), 30, temperature=0.0)
+    whole = drive(engine, [request])[1]
+    engine.release()
+    engine.submit(request)
+    assert engine.version is None and [engine.step() for _ in range(5)] == [[]] * 5 and engine.live == 1
+    engine.resume()
+    assert engine.version is None
+    engine.load_weights(V1, bench.models().weights())
+    stream = drive(engine)[1]
+    assert stream.tokens == whole.tokens and set(stream.versions) == {V1}

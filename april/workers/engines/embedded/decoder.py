@@ -5,7 +5,7 @@ names. Keys and values are kept by whoever calls (see `kv_cache.py`).
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +21,8 @@ from april.workers.engines.checks import check_tensors
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Those whose frequencies do not depend on how long the sequence is."""
+ATTENTION_BLOCK = 128
+"""queries of a row that attend at once, where it sees what was computed before"""
 
 
 @dataclass(frozen=True)
@@ -235,20 +237,24 @@ class Decoder:
             x = self._mix(layer, x, attended[0] if len(spans) == 1 else torch.cat(attended))
         return F.linear(self.norm(x), self.output).float()
 
-    def prefill(self, tokens: Tensor) -> Iterator[Tensor]:
+    def prefill(
+        self, tokens: Tensor, start: int = 0, before: Callable[[int], Tensor] | None = None
+    ) -> Iterator[Tensor]:
         """Keys and values [n, length, 2 * kv_heads, head_dim] of each layer, for right-padded int64 [n, length].
 
-        Rows are causal, so what stands in the padding does not reach the tokens before it.
+        Rows are causal, so what stands in the padding does not reach the tokens before it. `before(layer)`: the same
+        of the `start` tokens that stand before these in each row.
         """
         shape, (n, length) = self.shape, tokens.shape
         x = F.embedding(tokens.reshape(-1), self.embedding)
-        rotation = self.rotations[:length].repeat(n, 1).unsqueeze(1)
-        for layer in self.layers:
+        rotation = self.rotations[start : start + length].repeat(n, 1).unsqueeze(1)
+        for index, layer in enumerate(self.layers):
             heads = self._project(layer, x, rotation).view(n, length, -1, shape.head_dim)
             yield heads[:, :, shape.heads :]
             if layer is self.layers[-1]:
                 return
-            x = self._mix(layer, x, self._attend(heads))
+            attended = self._attend_behind(before(index), heads) if before else self._attend(heads)
+            x = self._mix(layer, x, attended)
 
     def score(self, tokens: Tensor) -> Tensor:
         """Log-probabilities float32 [T - 1] of int64 [T] but the first, each behind those before it."""
@@ -267,6 +273,25 @@ class Decoder:
             queries, keys, values, is_causal=True, enable_gqa=shape.heads != shape.kv_heads
         )
         return attended.transpose(1, 2).reshape(heads.shape[0] * heads.shape[1], -1)
+
+    def _attend_behind(self, before: Tensor, heads: Tensor) -> Tensor:
+        """The same of rows that see [n, start, 2 * kv_heads, head_dim] before themselves. In blocks, so that hardly any
+        key is read that no query may see."""
+        shape, (_, start, *_), length = self.shape, before.shape, heads.shape[1]
+        queries = heads[:, :, : shape.heads].transpose(1, 2)
+        held = torch.cat([before, heads[:, :, shape.heads :]], dim=1).transpose(1, 2)
+        keys, values = held.split([shape.kv_heads, shape.kv_heads], dim=1)
+        blocks = []
+        for first in range(0, length, ATTENTION_BLOCK):
+            block = queries[:, :, first : first + ATTENTION_BLOCK]
+            seen = start + first + block.shape[2]
+            visible = torch.ones(block.shape[2], seen, dtype=torch.bool, device=self.device).tril(start + first)
+            blocks.append(
+                F.scaled_dot_product_attention(
+                    block, keys[:, :, :seen], values[:, :, :seen], visible, enable_gqa=shape.heads != shape.kv_heads
+                )
+            )
+        return torch.cat(blocks, dim=2).transpose(1, 2).reshape(heads.shape[0] * length, -1)
 
     def _project(self, layer: Layer, x: Tensor, rotation: Tensor) -> Tensor:
         """[n, heads + 2 * kv_heads, head_dim]: queries, keys, values, the first two rotated."""

@@ -6,6 +6,7 @@ has sampled but not handed over is always of the current version.
 
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,9 +19,15 @@ from april.workers.engines.base import Chunk, EngineError, Finish, Request
 from april.workers.engines.checks import check_request
 from april.workers.engines.embedded.decoder import Decoder, make_rotations, read_shape
 from april.workers.engines.embedded.kv_cache import KVCache
+from april.workers.engines.embedded.prefixes import Wave, shared_prefixes
 from april.workers.engines.embedded.sampling import sample, uniforms
 from april.workers.engines.embedded.slot_table import DecodeBatch, SlotTable
 from april.workers.engines.ticks import Ticks
+
+CPU_PASS_TOKENS = 512
+"""most padded tokens in one prefill on a CPU, where what lies between two layers is to stay in the core's cache"""
+LIKE_TOKENS = 32
+"""a context is computed from a multiple of this on, so that those that share about as much are computed together"""
 
 
 class TorchEngine:
@@ -41,8 +48,8 @@ class TorchEngine:
     ):
         """`max_context` (tokens of prompt and response; none: what the model allows), `chunk_tokens` and `report_s`: a
         chunk is due after so many tokens, or with those of all others once in so many seconds; `prefill_tokens`:
-        padded tokens in one prefill, and context tokens admitted in one step; `keep_cache`: over a change of weights,
-        for measuring what computing contexts anew costs."""
+        padded tokens in one prefill (fewer on a CPU), and context tokens admitted in one step; `keep_cache`: over a
+        change of weights, for measuring what computing contexts anew costs."""
         self.shape = read_shape(model_path, torch.float32 if torch.device(device).type == "cpu" else None)
         self.max_context = max_context or self.shape.max_positions
         if self.max_context > self.shape.max_positions:
@@ -53,6 +60,7 @@ class TorchEngine:
         self.slots, self.generated_tokens = slots, 0
         self.version: Version | None = None
         self.chunk_tokens, self.prefill_tokens = chunk_tokens, prefill_tokens
+        self._pass_tokens = min(prefill_tokens, CPU_PASS_TOKENS) if self.device.type == "cpu" else prefill_tokens
         self._ticks = Ticks(report_s, time.monotonic())
         self.keep_cache = keep_cache
         self._decoder: Decoder | None = None
@@ -73,6 +81,10 @@ class TorchEngine:
     @property
     def live(self) -> int:
         return len(self._queue) + len(self._slot_of)
+
+    @property
+    def queued(self) -> int:
+        return len(self._queue)
 
     @property
     def capacity(self) -> int:
@@ -172,27 +184,47 @@ class TorchEngine:
         """Bring the contexts of unfilled slots into the cache, but for the last token, which is decoded."""
         for slot in self._unfilled:
             self._cache.place(slot, int(self._table.length[slot]) - 1)
-        for slots in self._prefill_batches():
-            longest = int(self._table.length[slots].max()) - 1
-            tokens = torch.from_numpy(self._table.tokens[slots, :longest].astype(np.int64)).to(self.device)
-            for layer, keys_values in enumerate(decoder.prefill(tokens)):
-                self._cache.store(slots, layer, keys_values)
+        for wave in self._waves():
+            for slot, (other, shared) in wave.items():
+                if shared:
+                    self._cache.copy(other, slot, shared)
+            for slots, start in self._prefill_batches({slot: shared for slot, (_, shared) in wave.items()}):
+                self._compute(decoder, slots, start)
         self._unfilled = []
         self._batch = None
 
-    def _prefill_batches(self) -> Iterator[np.ndarray]:
-        """Unfilled slots in batches of like length, each at most `prefill_tokens` with its padding."""
+    def _waves(self) -> list[Wave]:
+        """Unfilled slots, and what each shares. A cache that is kept may be one of older weights: nothing is taken
+        from that."""
+        unfilled = set(self._unfilled)
+        filled = [slot for slot in self._slot_of.values() if slot not in unfilled and not self.keep_cache]
+        return shared_prefixes(self._table, self._unfilled, filled)
+
+    def _compute(self, decoder: Decoder, slots: np.ndarray, start: int) -> None:
+        """Contexts behind their first `start` tokens, which are in the cache."""
+        longest = int(self._table.length[slots].max()) - 1
+        tokens = torch.from_numpy(self._table.tokens[slots, start:longest].astype(np.int64)).to(self.device)
+        before = partial(self._cache.read, slots, length=start) if start else None
+        for layer, keys_values in enumerate(decoder.prefill(tokens, start, before)):
+            self._cache.store(slots, layer, keys_values, start)
+
+    def _prefill_batches(self, shared: Mapping[int, int]) -> Iterator[tuple[np.ndarray, int]]:
+        """Slots in batches of like length, each at most `_pass_tokens` with its padding, and from which position on
+        they are computed. `shared`: by slot, how many tokens at the beginning are in the cache."""
         batch: list[int] = []
-        for slot in sorted(self._unfilled, key=lambda slot: self._table.length[slot]):
-            stored = int(self._table.length[slot]) - 1
-            if stored == 0:
+        begins = 0
+        stored = {slot: int(self._table.length[slot]) - 1 for slot in shared}
+        rest = [(shared[slot] // LIKE_TOKENS * LIKE_TOKENS, stored[slot], slot) for slot in shared]
+        for start, stop, slot in sorted(rest):
+            if stop == shared[slot]:
                 continue
-            if batch and (len(batch) + 1) * stored > self.prefill_tokens:
-                yield np.array(batch)
+            if batch and (start != begins or (len(batch) + 1) * (stop - start) > self._pass_tokens):
+                yield np.array(batch), begins
                 batch = []
+            begins = start
             batch.append(slot)
         if batch:
-            yield np.array(batch)
+            yield np.array(batch), begins
 
     def _decode(self, decoder: Decoder, batch: DecodeBatch) -> np.ndarray:
         """Sample one token of every running sequence; or of none, and return the slots whose logits are not finite."""

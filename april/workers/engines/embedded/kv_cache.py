@@ -4,6 +4,8 @@ Sequences live in groups of doubling capacity and move up when they outgrow thei
 sequences in dense rows and attends over its own longest one; memory grows with what is occupied.
 """
 
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -133,6 +135,12 @@ class KVCache:
             self._row_of[moved] = row
         self._group_of[slot] = -1
 
+    def copy(self, slot: int, to: int, length: int) -> None:
+        """The first `length` positions of a slot's row into that of another."""
+        source, target = self.groups[self._group_of[slot]], self.groups[self._group_of[to]]
+        held = source.keys_values[:, :, self._row_of[slot], :, :length]
+        target.keys_values[:, :, self._row_of[to], :, :length] = held
+
     def wipe(self, slot: int) -> None:
         """Make the slot's row zeros again, so that the next one there does not read what is not finite."""
         self.groups[self._group_of[slot]].keys_values[:, :, self._row_of[slot]] = 0
@@ -170,13 +178,24 @@ class KVCache:
     def occupied(self) -> list[LengthGroup]:
         return [group for group in self.groups if group.slots]
 
-    def store(self, slots: np.ndarray, layer: int, keys_values: Tensor) -> None:
-        """Store a prefill: [n, length, 2 * kv_heads, head_dim], the rows of `slots`."""
+    def store(self, slots: np.ndarray, layer: int, keys_values: Tensor, start: int = 0) -> None:
+        """Store a prefill: [n, length, 2 * kv_heads, head_dim], the rows of `slots`, from position `start` on."""
         keys_values = keys_values.unflatten(2, (2, -1)).permute(2, 0, 3, 1, 4)
+        for group, rows, chosen in self._grouped(slots):
+            stop = min(start + keys_values.shape[3], group.capacity)
+            group.keys_values[layer][:, rows, :, start:stop] = keys_values[:, chosen, :, : stop - start]
+
+    def read(self, slots: np.ndarray, layer: int, length: int) -> Tensor:
+        """The first positions of `slots`, in the form of a prefill: [n, length, 2 * kv_heads, head_dim]."""
+        _, _, _, heads, _, head_dim = self.groups[0].keys_values.shape
+        held = self.groups[0].keys_values.new_empty(2, len(slots), heads, length, head_dim)
+        for group, rows, chosen in self._grouped(slots):
+            held[:, chosen] = group.keys_values[layer][:, rows, :, :length]
+        return held.permute(1, 3, 0, 2, 4).flatten(2, 3)
+
+    def _grouped(self, slots: np.ndarray) -> Iterator[tuple[LengthGroup, Tensor, Tensor]]:
+        """Each group of some of them, these ones' rows in it, and which of `slots` they are."""
         for index in np.unique(self._group_of[slots]):
-            group = self.groups[index]
-            inside = self._group_of[slots] == index
-            length = min(keys_values.shape[3], group.capacity)
-            rows = torch.from_numpy(self._row_of[slots[inside]]).to(keys_values.device)
-            chosen = torch.from_numpy(np.flatnonzero(inside)).to(keys_values.device)
-            group.keys_values[layer][:, rows, :, :length] = keys_values[:, chosen, :, :length]
+            inside, group = self._group_of[slots] == index, self.groups[index]
+            rows = torch.from_numpy(self._row_of[slots[inside]]).to(group.device)
+            yield group, rows, torch.from_numpy(np.flatnonzero(inside)).to(group.device)

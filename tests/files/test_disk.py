@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from april.broker.journal import disk
+from april.files import disk
 
 NEAR_BLOCKS = st.integers(0, 3).flatmap(lambda n: st.integers(-3, 3).map(lambda d: max(0, n * disk.BLOCK_BYTES + d)))
 BATCHES = st.lists(st.lists(NEAR_BLOCKS, min_size=1, max_size=4), min_size=1, max_size=4)

@@ -1,0 +1,1 @@
+"""Bytes on disk, whatever they mean: appended, synced, put in the place of others."""

@@ -1,0 +1,210 @@
+"""A straggler moves from a loaded worker to an idle one, if it ends sooner there; whatever dies in between."""
+
+import pytest
+
+from april import wire
+from april.broker.ledger.ledger import Ledger
+from april.broker.ledger.rules import Rules
+from april.broker.migration import PATIENCE_S, Migration, Seat
+from april.wire.version import Version
+from tests.broker.conversation import FakeWorker, training
+
+MIGRATE = ["--schedule.migrate", "--evaluation.prompts", "1"]
+
+
+@pytest.fixture
+def talk(converse):
+    """6 groups of 2 in a round, of which 4 make a batch."""
+    return converse(*MIGRATE)
+
+
+@pytest.fixture
+def busy(talk):
+    """A worker that had all samples, and has those of 3 groups still: a token took it 0.1 s for each that ran. What it
+    has are `grants`, each with 6 tokens."""
+    worker = FakeWorker(talk)
+    worker.join(capacity=20)
+    for grant in (grants := worker.grants()):
+        if grant.evaluation:
+            worker.complete(grant)
+    grants = training(grants)
+    assert len(grants) == 12
+    for length in range(3):
+        talk.now += 1.2
+        worker.report([worker.new_tokens(grant, length, 1) for grant in grants])
+    groups = sorted({grant.group for grant in grants})
+    for grant in [grant for grant in grants if grant.group in groups[:3]]:
+        worker.chunk(grant, 3, 1, "stop")
+        worker.score(grant)
+    worker.left = [grant for grant in grants if grant.group in groups[3:]]
+    for length in range(3, 6):
+        talk.now += 0.6
+        worker.report([worker.new_tokens(grant, length, 1) for grant in worker.left])
+    assert worker.take(wire.Cancel) == [], "there is nobody else"
+    return worker
+
+
+@pytest.fixture
+def idle(talk, busy):
+    worker = FakeWorker(talk, "w1")
+    worker.join()
+    talk.tick(1.0)
+    return worker
+
+
+def asked_back(worker):
+    """The grant that it is asked for."""
+    [cancel] = [received.message for received in worker.take(wire.Cancel)]
+    assert cancel.hand_back
+    [lease_id] = cancel.leases
+    return next(grant for grant in worker.left if grant.lease_id == lease_id)
+
+
+def sample_of(grant):
+    return grant.group, grant.index
+
+
+def test_a_straggler_goes_on_at_the_idle_worker_behind_its_last_tokens(talk, busy, idle):
+    grant = asked_back(busy)
+    busy.report([busy.new_tokens(grant, 6, 2)], [wire.GiveBack(grant.lease_id, 8, "recall")])
+    [moved] = idle.grants()
+    assert sample_of(moved) == sample_of(grant) and len(moved.arrays[1]) == 8
+    busy.chunk(grant, 8, 1)
+    assert "not current" in busy.told("refused")[-1][1], "its old holder is fenced"
+    talk.now += 1.0
+    idle.chunk(moved, 8, 2, "stop")
+    idle.score(moved)
+    sample = talk.ledger.groups[grant.group].samples[grant.index]
+    assert (sample.length, sample.attempts, sample.reward) == (10, 0, 1.0)
+    assert talk.service.recorder.moves == {"asked": 1, "done": 1} and talk.ledger.closed
+
+
+def test_nothing_moves_where_the_key_is_off(converse):
+    talk = converse(*MIGRATE[1:])
+    assert talk.service.workers.migration is None
+
+
+def test_what_ends_before_it_is_given_back_stays_with_its_worker(talk, busy, idle):
+    grant = asked_back(busy)
+    busy.chunk(grant, 6, 1, "stop")
+    busy.score(grant)
+    assert talk.ledger.groups[grant.group].samples[grant.index].reward == 1.0
+    assert idle.grants() == [] and not talk.service.workers.migration.moves and talk.ledger.closed
+
+
+def test_a_worker_that_dies_with_a_sample_it_was_asked_for_costs_what_was_not_acknowledged(talk, busy, idle):
+    grant = asked_back(busy)
+    talk.now += 11.0
+    idle.say(wire.Heartbeat(), connection=b"control")
+    found = {sample_of(one): one for one in idle.grants()}
+    assert found.keys() == {sample_of(one) for one in busy.left}, "all that it held goes on elsewhere"
+    assert len(found[sample_of(grant)].arrays[1]) == 6
+    sample = talk.ledger.groups[grant.group].samples[grant.index]
+    assert sample.attempts == 1 and not talk.service.workers.migration.moves and talk.ledger.closed
+
+
+def test_where_the_idle_worker_is_gone_meanwhile_the_sample_goes_on_as_any_other(talk, busy, idle):
+    grant = asked_back(busy)
+    idle.say(wire.Goodbye())
+    busy.give_back(grant, 6, "recall")
+    [again] = busy.grants()
+    assert sample_of(again) == sample_of(grant) and len(again.arrays[1]) == 6
+    assert talk.service.recorder.moves == {"asked": 1} and talk.ledger.closed
+
+
+def test_a_broker_that_is_killed_meanwhile_takes_the_sample_back_and_hands_it_on(talk, busy, idle):
+    grant, leases = asked_back(busy), [grant.lease_id for grant in busy.left]
+    talk.restart_broker()
+    for worker, held in ((busy, leases), (idle, [])):
+        talk.peers[worker.name.encode()] = worker
+        worker.join(leases=held, capacity=20)
+    busy.give_back(grant, 6, "recall")
+    [again] = [one for worker in (busy, idle) for one in training(worker.grants())]
+    assert sample_of(again) == sample_of(grant) and len(again.arrays[1]) == 6
+    sample = talk.ledger.groups[grant.group].samples[grant.index]
+    assert sample.attempts == 0 and talk.ledger.closed
+
+
+def test_one_that_does_not_come_back_is_not_waited_for(talk, busy, idle):
+    asked_back(busy)
+    waiting = [one.lease_id for one in busy.left]
+    for _ in range(int(PATIENCE_S) + 1):
+        talk.now += 1.0
+        busy.say(wire.Heartbeat(waiting), connection=b"control")
+        idle.say(wire.Heartbeat(), connection=b"control")
+    assert [received.message.hand_back for received in busy.take(wire.Cancel)] == [True], "another is asked for"
+
+
+# --- the rule alone -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ledger():
+    """A batch of one group of two samples: one of 100 tokens at worker a, one of 10 at worker b."""
+    ledger = Ledger(Rules(1, 2, 0, max_response_tokens=1000))
+    ledger.start_learner(0)
+    ledger.start_round()
+    group = ledger.open_group(0, 0, 0, prompt=bytes(4 * 20))
+    for sample, worker, length in zip(group.samples, "ab", (100, 10), strict=True):
+        ledger.add_chunk(ledger.lease(sample, worker, 0, 1e9).id, 0, length, Version(0, 0))
+    return ledger
+
+
+def moves(migration, ledger, *seats):
+    return [(move.sample.index, move.target) for move in migration.choose(ledger, seats, 0.0)]
+
+
+def paced(slope_s, context_s=1e-6):
+    """A token takes each of so many sequences 10 ms, and so much for each of them."""
+    migration = Migration()
+    for running in (1, 4, 16):
+        migration.saw("a", running, 0.01 + slope_s * running)
+    migration.resumed(1000, 1000 * context_s)
+    return migration
+
+
+LOADED, IDLE = Seat("a", 16, False, 0), Seat("b", 1, True, 0)
+
+
+@pytest.mark.parametrize(
+    ("migration", "seats", "expected"),
+    [
+        (paced(0.001), (LOADED, IDLE), [(0, "b")]),
+        (paced(0.0), (LOADED, IDLE), []),
+        (paced(0.001, context_s=0.1), (LOADED, IDLE), []),
+        (paced(0.001), (LOADED, Seat("b", 1, False, 0)), []),
+        (paced(0.001), (Seat("a", 2, True, 0), IDLE), []),
+        (paced(0.001), (LOADED,), []),
+        (Migration(), (LOADED, IDLE), []),
+    ],
+    ids=["it pays", "no faster there", "prefill is dear", "no room", "as loaded", "nobody else", "nothing is known"],
+)
+def test_a_sample_moves_only_where_it_ends_sooner(ledger, migration, seats, expected):
+    assert moves(migration, ledger, *seats) == expected
+
+
+def test_a_slow_worker_s_straggler_goes_to_a_fast_one_with_as_many(ledger):
+    migration = Migration()
+    for running in (1, 4, 16):
+        migration.saw("a", running, 0.03)
+        migration.saw("b", running, 0.01)
+    migration.resumed(1000, 0.001)
+    assert moves(migration, ledger, Seat("a", 4, True, 0), Seat("b", 4, True, 0)) == [(0, "b")]
+
+
+def test_a_sample_moves_once_and_never_to_older_weights(ledger):
+    migration = paced(0.001)
+    lease = ledger.leases[ledger.groups[0].samples[0].lease_id]
+    migration.moved(lease, 0.0)
+    assert moves(migration, ledger, LOADED, IDLE) == []
+    ledger.groups[0].opened_at = 1
+    assert moves(paced(0.001), ledger, LOADED, IDLE) == []
+
+
+def test_what_moves_have_cost_is_learnt_from_them(ledger):
+    migration = paced(0.001, context_s=1e-6)
+    lease = ledger.leases[ledger.groups[0].samples[0].lease_id]
+    for _ in range(50):
+        migration.moved(lease, 0.0)
+        migration.went_on(lease, 10, 1, 12.0)
+    assert migration.context_s / migration.contexts == pytest.approx((12.0 - 10 * 0.011) / 110, rel=0.1)

@@ -1,0 +1,32 @@
+"""A journal on a disk of its own: the run's folder leads there, and no other run's is taken for it."""
+
+from contextlib import closing
+
+import pytest
+
+from april.broker.journal.files import JournalError
+from april.broker.server import Server
+from april.config import ConfigError, load
+from april.launch.preflight import check_resume
+
+
+def test_a_journal_lies_on_the_disk_that_is_said_and_is_found_from_the_run_s_folder(config_file, tmp_path):
+    disk, options = tmp_path / "disk", ["--broker.journal_dir", str(tmp_path / "disk")]
+
+    def start(*options):
+        with closing(Server(load(config_file, options))) as server:
+            return server.service.ledger.starts, server.config
+
+    starts, config = start(*options)
+    folder = disk / config.run.name
+    assert starts == 1 and any(folder.glob("*.msgpack")) and (config.run_dir / "journal").samefile(folder)
+    assert start(*options)[0] == 2 and start()[0] == 3, "it is found without the key, too"
+    assert not [line for line in check_resume(config) if "given up" in line]
+    with pytest.raises(JournalError, match=f"lies in {folder} and not in"):
+        start("--broker.journal_dir", str(tmp_path / "other"))
+    with pytest.raises(JournalError, match=f"folder {folder} has another run's journal"):
+        start(*options, "--run.dir", str(tmp_path / "elsewhere"))
+    disk.rename(tmp_path / "taken out")
+    for go_on in (lambda: start(*options), lambda: check_resume(config)):
+        with pytest.raises((JournalError, ConfigError), match="which is not here; mount that disk"):
+            go_on()

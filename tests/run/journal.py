@@ -1,0 +1,28 @@
+"""What the journal of a run says, when its broker has ended."""
+
+from contextlib import closing
+
+from april.broker.journal.journal import Journal
+from april.wire.rows import padded
+
+
+def events(run_dir):
+    """All of them."""
+    with closing(Journal(run_dir / "journal")) as journal:
+        for event, _ in journal.replay():
+            yield event
+
+
+def events_and_arrays(run_dir):
+    with closing(Journal(run_dir / "journal")) as journal:
+        for _, reference in journal.replay():
+            yield journal.read(reference)
+
+
+def with_payloads(event, arrays):
+    """The rows of a `RowsAccepted`, each with its own bytes."""
+    [(_, payload)] = arrays
+    offset, view = 0, memoryview(payload)
+    for row in event.rows:
+        yield row, view[offset : offset + row.size]
+        offset += padded(row.size)
