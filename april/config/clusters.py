@@ -25,13 +25,25 @@ class LaunchSection(Section):
     image: str = Field("", description="kubernetes: container image with April in it")
     namespace: str = Field("default", description="kubernetes: of all objects")
     volume: str = Field("", description="kubernetes: claim of a volume that all pods can write, mounted at run.dir")
+    journal_gb: int = Field(
+        0,
+        ge=0,
+        description="kubernetes: size of a volume of the broker's own, for the journal (GiB); 0: on the shared one",
+    )
+    journal_class: str = Field("", description="kubernetes: storage class of that volume; none: the cluster's default")
     accelerator: str = Field(
         "nvidia.com/gpu", description="kubernetes: resource name of an accelerator, amd.com/gpu on AMD"
     )
     user: int = Field(1000, ge=0, description="kubernetes: number of the user, and of the group, that pods run as")
     labels: dict[str, str] = Field(
-        {}, description="kubernetes: of Jobs and their pods, as kueue.x-k8s.io/queue-name for a queue of Kueue's"
+        {}, description="kubernetes: of parts and their pods, as kueue.x-k8s.io/queue-name for a queue of Kueue's"
     )
-    monitor: bool = Field(False, description="kubernetes: a PodMonitor, for Prometheus' operator to find the broker")
+    annotations: dict[str, str] = Field(
+        {}, description="kubernetes: of pods, as kueue.x-k8s.io/podset-preferred-topology"
+    )
+    priority_class: str = Field("", description="kubernetes: of pods; none: the cluster's default")
+    monitor: bool = Field(
+        False, description="kubernetes: PodMonitor and alert rules for Prometheus' operator, a dashboard for Grafana's"
+    )
     setup: list[str] = Field([], description="shell lines before each part, such as `module load` or an activate")
     environment: dict[str, str] = Field({}, description="variables of each part")

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Builds the image for CPUs from nothing, on Debian as root, and runs a short quickstart in it as its own user.
+# Builds an image from nothing, on Debian as root, and runs a short quickstart in it as its own user, on the CPU.
 #
-#   launch/images/prove.sh
+#   launch/images/prove.sh            the image for CPUs
+#   launch/images/prove.sh cuda       that for NVIDIA accelerators, without a server; no accelerator is needed
 #
 # Its base is made here by mmdebstrap instead of being fetched by its digest; every instruction of the recipe is executed by
 # buildah, without a daemon. Settings of this machine for apt and pip are lent to the build, and are not in the image.
@@ -11,12 +12,14 @@
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
-case ${1:-} in
-    "") ;;
+recipe=${1:-cpu}
+case $recipe in
+    cpu) given="TORCH_INDEX=${TORCH_INDEX:-}" ;;
+    cuda) given=SERVER=none ;;
     -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; exit ;;
-    *) echo "april: argument '$1' is unknown; this script takes none, see --help" >&2; exit 1 ;;
+    *) echo "april: argument '$1' is unknown; use cpu or cuda, see --help" >&2; exit 1 ;;
 esac
-if ! command -v mmdebstrap buildah >/dev/null; then
+if ! { command -v mmdebstrap && command -v buildah; } >/dev/null; then
     export DEBIAN_FRONTEND=noninteractive
     apt-get update -qq
     apt-get install -qq --no-install-recommends mmdebstrap buildah >/dev/null
@@ -40,11 +43,11 @@ for path in /etc/apt/apt.conf.d /usr/local/share/ca-certificates /etc/pip.conf /
 done
 began=$SECONDS
 builder build --isolation chroot --format docker --network host "${lent[@]}" --build-arg BASE=localhost/april-base \
-    --build-arg TORCH_INDEX="${TORCH_INDEX:-}" --file "$root/launch/images/cpu.Dockerfile" --tag april:cpu "$root"
+    --build-arg "$given" --file "$root/launch/images/$recipe.Dockerfile" --tag "april:$recipe" "$root"
 echo "april: the image took $((SECONDS - began)) s"
 
 began=$SECONDS
-container=$(builder from april:cpu)
+container=$(builder from "april:$recipe")
 builder run --isolation chroot "$container" -- april quickstart --schedule.max_steps 3
 builder run --isolation chroot "$container" -- sh -c 'test "$(id -u)" = 1000 && test -s runs/quickstart/summary.json'
 echo "april: a quickstart in it took $((SECONDS - began)) s"

@@ -79,7 +79,9 @@ class Link:
 class Hosts:
     """`names`, each on one network; the first's address is `address(0)`."""
 
-    def __init__(self, count: int, state: Path, link: Link | None = None):
+    def __init__(self, count: int, state: Path, link: Link | None = None, own: Path | None = None):
+        """`own`: a folder that each host has for itself; all else is of one disk."""
+        self.own = own
         self.names = [f"{PREFIX}-{index}" for index in range(count)]
         self.state, self.link = state, link
         self.switch: subprocess.Popen | None = None
@@ -90,9 +92,18 @@ class Hosts:
 
     def command(self, index: int, *command: str) -> list[str]:
         """One that runs on that host, under its name and with its own list of hosts."""
-        setup = f'hostname {self.names[index]}; mount --bind {self.state}/hosts /etc/hosts; exec "$@"'
+        setup = f"hostname {self.names[index]}; mount --bind {self.state}/hosts /etc/hosts; "
+        if self.own:
+            self.disk(index).mkdir(exist_ok=True)
+            self.own.mkdir(parents=True, exist_ok=True)
+            setup += f"mount --bind '{self.disk(index)}' '{self.own}'; "
+        setup += 'exec "$@"'
         inside = ["nsenter", f"--net=/run/netns/{self.names[index]}", "unshare", "-u", "-m"]
         return [*inside, "bash", "-c", setup, "--", *command]
+
+    def disk(self, index: int) -> Path:
+        """What that host has in its own folder."""
+        return self.state / f"disk-{index}"
 
     def make(self) -> None:
         self.remove()
@@ -160,8 +171,8 @@ class Hosts:
 
 
 @contextmanager
-def hosts(count: int, state: Path, link: Link | None = None):
-    made = Hosts(count, state, link)
+def hosts(count: int, state: Path, link: Link | None = None, own: Path | None = None):
+    made = Hosts(count, state, link, own)
     made.make()
     try:
         yield made
@@ -217,7 +228,7 @@ def slurm(made: Hosts, cores: int = 8):
             )
             return told.stdout.split() == ["idle", str(len(made.names))]
 
-        wait_until(idle, timeout_s=60)
+        wait_until(idle)
         yield environment
 
 

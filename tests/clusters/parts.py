@@ -76,9 +76,10 @@ class Parts:
         return ends
 
     def steps(self) -> list[dict]:
-        """Records of the steps that were trained so far."""
+        """Records of the steps that were trained so far; evaluations stand between them, and are left out."""
         path = self.run_dir / "metrics.jsonl"
-        return [orjson.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
+        records = [orjson.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
+        return [record for record in records if "learner" in record]
 
     def said(self) -> str:
         return "\n".join(f"==> {log.name}\n{log.read_text()[-3000:]}" for log in sorted(self.logs.glob("*.log")))

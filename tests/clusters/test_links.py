@@ -22,11 +22,12 @@ PATIENCE_S = 300.0
 
 @pytest.fixture
 def start_parts(config_file, tmp_path):
-    """start_parts(hosts, link, **options): a context of (hosts, parts) with a broker on the first of so many hosts"""
+    """start_parts(hosts, link, own, **options): a context of (hosts, parts) with a broker on the first of so many
+    hosts; `own`: a folder of the run's that each has for itself"""
     keygen.make_folder(tmp_path / "keys")
 
     @contextmanager
-    def begin(count, link=None, **options):
+    def begin(count, link=None, own="", **options):
         fixed = {
             "security.keys": tmp_path / "keys",
             "worker.device": "cpu",
@@ -37,7 +38,7 @@ def start_parts(config_file, tmp_path):
         run_dir = tmp_path / "runs" / "small"
         with (
             TemporaryDirectory(prefix="links") as state,
-            hosts(count, Path(state), link) as made,
+            hosts(count, Path(state), link, run_dir / own if own else None) as made,
             parts(made, config_file, run_dir, chosen) as run,
         ):
             run.broker(0)
@@ -76,9 +77,9 @@ def test_a_slow_link_that_loses_and_is_cut_costs_a_run_nothing(start_parts):
     assert "restart" not in run.said(), "nobody had to begin anew"
 
 
-def test_a_learner_over_two_hosts_outlives_a_cut_and_the_loss_of_a_host(start_parts):
+def test_a_learner_over_two_hosts_outlives_a_cut_and_the_loss_of_a_host_with_its_disk(start_parts):
     options = {"schedule__max_steps": 100_000, "learner__ranks": 2, "learner__collective_timeout_s": 15}
-    with start_parts(4, **options) as (made, run):
+    with start_parts(4, own="checkpoints", **options) as (made, run):
         run.learner([1, 2])
         run.join("worker", 0)
         train_on(run, 3)
@@ -91,4 +92,5 @@ def test_a_learner_over_two_hosts_outlives_a_cut_and_the_loss_of_a_host(start_pa
         run.processes["broker"].terminate()
         run.wait(PATIENCE_S)
         found = assert_closed(run.run_dir)
+        assert {path.name for path in made.disk(1).glob("step_*/__*")} == {"__0_0.distcp", "__1_0.distcp"}
     assert found["state"] == "stopped" and found["replays"]["different"] == 0

@@ -48,10 +48,10 @@ def test_a_requeued_job_goes_on_with_a_learner_over_two_nodes_and_late_workers(c
         wait_until(lambda: steps_recorded(run_dir) >= 20, timeout_s=600)
         cluster(*APRIL, "launch", "scale", str(run_dir), "workers=2")
         cluster("scontrol", "requeue", main)
-        wait_until(lambda: "PENDING" in cluster(*APRIL, "launch", "status", str(run_dir)), timeout_s=60)
+        wait_until(lambda: "PENDING" in cluster(*APRIL, "launch", "status", str(run_dir)))
         cluster("scontrol", "update", f"JobId={main}", "StartTime=now")  # it would be held for two minutes
         wait_until(lambda: steps_recorded(run_dir) >= STEPS, timeout_s=600)
-        wait_until(lambda: main not in cluster("squeue", "--noheader", "--format=%A"), timeout_s=120)
+        wait_until(lambda: main not in cluster("squeue", "--noheader", "--format=%A"))
     except AssertionError as error:
         raise AssertionError(f"{error}\n{said()}") from None
     summary = assert_closed(run_dir)

@@ -10,9 +10,9 @@ from april.launch import preflight
 from april.launch.clusters import LAUNCHERS
 from april.launch.clusters.launcher import FOLDER, Launcher
 from april.launch.clusters.layout import Layout, check
+from april.launch.devices import needed_devices
 from april.launch.rehearsal import STARTING_S
 from april.simulate.automatic import resolve
-from april.workers.engines.devices import wanted
 
 VERBS = ("status", "logs", "stop", "scale")
 WORKERS = "workers="
@@ -41,8 +41,7 @@ def launch(paths: Sequence[Path], overrides: list[str], dry_run: bool, resume: b
 
 def promised_devices(config: Config) -> list[str]:
     """As many as the run asks the cluster for; those of this machine say nothing of it."""
-    ranks, each = wanted(config)
-    return [str(index) for index in range(ranks + config.worker.count * each)]
+    return list(map(str, range(needed_devices(config))))
 
 
 def look_after(verb: str, words: Sequence[str]) -> str:

@@ -8,6 +8,7 @@ import yaml
 from april.launch.clusters import manifests
 from april.launch.clusters.kubernetes import Kubernetes
 from april.launch.clusters.launcher import ask
+from april.launch.clusters.manifests import DASHBOARD, MONITORING, RULES
 from april.version import VERSION
 
 CHART = "chart"
@@ -24,9 +25,11 @@ class Helm(Kubernetes):
             f"{CHART}/Chart.yaml": manifests.as_yaml(about),
             f"{CHART}/values.yaml": manifests.as_yaml(self.values()),
             f"{CHART}/templates/run.yaml": template(),
+            **{f"{CHART}/{name}": (MONITORING / name).read_text() for name in (DASHBOARD, RULES)},
         }
 
     def submit(self) -> str:
+        self._forget_learner()
         namespace = self.layout.config.launch.namespace
         told = ask(["helm", "upgrade", "--install", "--namespace", namespace, self.prefix, str(self.folder / CHART)])
         self.remember(objects=self.prefix)
@@ -50,6 +53,12 @@ class Places(manifests.Values):
 
     def __call__(self, path: str) -> Any:
         return self._place(f".Values.{path}")
+
+    def text(self, file: str) -> Any:
+        return self._place(f'.Files.Get "{file}"')
+
+    def tree_of(self, file: str) -> Any:
+        return self._place(f'fromYaml (.Files.Get "{file}")')
 
     def labels(self, fixed: dict[str, str]) -> Any:
         return self._place(f"merge {self._dict(fixed)} .Values.labels")
@@ -91,5 +100,7 @@ def template() -> str:
     texts = []
     for needed, made in manifests.all_of(places):
         text = f"---\n{places.fill(manifests.as_yaml(made))}"
-        texts.append(f"{{{{- if .Values.{needed} }}}}\n{text}{{{{- end }}}}\n" if needed else text)
+        value = needed.removeprefix(manifests.UNLESS)
+        condition = needed.replace(value, f".Values.{value}")
+        texts.append(f"{{{{- if {condition} }}}}\n{text}{{{{- end }}}}\n" if needed else text)
     return "".join(texts)

@@ -1,4 +1,4 @@
-"""Kubernetes: a Job for each kind of part, which restarts its pods until the run is over, and Services of names."""
+"""Kubernetes: what it keeps alive until the run is over, in a manifest, and what it is asked afterwards, by kubectl."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ class Kubernetes(Launcher):
 
     def files(self) -> dict[str, str]:
         values = Values(self.values(), self.prefix, self.layout.config.launch.namespace)
-        objects = [made for needed, made in manifests.all_of(values) if not needed or values(needed)]
+        objects = [made for needed, made in manifests.all_of(values) if values.has(needed)]
         return {MANIFEST: "---\n".join(map(manifests.as_yaml, objects))}
 
     @property
@@ -38,12 +38,15 @@ class Kubernetes(Launcher):
         return {
             "image": launch.image,
             "volume": launch.volume,
+            "journal": {"gb": launch.journal_gb, "class": launch.journal_class or None},
             "folder": str(layout.config.run.dir),
             "user": launch.user,
             "port": launch.port,
             "accelerator": launch.accelerator,
             "monitor": launch.monitor,
             "labels": launch.labels,
+            "annotations": launch.annotations,
+            "priority": launch.priority_class,
             "environment": launch.environment,
             "broker": holder,
             "learner": {"pods": launch.learner_nodes, **self._pod(ranks, layout.learner_accelerators)},
@@ -69,28 +72,40 @@ class Kubernetes(Launcher):
         return ask(["kubectl", "--namespace", self.layout.config.launch.namespace, *words])
 
     def submit(self) -> str:
+        self._forget_learner()
         told = self._ask("apply", "--filename", str(self.folder / MANIFEST))
         self.remember(objects=self.prefix)
         return told
 
+    def _forget_learner(self) -> None:
+        """A Job that has come to its end would not be started by being applied again."""
+        done = f"status.successful={self.layout.config.launch.learner_nodes}"
+        self._ask("delete", "jobs", "--selector", f"{self._selector},april/part=learner", "--field-selector", done)
+
+    @property
+    def _selector(self) -> str:
+        return f"april/run={self.prefix}"
+
     def status(self) -> str:
-        return self._ask("get", "jobs,pods", "--selector", f"april/run={self.prefix}")
+        return self._ask("get", "statefulsets,deployments,jobs,pods", "--selector", self._selector)
 
     def logs(self, part: str) -> str:
-        selector = f"april/run={self.prefix}" + (f",april/part={part}" if part else "")
+        selector = self._selector + (f",april/part={part}" if part else "")
         return self._ask("logs", "--selector", selector, "--prefix", "--tail", "20")
 
     def stop(self) -> str:
-        """The broker's container is asked, as at any end of a pod: the learner has its time for a checkpoint."""
-        self._ask("delete", "job", f"{self.prefix}-broker", "--wait=false")
-        return f"the run is stopping; then `{self._removal}`"
+        """The broker's pod is asked to leave: it stops the run, the learner has its time for a checkpoint, and then no
+        pod is wanted any more."""
+        self._ask("scale", "statefulset", f"{self.prefix}-broker", "--replicas=0")
+        return f"the run is stopping; nothing of it is left after `{self._removal}`"
 
     @property
     def _removal(self) -> str:
         """The command that takes away what is left of a run that is over."""
-        return f"kubectl delete job,service,configmap --selector april/run={self.prefix}"
+        kinds = "statefulset,deployment,job,service,configmap,serviceaccount,role,rolebinding"
+        return f"kubectl delete {kinds} --selector {self._selector}"
 
     def scale(self, workers: int | None) -> str:
         workers = self.layout.config.worker.count if workers is None else workers
-        self._ask("patch", "job", f"{self.prefix}-worker", "--patch", f'{{"spec": {{"parallelism": {workers}}}}}')
+        self._ask("scale", "deployment", f"{self.prefix}-worker", f"--replicas={workers}")
         return f"asked for {counted(workers, 'worker')}"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import orjson
 
-from april.broker.telemetry.recorder import replace_file
 from april.config import ConfigError
+from april.files.replace import replace_file
 from april.launch.clusters.layout import Layout
 
 FOLDER, SUBMITTED = "launch", "submitted.json"

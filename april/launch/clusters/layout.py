@@ -80,6 +80,11 @@ def words(*parts: str | Path) -> str:
 def check(config: Config, on_network: bool) -> None:
     """Refuse what no cluster could do; `on_network`: its parts are on several machines. Raises ConfigError."""
     launch, ranks = config.launch, config.learner.ranks
+    if config.devices.share:
+        raise ConfigError(
+            "key 'devices.share' = true is for `april run`, and each part of a launched run is given accelerators of "
+            "its own; leave it out, or use `april run` on the machine"
+        )
     if ranks % launch.learner_nodes:
         raise ConfigError(
             f"key 'launch.learner_nodes' = {launch.learner_nodes} does not divide learner.ranks = {ranks}; every "

@@ -19,7 +19,7 @@ import yaml
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from april.broker.telemetry.recorder import replace_file
+from april.files.replace import replace_file
 from april.launch.clusters.ray import REPORT
 from april.launch.part import LEAVE_S, OVER
 from april.processes.lifetime import end_with_parent
