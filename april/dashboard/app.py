@@ -120,7 +120,9 @@ class Desk:
         asked = request.query_params
         names = ["step", *asked["columns"].split(",")] if "columns" in asked else None
         after = int(query.number("after", asked.get("after", "0")))
-        return {name: short(column) for name, column in run.steps.table(names, after).items()} if run.steps else {}
+        if not run.steps:
+            return {"step": []}
+        return {name: short(column) for name, column in run.steps.table(names, after).items()}
 
     def timeline(self, request: Request) -> dict[str, Any]:
         run, _ = self._folder(request)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from april.config import ConfigError, check_address
+from april.dashboard import memory
 from april.dashboard.index import SampleIndex
 from april.dashboard.live import Live
 from april.dashboard.steps import Steps
@@ -159,10 +160,11 @@ class Runs:
     def _describe(self, name: str) -> dict[str, Any]:
         path = self.single or (self.folder / name if self.folder else None)
         if path is None:
-            return {"name": name, "state": "running", "steps": None, "reward": None, "live": True}
+            return {"name": name, "state": "running", "steps": None, "reward": None, "live": True, "folder": False}
         summary, config = quiet_summary(path), read_config(path)
         return {
             "name": name,
+            "folder": True,
             "state": summary.get("state") or "running",
             "steps": summary.get("steps"),
             "max_steps": summary.get("max_steps") or dig(config, "schedule", "max_steps"),
@@ -178,6 +180,8 @@ class Runs:
             with self._lock:
                 wanted = [run for run in self._watched.values() if time.monotonic() - run.asked_at < AWAY_S]
             whole = [run.read_on(TURN_S) for run in wanted]
+            if wanted:
+                memory.give_back()
             if all(whole) and self._closed.wait(PAUSE_S):
                 return
 

@@ -188,11 +188,11 @@ def failed(run: Run) -> str:
 
 
 def alarms(run: Run) -> str:
-    """The last sentence of each that was raised, and in how many steps."""
+    """The last sentence of each that was raised, its page, and in how many steps."""
     raised: dict[str, list[tuple[int, str]]] = {}
     for step in run.steps:
         for alarm in step.get("alarms") or []:
-            raised.setdefault(alarm["name"], []).append((step["step"], alarm["sentence"]))
+            raised.setdefault(alarm["name"], []).append((step["step"], f"{alarm['sentence']} ({alarm['page']})"))
     return "; ".join(
         f"{counted(len(said), 'step')}, last step {said[-1][0]}: {said[-1][1]}" for said in raised.values()
     )

@@ -170,11 +170,12 @@ def holders_table(status: dict) -> Table:
         table.add_column(justify=justify, no_wrap=True)
     for worker in status.get("workers") or []:
         slots, leased = worker.get("slots") or 0, worker.get("leased") or 0
+        busy = (worker.get("does") or {}).get("generating", min(leased, slots))
         table.add_row(
             Text(str(worker.get("name"))),
             Text(f"version {worker.get('version', '–')}", style="dim"),
-            Bar(total=max(slots, 1), completed=min(leased, slots), width=16),
-            f"{min(leased, slots)}/{slots} slots",
+            Bar(total=max(slots, 1), completed=busy, width=16),
+            f"{busy}/{slots} slots",
             speed(worker.get("tokens_per_s")) or "–",
             gap_of(worker.get("gap")),
         )

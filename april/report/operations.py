@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from april.report.facts import count, duration, number
-from april.report.live import failures, holders_table, of
+from april.report.live import alarms, failures, holders_table, of
 from april.report.waiting import waiting_for
 
 DRAIN = {
@@ -43,6 +43,8 @@ def render_live(status: dict[str, Any]) -> RenderableType:
         "dead letters",
         f"{letters['total']}, {letters['to_requeue']} groups can be re-queued, {letters['waiting']} wait to be drawn",
     )
+    for alarm in [*alarms({"alarms": status["step_alarms"]}), *alarms(status)]:
+        rows.add_row("ALARM", Text(alarm, style="bold red"))
     for failed in failures(status):
         rows.add_row("failed", Text(failed, style="bold red"))
     for name in ("refusals", "failed_handshakes", "replays"):

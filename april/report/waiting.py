@@ -42,6 +42,8 @@ def of_holder(first: dict[str, Any], batch: dict[str, Any], others: int) -> str:
         whom = "for a free slot"
     elif first["scoring"] == first["samples"]:
         whom = f"for scores at {first['with']}"
+    elif first.get("tool") == first["samples"]:
+        whom = f"for tools at {first['with']}"
     else:
         whom = f"for {first['with']}"
     longest = f", the longest has {count(first['tokens'])} tokens" if first["tokens"] else ""

@@ -8,7 +8,7 @@ from grafana_foundation_sdk.builders.timeseries import Panel
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.dashboard import DataSourceRef
 
-TARGET = Path(__file__).with_name("april.json")
+TARGET = Path(__file__).parents[2] / "april" / "launch" / "monitoring" / "april.json"
 SOURCE = DataSourceRef(type_val="prometheus", uid="$source")
 WIDTH, HEIGHT = 8, 7
 RUN = '{instance=~"$broker"}'

@@ -6,7 +6,6 @@ from starlette.testclient import TestClient
 from april.dashboard.app import make_app
 from april.dashboard.folder import Runs
 from tests.dashboard.runs import make_run
-from tests.run.conftest import run_dir, start, start_run  # noqa: F401
 
 
 @pytest.fixture(scope="session")

@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import orjson
 import pytest
 
+from april.report.waiting import waiting_for
 from tests.conftest import SERVERS
 from tests.dashboard.runs import (
     BROKEN,
@@ -60,7 +62,7 @@ def serve():
     yield begin
     for process in processes:
         process.terminate()
-        process.wait(20)
+        process.wait(PATIENCE_S)
 
 
 @pytest.fixture
@@ -101,16 +103,25 @@ def go(page, view):
     page.get_by_role("link", name=view, exact=True).click()
 
 
+def wrong_for_assistance(page):
+    """What axe, the checker of accessibility, finds: names, roles, contrast, what the keyboard cannot reach, …"""
+    from axe_playwright_python.sync_playwright import Axe
+
+    found = Axe().run(page).response["violations"]
+    return [(one["id"], node["html"], node["failureSummary"]) for one in found for node in one["nodes"]]
+
+
 def fits(page):
     """Nothing but what scrolls by itself is wider than the window, once it is laid out."""
-    page.wait_for_function("document.documentElement.scrollWidth <= innerWidth")
+    page.wait_for_function("() => document.documentElement.scrollWidth <= innerWidth")
 
 
 def test_from_the_curves_to_a_step_to_a_sample_to_a_token(serve, open_page, runs_folder):
     page = open_page(serve(runs_folder))
     page.get_by_role("link", name="demo").click()
     page.locator(".chart canvas").first.wait_for()
-    assert shown(page, "Step") == "12" and page.locator(".closes").is_visible()
+    page.locator(".fact", has_text="Step12of 12").wait_for()
+    page.locator(".closes").wait_for()
     assert page.locator(".chart:not(.empty)").count() >= 7
     picture(page, "run")
     page.get_by_role("button", name="Time").click()
@@ -229,9 +240,7 @@ def test_every_view_in_every_colour_and_width(serve, open_page, runs_folder, sch
         fits(page)
         red = page.evaluate("getComputedStyle(document.documentElement).backgroundColor").split("(")[1].split(",")[0]
         assert (int(red) > 128) == (scheme == "light")
-        assert not page.locator("button, a, select, input").evaluate_all(
-            "all => all.filter(one => !(one.innerText || one.ariaLabel || one.labels?.length)).map(one => one.id)"
-        )
+        assert wrong_for_assistance(page) == [], view
 
 
 def test_lanes_are_zoomed_and_prompts_compared(serve, open_page, runs_folder):
@@ -339,6 +348,13 @@ def test_it_is_used_by_the_keyboard_alone_and_read_out(serve, open_page, runs_fo
         assert acting == [], f"{view}: without a name"
     page.goto(f"{address}#/demo/samples")
     page.locator(".excerpt").first.wait_for()
+    assert page.evaluate("document.activeElement.id") == "view", "who goes on to a view is in it"
+    page.reload()
+    page.locator(".excerpt").first.wait_for()
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.textContent") == "Skip to the content"
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.activeElement.id") == "view" and "demo/samples" in page.url
     page.get_by_role("searchbox").focus()
     for _ in range(200):
         page.keyboard.press("Tab")
@@ -351,6 +367,63 @@ def test_it_is_used_by_the_keyboard_alone_and_read_out(serve, open_page, runs_fo
     assert second != first and outline != "none"
     page.keyboard.press("Enter")
     page.get_by_role("heading", name=f"Sample {second}").wait_for()
+
+
+def moment(**does):
+    """What a broker says, of one worker."""
+    worker = {"generating": 0, "weights": 0, "tool": 0, "idle": 0, "admission": 0, "why": ""} | does
+    worker |= {"unread_bytes": 16 << 20, "credit_bytes": 64 << 20}
+    straggler = {"index": 2, "state": "tool", "tokens": 7912, "attempts": 1, "with": "w2", "for_s": 41.0}
+    held = {"with": "w2", "groups": 3, "samples": 1, "scoring": 0, "tool": 1, "tokens": 7912, "for_s": 41.0}
+    status = {
+        "step": 3, "max_steps": 9, "phase": "generating", "drain": "", "scorers": [],
+        "agents": [{"name": "agents-0", "leased": 2, "capacity": 8}],
+        "alarms": [{"name": "slow_part", "sentence": "w2 is slow", "page": "docs/watching.md#alarms"}],
+        "step_alarms": [{"name": "looping", "sentence": "they loop", "page": "docs/watching.md#alarms"}],
+        "queues": {"oldest_waiting_s": 12.0, "longest_lease_s": 41.0, "training_age_s": {"leased": 95.0}},
+        "workers": [{"name": "w2", "version": "0.3", "slots": 8, "tokens_per_s": 1234.0, "does": worker}],
+        "standing": {
+            "batch": {"step": 4, "needed": 32, "ready": 29, "missing": 3, "open": 5},
+            "learner": {"does": "idle", "silent_s": 0.4}, "journal_sync_s": 0.0021,
+            "queue": {"training": {"leased": 8, "acting": 2}, "evaluation": {}},
+            "groups": [{"group": 667, "left": 1, "samples": 8, "waits_for": [straggler]}], "holding_up": [held],
+            "silent": [{"with": "w1", "group": 5, "index": 0, "silent_s": 44.0, "expires_in_s": 16.0}],
+        },
+    }  # fmt: skip
+    return {"status": status, "sentence": waiting_for(status), "at": 0.0}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("viewport", [WIDE, NARROW], ids=["1280", "400"])
+def test_now_says_what_everything_is_at_and_is_read_aloud_when_that_changes(serve, open_page, runs_folder, viewport):
+    page = open_page(serve(runs_folder), viewport=viewport)
+    moments = [moment(generating=3, weights=1, tool=2, idle=2, admission=1, why="barrier"), moment(generating=8)]
+    moments[1]["sentence"] = moments[0]["sentence"].replace("41s", "42s")
+    moments.append(moments[1] | {"sentence": "A batch is complete; the learner trains."})
+    said, shown = [f"event: now\ndata: {orjson.dumps(one).decode()}\n\n" for one in moments], [0]
+    headers = {"content-type": "text/event-stream"}
+    page.route("**/events/**", lambda route: route.fulfill(body=f"retry: 100\n{said[shown[0]]}", headers=headers))
+    page.evaluate("""() => {
+      window.told = [];
+      new MutationObserver(() => told.push(document.querySelector("main [role=status]")?.textContent))
+        .observe(document.querySelector("main"), { subtree: true, childList: true, characterData: true });
+    }""")
+    page.goto(f"{page.url.partition('#')[0]}#/demo/now")
+    row = page.get_by_role("row", name=re.compile("^w2 0.3"))
+    row.get_by_text(
+        "1 wait for weights; 2 wait for a tool; 2 idle: barrier: the learner has yet to make the next weights; "
+        "1 wait for admission; 16 of 64 MiB unread"
+    ).wait_for()
+    assert "3 of 8 generate" in row.inner_text() and wrong_for_assistance(page) == []
+    for text in (".2 tool at w2, 7,912 tokens, for 41 s, 1 attempt lost", "5.0 at w1: not renewed for 44 s",
+                 "slow part: w2 is slow", "looping: they loop (docs/watching.md#alarms)",
+                 "agents-0 runs agents: 2 of 8", "oldest 1 min 35 s"):  # fmt: skip
+        page.get_by_text(text).first.wait_for()
+    fits(page)
+    for shown[0], text in ((1, "for 42s"), (2, "A batch is complete")):
+        page.locator(".sentence", has_text=text).wait_for()
+    told = [text for text in page.evaluate("told") if text]
+    assert list(dict.fromkeys(told)) == [moments[0]["sentence"], moments[2]["sentence"]]
 
 
 def test_an_answer_that_is_given_up_or_cut_off_midway_is_no_answer(serve, open_page, runs_folder):
@@ -372,13 +445,19 @@ def test_an_answer_that_is_given_up_or_cut_off_midway_is_no_answer(serve, open_p
     assert ends[0].startswith("AbortError") and ends[1] == "Error: the dashboard answered 200, and not to the end"
 
 
-def test_a_live_run_says_what_it_waits_for_and_its_steps_arrive(serve, open_page, start_run, run_dir):
-    job = start_run("--schedule.max_steps", "6")
+def test_a_live_run_says_what_it_waits_for_and_its_steps_arrive(serve, open_page, start_run, run_dir, gate):
+    """The first step ends when both pages have seen the run: it cannot be over before they are there."""
+    job = start_run("--schedule.max_steps", "6", *gate.hold(0))
     wait_until((run_dir / "address").exists, job)
     page = open_page(f"{serve(run_dir)}#/small/now")
     page.locator(".sentence", has_text=re.compile("learner")).wait_for()
     page.locator(".fact", has_text="Phase").wait_for()
     picture(page, "now")
+    by_address = open_page(serve((run_dir / "address").read_text()))
+    by_address.locator(".fact", has_text="Phase").wait_for()
+    assert by_address.url.endswith("#/live/now")
+    assert by_address.locator("nav a").all_inner_texts() == ["Now"], "there are no files to show"
+    gate.open()
     go(page, "Run")
     wait_until(lambda: steps_recorded(run_dir) >= 2, job)
     page.wait_for_function("() => Number(document.querySelector('.fact .value')?.textContent) >= 2")
@@ -388,7 +467,7 @@ def test_a_live_run_says_what_it_waits_for_and_its_steps_arrive(serve, open_page
     found = summary(run_dir)
     assert float(shown(page, "Reward")) == pytest.approx(found["reward"]["last3"], abs=1e-3)
     go(page, "Now")
-    page.get_by_text("No broker answers.").wait_for()
+    page.locator(".sentence", has_text="No broker answers.").wait_for()
     go(page, "Samples")
     page.locator("tbody tr th a").first.click()
     page.locator(".tokens [data-v]").first.wait_for()

@@ -50,6 +50,16 @@ def test_steps_are_those_of_metrics_jsonl(ask, runs_folder):
     assert "learner.version_share_3" not in about["columns"] and about["state"] == "finished"
 
 
+def test_a_run_before_its_first_step_has_a_table_without_rows(looked_at, tmp_path):
+    run = make_run(tmp_path, steps=1)
+    path, client = run / "metrics.jsonl", looked_at(run)
+    line = path.read_bytes()
+    path.unlink()
+    seen = [client.get("/api/runs/demo/steps").json()["step"]]
+    path.write_bytes(line)
+    assert [*seen, client.get("/api/runs/demo/steps").json()["step"]] == [[], [1]]
+
+
 def test_a_step_that_is_trained_anew_and_one_that_is_cut_off_in_its_line(looked_at, tmp_path):
     run = make_run(tmp_path, steps=2)
     client = looked_at(run)

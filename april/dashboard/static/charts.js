@@ -30,7 +30,7 @@ export function chart(spec, choose) {
         const line = runs.length > 1 ? run.colour : colour(`--line-${k + 1}`);
         series.push({
           label: runs.length > 1 ? `${run.name}: ${label}` : label, stroke: line, width: 1.6, spanGaps: true,
-          dash: runs.length > 1 ? DASHES[k] : [], of: n, points: points ? { show: true, size: 6, fill: line } : { show: false },
+          dash: runs.length > 1 ? DASHES[k] : [], of: n, points: points || given[1].filter((value) => value !== null).length === 1 ? { show: true, size: 6, fill: line } : { show: false },
         });
       }
     element.classList.toggle("empty", series.length === 0);

@@ -20,6 +20,13 @@ export function fill(element, ...children) {
   return element;
 }
 
+/** `fill`, where that changes anything: what is looked at, or read aloud, stays. */
+export function renew(element, ...children) {
+  const next = fill(element.cloneNode(false), ...children);
+  if (!next.isEqualNode(element)) element.replaceChildren(...next.childNodes);
+  return element;
+}
+
 export async function ask(path, signal) {
   const answer = await fetch(path, { signal, headers: { accept: "application/json" } });
   const content = await answer.json().catch(() => {

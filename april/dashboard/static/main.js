@@ -17,7 +17,7 @@ const view = document.getElementById("view");
 let runs = [];
 /** ends what the view that is left has begun */
 let leave = new AbortController();
-let shown = "";
+let shown = null;
 
 function chooseView({ view: name, rest }) {
   if (name === "samples") return rest.length >= 3 ? sampleView : rest.length === 2 ? groupView : samplesView;
@@ -34,10 +34,11 @@ async function show() {
   header(address);
   const run = runs.find((run) => run.name === address.run);
   const place = h("div", { class: `view ${address.view || "runs"}` });
-  const already = shown === location.hash.split("?")[0];
+  const already = shown === location.hash.split("?")[0], first = shown === null;
   shown = location.hash.split("?")[0];
   fill(view, fill(place, note("Reading …")));
   if (!already) scrollTo(0, 0);
+  if (!already && !first) view.focus({ preventScroll: true });
   if (!address.run) return runsView(place, { runs: (runs = await ask("api/runs")) });
   if (!run) return fill(place, problem(`There is no run ${address.run} here.`), h("a", { href: "#/" }, "All runs"));
   const draw = chooseView(address);
@@ -70,7 +71,8 @@ function header({ run, view: current, query }) {
   fill(select, runs.length > 1 && h("option", { value: "", selected: !run }, "All runs"),
     runs.map(({ name }) => h("option", { value: name, selected: name === run }, name)));
   select.onchange = () => { location.hash = select.value ? addressOf(select.value, VIEWS.some(([name]) => name === current) ? current : "run") : "#/"; };
-  fill(document.getElementById("tabs"), run && VIEWS.map(([name, text]) =>
+  const views = VIEWS.filter(([name]) => name === "now" || runs.find(({ name }) => name === run)?.folder);
+  fill(document.getElementById("tabs"), run && views.map(([name, text]) =>
     h("a", { href: addressOf(run, name), "aria-current": name === current ? "page" : undefined }, text)));
   document.title = run ? `${run} · ${VIEWS.find(([name]) => name === current)?.[1] ?? ""} · April` : "April";
   state(runs.find(({ name }) => name === run)?.state ?? "");
@@ -82,6 +84,11 @@ function state(text) {
   chip.textContent = text;
   chip.className = `chip ${text.replace(" ", "-")}`;
 }
+
+document.querySelector(".skip").onclick = (event) => {
+  event.preventDefault();
+  view.focus();
+};
 
 const button = document.getElementById("theme");
 function theme(chosen) {

@@ -1,9 +1,14 @@
 // Now: who waits for whom at one moment, as the broker says it.
 
-import { duration, fill, h, note, number, short } from "./lib.js";
+import { duration, fill, h, note, number, renew, short } from "./lib.js";
 
+/** What has a slot, and `admission`, which waits for one. */
+const DOES = [["generating", "generate"], ["weights", "wait for weights"], ["tool", "wait for a tool"], ["idle", "idle"], ["admission", "wait for admission"]];
+/** part of its credit, the bytes that a worker may leave unread */
+const WORTH_SAYING = 0.01;
 const STATES = ["leased", "acting", "scoring", "generated", "partial", "waiting", "done", "dead"];
 const WHY = {
+  admission: "the engine has yet to admit what waits",
   barrier: "barrier: the learner has yet to make the next weights",
   weights: "weights: it has yet to load them",
   drain: "drained, or the run is over",
@@ -11,36 +16,46 @@ const WHY = {
 };
 
 export async function nowView(place, { run, follow }) {
-  const sentence = h("p", { class: "sentence", role: "status", "aria-live": "polite" }, "Asking the broker …");
+  const sentence = h("p", { class: "sentence" }, "Asking the broker …");
+  const aloud = h("p", { class: "hidden", role: "status" });
+  const alarms = h("section", { class: "alarms", "aria-label": "Alarms" });
   const figures = h("section", { class: "facts", "aria-label": "Figures" });
   const workers = h("section", { class: "panel", "aria-label": "Workers" });
   const groups = h("section", { class: "panel", "aria-label": "Groups that hold the batch up" });
   const queue = h("section", { class: "panel", "aria-label": "Queue" });
   const silent = h("section", { class: "panel", "aria-label": "Silent leases" });
-  fill(place, h("h1", { class: "hidden" }, `${run.name} now`), sentence, figures, h("div", { class: "columns" }, workers, h("div", { class: "stack" }, queue, silent, groups)));
+  fill(place, h("h1", { class: "hidden" }, `${run.name} now`), aloud, sentence, alarms, figures, h("div", { class: "columns" }, workers, h("div", { class: "stack" }, queue, silent, groups)));
 
   follow((topic, said) => {
     if (topic !== "now") return;
     if (said.away) {
-      fill(sentence, "No broker answers.");
-      fill(figures, h("div", { class: "fact" }, note(`${said.away}.`), note("What the run has left behind is in the other views.")));
-      return [workers, groups, queue, silent].forEach((section) => fill(section));
+      say("No broker answers.");
+      renew(figures, h("div", { class: "fact" }, note(`${said.away}.`), note("What the run has left behind is in the other views.")));
+      return [alarms, workers, groups, queue, silent].forEach((section) => fill(section));
     }
-    fill(sentence, said.sentence);
+    say(said.sentence);
     draw(said.status);
   }, true);
 
+  /** Read aloud when it says something else, not when its numbers have grown. */
+  function say(text) {
+    const gist = (words) => words.replace(/[\d,.]+ ?(min|h|s)?/g, "");
+    if (gist(aloud.textContent) !== gist(text)) fill(aloud, text);
+    if (sentence.textContent !== text) fill(sentence, text);
+  }
+
   function draw(status) {
     const { standing } = status;
-    fill(figures, facts(status));
-    fill(workers, h("h2", {}, "Workers"), key(), status.workers.length ? h("div", { class: "scroll inner" }, h("table", { class: "rows" },
-      h("thead", {}, h("tr", {}, ["Worker", "Version", "Slots", "Doing", "Tokens/s", "Unread"].map((text, n) => h("th", { scope: "col", class: n > 3 ? "figure" : "" }, text)))),
+    renew(alarms, [...status.step_alarms, ...status.alarms].map(({ name, sentence, page }) => h("p", { class: "problem" }, `${name.replaceAll("_", " ")}: ${sentence} (${page})`)));
+    renew(figures, facts(status));
+    renew(workers, h("h2", {}, "Workers"), key(), status.workers.length ? h("div", { class: "scroll inner" }, h("table", { class: "rows fold", "aria-label": "Workers" },
+      h("thead", {}, h("tr", {}, ["Worker", "Version", "Tokens/s", "Slots", "Else"].map((text, n) => h("th", { scope: "col", class: n === 2 ? "figure" : n === 4 ? "wide" : "" }, text)))),
       h("tbody", {}, status.workers.map(worker)))) : note("None is connected."), others(status));
-    fill(queue, h("h2", {}, "Queue"), states("Training", standing.queue.training), states("Evaluation", standing.queue.evaluation),
+    renew(queue, h("h2", {}, "Queue"), states("Training", standing.queue.training, status.queues.training_age_s), states("Evaluation", standing.queue.evaluation, status.queues.evaluation_age_s),
       note(`The oldest has waited ${duration(status.queues.oldest_waiting_s)}; the longest lease is ${duration(status.queues.longest_lease_s)} old.`));
-    fill(silent, standing.silent.length > 0 && [h("h2", {}, "Silent leases"), h("ul", {}, standing.silent.map((one) =>
+    renew(silent, standing.silent.length > 0 && [h("h2", {}, "Silent leases"), h("ul", {}, standing.silent.map((one) =>
       h("li", {}, `${one.group}.${one.index} at ${one.with}: not renewed for ${duration(one.silent_s)}, ends in ${duration(one.expires_in_s)}`)))]);
-    fill(groups, h("h2", {}, `Groups that batch ${standing.batch.step} waits for`), holders(standing.holding_up), standing.groups.length ? standing.groups.slice(0, 24).map(group) : note("None."),
+    renew(groups, h("h2", {}, `Groups that batch ${standing.batch.step} waits for`), holders(standing.holding_up), standing.groups.length ? standing.groups.slice(0, 24).map(group) : note("None."),
       standing.batch.missing > 24 && note(`and ${number(standing.batch.missing - 24)} more`));
   }
 
@@ -56,33 +71,34 @@ export async function nowView(place, { run, follow }) {
     ].map(([name, value, beside]) => h("div", { class: "fact" }, h("span", { class: "name" }, name), h("span", { class: "value" }, value), h("span", { class: "beside" }, beside)));
   }
 
-  const key = () => h("p", { class: "slots-key note", "aria-hidden": "true" }, [["generating", "generating"], ["admission", "leased, waiting for admission"], ["idle", "idle"]].map(([kind, text]) => h("span", {}, h("i", { class: kind }), text)));
+  const key = () => h("p", { class: "slots-key note", "aria-hidden": "true" }, DOES.map(([kind, text]) => h("span", {}, h("i", { class: kind }), text)));
 
   function worker(one) {
-    const { generating, admission, idle, why, unread_bytes: unread } = one.does;
-    const total = Math.max(1, generating + admission + idle);
-    const bar = [["generating", generating], ["admission", admission], ["idle", idle]].map(([kind, count]) => h("i", { class: kind, vars: { "--share": `${(100 * count) / total}%` } }));
-    return h("tr", {}, h("th", { scope: "row" }, one.name), h("td", {}, one.version),
-      h("td", { class: "slots" }, h("span", { class: "bar", "aria-hidden": "true" }, bar), h("span", {}, `${number(generating)} of ${number(one.slots)}`)),
-      h("td", { class: "why" }, [admission && `${number(admission)} wait for admission`, why && `${number(idle)} idle: ${WHY[why] ?? why}`].filter(Boolean).join("; ") || "all generate"),
-      h("td", { class: "figure" }, short(one.tokens_per_s)), h("td", { class: "figure" }, unread > 0 ? `${short(unread)} B` : "0"));
+    const { why, unread_bytes: unread, credit_bytes: credit, ...does } = one.does;
+    const total = Math.max(1, DOES.reduce((sum, [kind]) => sum + does[kind], 0));
+    const bar = DOES.filter(([kind]) => does[kind]).map(([kind]) => h("i", { class: kind, vars: { "--share": `${(100 * does[kind]) / total}%` } }));
+    const said = DOES.filter(([kind]) => does[kind] && kind !== "generating").map(([kind, text]) => `${number(does[kind])} ${text}${kind === "idle" && why ? `: ${WHY[why] ?? why}` : ""}`);
+    if (unread > credit * WORTH_SAYING) said.push(`${number(unread / 2 ** 20, 2)} of ${number(credit / 2 ** 20)} MiB unread`);
+    return h("tr", {}, h("th", { scope: "row" }, one.name), h("td", {}, one.version), h("td", { class: "figure" }, short(one.tokens_per_s)),
+      h("td", { class: "slots" }, h("span", { class: "bar", "aria-hidden": "true" }, bar), h("span", {}, `${number(does.generating)} of ${number(one.slots)} generate`)),
+      h("td", { class: "why wide" }, said.join("; ") || "–"));
   }
 
   const others = (status) => [...status.scorers.map((one) => [one, "scores"]), ...status.agents.map((one) => [one, "runs agents"])].map(([one, does]) =>
     note(`${one.name} ${does}: ${number(one.leased)} of ${number(one.capacity)}`));
 
-  function states(label, counts) {
+  function states(label, counts, ages = {}) {
     const known = STATES.filter((state) => counts[state]);
     const most = Math.max(1, ...known.map((state) => counts[state]));
-    return known.length > 0 && h("dl", { class: "states" }, h("dt", { class: "head" }, label), h("dd"), known.map((state) => [h("dt", {}, state), h("dd", {}, h("i", { vars: { "--share": `${(90 * counts[state]) / most}%` } }), number(counts[state]))]));
+    return known.length > 0 && h("dl", { class: "states" }, h("dt", { class: "head" }, label), h("dd"), known.map((state) => [h("dt", {}, state), h("dd", {}, h("i", { vars: { "--share": `${(90 * counts[state]) / most}%` } }), number(counts[state]), ages[state] !== undefined && h("span", { class: "note" }, ` oldest ${duration(ages[state])}`))]));
   }
 
-  const holders = (held) => held.length > 0 && h("div", { class: "scroll inner" }, h("table", { class: "rows" },
+  const holders = (held) => held.length > 0 && h("div", { class: "scroll inner" }, h("table", { class: "rows fold", "aria-label": "Who holds them" },
     h("thead", {}, h("tr", {}, ["Held by", "Groups", "Samples", "Longest", "For"].map((text, n) => h("th", { scope: "col", class: n ? "figure" : "" }, text)))),
     h("tbody", {}, held.slice(0, 8).map((one) => h("tr", {}, h("th", { scope: "row" }, one.with || "nobody yet"), [number(one.groups), number(one.samples), `${number(one.tokens)} tokens`, one.for_s ? duration(one.for_s) : "–"].map((text) => h("td", { class: "figure" }, text)))))));
 
   function group(one) {
     return h("div", { class: "group" }, h("b", {}, `Group ${one.group}`), note(` ${one.left} of ${one.samples} left`), h("ul", {}, one.waits_for.map((sample) =>
-      h("li", {}, `.${sample.index} ${sample.state}${sample.with ? ` at ${sample.with}` : ""}, ${number(sample.tokens)} tokens${sample.for_s ? `, for ${duration(sample.for_s)}` : ""}${sample.attempts ? `, ${sample.attempts} attempts lost` : ""}`))));
+      h("li", {}, `.${sample.index} ${sample.state}${sample.with ? ` at ${sample.with}` : ""}, ${number(sample.tokens)} tokens${sample.for_s ? `, for ${duration(sample.for_s)}` : ""}${sample.attempts ? `, ${sample.attempts} ${sample.attempts === 1 ? "attempt" : "attempts"} lost` : ""}`))));
   }
 }

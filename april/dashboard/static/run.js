@@ -141,7 +141,7 @@ export async function runView(place, { run, runs, address, signal, follow }) {
     fill(chosen, h("div", { class: "head" }, h("h2", {}, at.length > 1 ? "Two steps" : `Step ${picked[0]}`),
       at.map((row) => h("a", { class: "button", href: addressOf(run.name, "samples", [], { "step.min": table.step[row], "step.max": table.step[row] }) }, `Samples of step ${table.step[row]}`)),
       h("button", { type: "button", onclick: () => { picked = []; remember(); fill(chosen); } }, "Close")),
-    h("div", { class: "scroll" }, h("table", { class: "rows figures" },
+    h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Figures of the chosen steps" }, h("table", { class: "rows figures" },
       h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "Figure"), at.map((row) => h("th", { scope: "col", class: "figure" }, `Step ${table.step[row]}`)), at.length > 1 && h("th", { scope: "col", class: "figure" }, "Difference"))),
       h("tbody", {}, columns.map((name) => {
         const values = at.map((row) => table[name][row]);

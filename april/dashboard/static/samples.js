@@ -25,7 +25,7 @@ export async function samplesView(place, { run, address, signal, follow }) {
   const pages = h("div", { class: "pages" });
   const form = h("form", { class: "filters", role: "search", "aria-label": "Filters of samples", onsubmit: (event) => event.preventDefault() });
   fill(place, h("h1", { class: "hidden" }, `Samples of ${run.name}`), form, count,
-    h("div", { class: "scroll" }, h("table", { class: "rows samples", onkeydown: walk }, h("caption", { class: "hidden" }, "Samples"), h("thead", {}, head), body)), pages);
+    h("div", { class: "scroll" }, h("table", { class: "rows fold samples", onkeydown: walk }, h("caption", { class: "hidden" }, "Samples"), h("thead", {}, head), body)), pages);
 
   let timer = 0;
   const soon = (key, value) => {
