@@ -1,16 +1,18 @@
 """One engine on the virtual clock: between two events its decode steps are counted, not taken one by one."""
 
-import heapq
-from bisect import bisect_right
+from array import array
+from bisect import bisect_right, insort
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from april.config.costs import EngineCost
 from april.wire.version import Version
 
+INFINITY = float("inf")
 KV_HEADROOM = 0.05
 """share of the KV cache that is free after a retraction, and that an admission leaves free"""
+LEASE_BITS = 36
+"""of the numbers by which an engine's runs are sorted; the others are those of the step at which one ends"""
 
 
 @dataclass(slots=True, eq=False)
@@ -38,6 +40,11 @@ class Run:
     def context(self) -> int:
         """Tokens in KV when it is admitted."""
         return self.prompt_tokens + self.acknowledged + self.generated
+
+
+def end_of(run: Run) -> int:
+    """Sorts what runs in an engine by the step at which it ends, then by its lease."""
+    return run.begun + run.left << LEASE_BITS | run.lease_id
 
 
 class SimulatedEngine:
@@ -71,7 +78,6 @@ class SimulatedEngine:
         their room is needed"""
         self.running: dict[int, Run] = {}
         self.waiting: deque[Run] = deque()
-        self.next_event_s = float("inf")
         self.generated = 0
         """response tokens, up to `clock_s`"""
         self.prefilled_tokens = 0
@@ -88,13 +94,16 @@ class SimulatedEngine:
         """slot-seconds in which samples waited for room in the cache"""
         self.transit_slot_s = 0.0
         """slot-seconds in which samples were on their way in"""
-        self._finishes: list[tuple[int, int]] = []
-        """heap of (step, lease id)"""
+        self._ends = array("Q")
+        """of what runs, `end_of`, sorted"""
         self._changes: tuple[list[int], list[Version]] = ([0], [Version(0, 0)])
         """from which step on which version"""
         self._staged: tuple[float, Version, float] | None = None
         self._take_back_s: float | None = None
-        self._planned_steps = 0
+        self._recalled: dict[int, float] = {}
+        """leases of samples that are to be handed back one by one, and since when"""
+        self._planned: tuple[int, float] | None = None
+        """decode steps up to the next event, and its instant; None: something has changed since"""
         self._full = False
         """the first that waits has no room"""
         self._full_s = -1.0
@@ -104,63 +113,82 @@ class SimulatedEngine:
 
     def submit(self, run: Run) -> None:
         self.waiting.append(run)
-        self._plan()
+        self._planned = None
 
     def take_back(self, now: float) -> None:
         """Have everything handed back at the end of the step that is under way."""
         self._take_back_s = now
-        self._plan()
+        self._planned = None
+
+    def recall(self, lease_id: int, now: float) -> None:
+        """Have one sample handed back at the end of the step that is under way, unless it ends with it."""
+        self._recalled[lease_id] = now
+        self._planned = None
 
     def load_weights(self, version: Version, now: float, pause_s: float) -> None:
         """Swap weights at the end of the step that is under way; newer ones replace those not yet taken in."""
         self._staged = (now, version, pause_s)
-        self._plan()
+        self._planned = None
+
+    def length_of(self, lease_id: int, now: float) -> int:
+        """Response tokens of a sample by now, those that it came with among them; 0 before it runs."""
+        run = self.running.get(lease_id)
+        if run is None:
+            return 0
+        self._planned = self._planned or self._plan()
+        steps = self.cost.steps_until((now - self.clock_s) / self.slowdown, len(self.running), self.kv)
+        return run.acknowledged + run.generated + self.steps - run.begun + min(steps, self._planned[0])
 
     # --- events ---------------------------------------------------------------------------------------------
 
+    @property
+    def next_event_s(self) -> float:
+        """When to look at it next: at a finish, when the cache is full, or for what has been requested."""
+        self._planned = self._planned or self._plan()
+        return self._planned[1]
+
     def wake(self) -> tuple[list[Run], list[Run]]:
         """The event at `next_event_s`: (samples that have ended, samples handed back)."""
-        now = self.next_event_s
-        self._count(self._planned_steps)
-        self.kv_peak = max(self.kv_peak, self.kv)
+        steps, now = self._planned or self._plan()
+        self._planned = None
+        self._count(steps)
+        if self.kv > self.kv_peak:
+            self.kv_peak = self.kv
         if self.handed_back:
             self._forget_handed_back()
         self.clock_s = now
-        self._note_full(now)
-        ended = list(self._pop_finished())
+        if self._full:
+            self._full_s = now
+        ended = self._pop_finished()
         handed_back = []
         if self._take_back_s is not None and self._take_back_s <= now:
             handed_back = self._take_all_back(now)
+        elif self._recalled:
+            handed_back = self._take_recalled(now)
         if self._staged and self._staged[0] <= now:
             self._swap_weights(*self._staged[1:])
-        self._retract()
-        self._admit(now)
-        self._plan()
+        if self.kv + len(self.running) > self.cost.kv_tokens:
+            self._retract()
+        if self.waiting:
+            self._admit(now)
         return ended, handed_back
 
     def fail(self, now: float) -> list[Run]:
         """Everything it held, with what was generated up to now."""
         steps = self.cost.steps_until((now - self.clock_s) / self.slowdown, len(self.running), self.kv)
         self._count(max(0, steps - 1) if self.running else 0)
-        self._note_full(now)
+        if self._full:
+            self._full_s = now
         lost = self._take_all_back(now)
         self.handed_back.clear()
-        self.clock_s, self._staged = now, None
-        self._plan()
+        self.clock_s, self._staged, self._planned = now, None, None
         return lost
 
     def drop(self, lease_id: int) -> Run | None:
         """Stop generating a sample whose lease is void; what it has become here, None if it has ended."""
-        run = self.running.get(lease_id)
-        if run is None:
-            run = next((run for run in self.waiting if run.lease_id == lease_id), None)
-            self.waiting = deque(run for run in self.waiting if run.lease_id != lease_id)
-        else:
-            self._settle(run)
-            self._remove(run)
-            self._order_finishes()
-        self._full = False
-        self._plan()
+        run = self._take_out(lease_id)
+        self._sort_ends()
+        self._full, self._planned = False, None
         return run
 
     # --- inside ---------------------------------------------------------------------------------------------
@@ -172,45 +200,38 @@ class SimulatedEngine:
         self.kv += steps * running
         self.generated += steps * running
 
-    def _note_full(self, now: float) -> None:
-        if self._full:
-            self._full_s = now
-
-    def _plan(self) -> None:
-        """When to look at it next: at a finish, when the cache is full, or for what has been requested."""
-        running = len(self.running)
-        wanted_s = self._wanted_s()
+    def _plan(self) -> tuple[int, float]:
+        running, wanted_s = len(self.running), self._wanted_s()
         if not running:
-            self._planned_steps, self.next_event_s = 0, max(self.clock_s, wanted_s)
-            return
-        steps = self._finishes[0][0] - self.steps
+            return 0, max(self.clock_s, wanted_s)
+        steps = (self._ends[0] >> LEASE_BITS) - self.steps
         until_full = (self.cost.kv_tokens - self.kv) // running
         if until_full < steps and running > 1:
             steps = max(1, until_full)
-        if wanted_s < float("inf"):
+        if wanted_s < INFINITY:
             until_wanted = self.cost.steps_until((wanted_s - self.clock_s) / self.slowdown, running, self.kv)
             steps = min(steps, until_wanted)
-        self._planned_steps = steps
-        self.next_event_s = self.clock_s + self.slowdown * self.cost.steps_s(steps, running, self.kv)
+        return steps, self.clock_s + self.slowdown * self.cost.steps_s(steps, running, self.kv)
 
     def _wanted_s(self) -> float:
-        wanted_s = float("inf")
-        if self._take_back_s is not None:
-            wanted_s = self._take_back_s
+        wanted_s = INFINITY if self._take_back_s is None else self._take_back_s
+        if self._recalled:
+            wanted_s = min(wanted_s, *self._recalled.values())
         if self._staged:
             wanted_s = min(wanted_s, self._staged[0])
         if self.waiting and not self._full and len(self.running) < self.slots:
             wanted_s = min(wanted_s, self.waiting[0].arrives_s)
         return wanted_s
 
-    def _pop_finished(self) -> Iterator[Run]:
-        while self._finishes and self._finishes[0][0] <= self.steps:
-            _, lease_id = heapq.heappop(self._finishes)
-            run = self.running[lease_id]
+    def _pop_finished(self) -> list[Run]:
+        finished = []
+        while self._ends and self._ends[0] >> LEASE_BITS <= self.steps:
+            run = self.running.pop(self._ends.pop(0) & (1 << LEASE_BITS) - 1)
             self._settle(run)
-            self._remove(run)
+            self.kv -= run.context
             self._full = False
-            yield run
+            finished.append(run)
+        return finished
 
     def _take_all_back(self, now: float) -> list[Run]:
         for run in self.running.values():
@@ -221,9 +242,31 @@ class SimulatedEngine:
         taken = [*self.running.values(), *self.waiting]
         self.running.clear()
         self.waiting.clear()
-        self._finishes.clear()
+        del self._ends[:]
+        self._recalled.clear()
         self.kv, self._take_back_s, self._full = 0, None, False
         return taken
+
+    def _take_recalled(self, now: float) -> list[Run]:
+        """Those that were recalled by now; others of them have ended."""
+        due = [lease_id for lease_id, at in self._recalled.items() if at <= now]
+        for lease_id in due:
+            del self._recalled[lease_id]
+        taken = [run for run in (self._take_out(lease_id) for lease_id in due) if run]
+        if taken:
+            self._sort_ends()
+            self._full = False
+        return taken
+
+    def _take_out(self, lease_id: int) -> Run | None:
+        """What a sample has become here; None if it has ended."""
+        run = self.running.get(lease_id)
+        if run is None:
+            run = next((run for run in self.waiting if run.lease_id == lease_id), None)
+            self.waiting = deque(run for run in self.waiting if run.lease_id != lease_id)
+        else:
+            self._remove(run)
+        return run
 
     def _settle(self, run: Run) -> None:
         """Enter in the sample what it has generated since it was admitted, split by version."""
@@ -240,6 +283,7 @@ class SimulatedEngine:
         run.begun = end
 
     def _remove(self, run: Run) -> None:
+        self._settle(run)
         del self.running[run.lease_id]
         self.kv -= run.context
 
@@ -272,24 +316,22 @@ class SimulatedEngine:
             excess -= self.handed_back.pop(next(iter(self.handed_back)))
 
     def _retract(self) -> None:
-        """If the next step does not fit, those that have generated least wait until there is room."""
-        if self.kv + len(self.running) <= self.cost.kv_tokens or len(self.running) < 2:
+        """The next step does not fit: those that have generated least wait until there is room."""
+        if len(self.running) < 2:
             return
         youngest_first = sorted(self.running.values(), key=lambda run: run.generated + self.steps - run.begun)
         for run in youngest_first[:-1]:
             if self.kv <= self.cost.kv_tokens * (1 - KV_HEADROOM):
                 break
-            self._settle(run)
             self._remove(run)
             run.arrives_s = self.clock_s
             self.waiting.appendleft(run)
             self.retractions += 1
             self._full = True
-        self._order_finishes()
+        self._sort_ends()
 
-    def _order_finishes(self) -> None:
-        self._finishes = [(run.begun + run.left, run.lease_id) for run in self.running.values()]
-        heapq.heapify(self._finishes)
+    def _sort_ends(self) -> None:
+        self._ends = array("Q", sorted(map(end_of, self.running.values())))
 
     def _admit(self, now: float) -> None:
         admitted = context = 0
@@ -316,7 +358,7 @@ class SimulatedEngine:
             admitted, context = admitted + 1, context + needed - found
             run.begun = self.steps
             running[run.lease_id] = run
-            heapq.heappush(self._finishes, (self.steps + run.left, run.lease_id))
+            insort(self._ends, end_of(run))
         if admitted:
             self.clock_s += self.cost.context_s(admitted, context) * self.slowdown
         self._full = self._full and bool(waiting)

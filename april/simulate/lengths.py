@@ -60,7 +60,7 @@ class Lengths:
         """Lengths of its prompt and of one of its samples (tokens)."""
         prompts, responses = self._block(group // BLOCK_GROUPS)
         place = group % BLOCK_GROUPS
-        return int(prompts[place]), int(responses[place, index])
+        return prompts.item(place), responses.item(place, index)
 
     @property
     def longest_context(self) -> int:

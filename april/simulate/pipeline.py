@@ -12,8 +12,9 @@ import numpy as np
 from april.broker.ledger.admission import Verdict
 from april.broker.ledger.ledger import Ledger
 from april.broker.ledger.rules import Rules
-from april.broker.ledger.samples import Sample
+from april.broker.ledger.samples import Lease, Sample
 from april.broker.ledger.state import DEAD_ROUNDS
+from april.broker.migration import LOOK_S, Migration, Seat
 from april.broker.plan import make_schedule
 from april.broker.schedules.schedule import choose_sample
 from april.config import ConfigError
@@ -21,11 +22,10 @@ from april.simulate.engine import Run, SimulatedEngine
 from april.simulate.measures import Measures
 from april.simulate.scenario import Scenario
 from april.simulate.state import SimulationState
-from april.wire.rows import CHUNK, ENDINGS, ROW, Row
+from april.wire.rows import CHUNK, ENDINGS, ROW
 from april.wire.version import Version
 
 INFINITY = float("inf")
-GC_THRESHOLDS = (1_000_000, 20, 100)
 NO_PAYLOAD = 0
 """crc32 of nothing"""
 LEARNER = -1
@@ -33,14 +33,15 @@ LEARNER = -1
 
 
 @contextmanager
-def few_collections() -> Iterator[None]:
-    """A run makes hardly any cycles, and looking for them among all that is in flight takes a sixth of its time."""
-    usual = gc.get_threshold()
-    gc.set_threshold(*GC_THRESHOLDS)
+def no_collections() -> Iterator[None]:
+    """A run leaves no cycles behind, and looking for them among all that is in flight takes a sixth of its time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
     try:
         yield
     finally:
-        gc.set_threshold(*usual)
+        if was_enabled:
+            gc.enable()
 
 
 class EndlessPrompts:
@@ -100,8 +101,12 @@ class Pipeline:
         self._numbers = itertools.count()
         self._due = [INFINITY] * len(self.engines)
         """the instant of each engine's event that counts"""
+        self._touched: dict[int, None] = {}
+        """engines to replan, in the order in which they were touched last"""
         self._by_load: list[tuple[float, int, int]] = []
         """heap of (share of slots that is leased, engine, its load); an entry with another load is out of date"""
+        self._migration = Migration() if schedule.migrate else None
+        self._next_look_s = 0.0
         self._failures: list[tuple[float, int]] = []
         """heap of (instant, engine), a failure if the engine is up, otherwise its return"""
 
@@ -115,7 +120,7 @@ class Pipeline:
     # --- the clock ------------------------------------------------------------------------------------------
 
     def run(self) -> Measures:
-        with few_collections():
+        with no_collections():
             self.start()
             while self.ledger.consumed < self.last_step:
                 self.next_instant()
@@ -127,6 +132,7 @@ class Pipeline:
             self._has_room(number)
             self._schedule_failure(number)
         self._after_change()
+        self._replan()
 
     @property
     def next_s(self) -> float:
@@ -139,47 +145,54 @@ class Pipeline:
         at_s = self.next_s
         if at_s == INFINITY:
             raise Stuck(self.ledger.next_step, self.state.now_s)
-        self._move_clock(at_s)
+        if at_s > self.state.now_s:
+            self.measures.passed(at_s - self.state.now_s)
+            self.state.now_s = at_s
         changed = False
         while self._failures and self._failures[0][0] == at_s:
             self._fail_or_return(heapq.heappop(self._failures)[1])
+            self._replan()
             changed = True
         while self._events and self._events[0][0] == at_s:
-            _, _, number = heapq.heappop(self._events)
+            number = heapq.heappop(self._events)[2]
             if number == LEARNER:
                 self._trained()
+                self._replan()
                 changed = True
             elif at_s == self._due[number]:
                 changed |= self._wake(number)
         if changed:
             self._after_change()
+        self._replan()
 
-    def _move_clock(self, now_s: float) -> None:
-        if now_s > self.state.now_s:
-            self.measures.passed(now_s - self.state.now_s)
-            self.state.now_s = now_s
+    def _touch(self, number: int) -> None:
+        """Its next event may be another now."""
+        self._touched.pop(number, None)
+        self._touched[number] = None
 
-    def _replan(self, number: int) -> None:
-        at_s = self.engines[number].next_event_s
-        if at_s != self._due[number]:
-            self._due[number] = at_s
-            if at_s < INFINITY:
-                heapq.heappush(self._events, (at_s, next(self._numbers), number))
+    def _replan(self) -> None:
+        for number in self._touched:
+            at_s = self.engines[number].next_event_s
+            if at_s != self._due[number]:
+                self._due[number] = at_s
+                if at_s < INFINITY:
+                    heapq.heappush(self._events, (at_s, next(self._numbers), number))
+        self._touched.clear()
 
     # --- engines --------------------------------------------------------------------------------------------
 
     def _wake(self, number: int) -> bool:
         """An event of an engine; whether it is one for the broker, too."""
-        engine = self.engines[number]
+        engine, longest = self.engines[number], self.scenario.lengths.longest_tokens
         version = engine.version
         ended, handed_back = engine.wake()
         self._due[number] = INFINITY
-        self._replan(number)
+        self._touch(number)
         for run in ended:
-            self._hand_in(run, "length" if run.acknowledged + run.generated == self.longest else "stop")
+            self._hand_in(run, "length" if run.acknowledged + run.generated == longest else "stop")
         for run in handed_back:
             self._hand_in(run)
-            self.ledger.end_lease(run.lease_id, "abort")
+            self.ledger.end_lease(run.lease_id, "recall" if self.ledger.round_open else "abort")
         if ended or handed_back:
             engine.load -= len(ended) + len(handed_back)
             self._has_room(number)
@@ -187,22 +200,18 @@ class Pipeline:
             self._has_room(number)
         return bool(ended or handed_back or engine.version is not version)
 
-    @property
-    def longest(self) -> int:
-        return self.scenario.lengths.longest_tokens
-
     def _hand_in(self, run: Run, finish_reason: str = "") -> None:
         """Report what a sample has become, version by version, and its score if it is complete."""
-        ledger, table, start, pieces = self.ledger, bytearray(), run.acknowledged, len(run.pieces)
+        ledger, table, start, left = self.ledger, b"", run.acknowledged, len(run.pieces)
         finish = ENDINGS.index(finish_reason)
-        for place, (version, count) in enumerate(run.pieces, start=1):
-            ending = finish if place == pieces else 0
-            row = Row(run.lease_id, 0.0, start, count, *version, 0, NO_PAYLOAD, CHUNK, ending, 0, 0)
-            table += ROW.pack(*row)
+        for (branch, step), count in run.pieces:
+            left -= 1
+            ending = 0 if left else finish
+            table += ROW.pack(run.lease_id, 0.0, start, count, branch, step, 0, NO_PAYLOAD, CHUNK, ending, 0, 0, 0)
             start += count
         if table:
-            verdicts = ledger.add_chunks(bytes(table), checksum=NO_PAYLOAD)
-            assert verdicts.count(Verdict.OK) == pieces, f"{verdicts}: {run}"
+            verdicts = ledger.add_chunks(table, checksum=NO_PAYLOAD)
+            assert verdicts.count(Verdict.OK) == len(run.pieces), f"{verdicts}: {run}"
         if finish_reason:
             ledger.score(run.lease_id, 1.0)
 
@@ -216,7 +225,7 @@ class Pipeline:
             self.state.down.remove(number)
             engine.version = Version(0, self.ledger.consumed)
             engine.load_weights(engine.version, self.state.now_s, 0.0)
-            self._replan(number)
+            self._touch(number)
             self._has_room(number)
             self._schedule_failure(number)
         else:
@@ -224,7 +233,7 @@ class Pipeline:
             for run in engine.fail(self.state.now_s):
                 self._lose(engine, run)
             self._drop_voided()
-            self._replan(number)
+            self._touch(number)
             heapq.heappush(self._failures, (self.state.now_s + self.scenario.engines.restart_s, number))
 
     def _lose(self, engine: SimulatedEngine, run: Run) -> None:
@@ -280,7 +289,7 @@ class Pipeline:
         for number, engine in enumerate(self.engines):
             if number not in self.state.down:
                 engine.load_weights(version, self.weights_sent_s, weights.pause_s)
-                self._replan(number)
+                self._touch(number)
 
     # --- the broker -----------------------------------------------------------------------------------------
 
@@ -289,16 +298,22 @@ class Pipeline:
         next_step = self.ledger.next_step
         while self.schedule.advance(self.ledger):
             self._abort()
-        if self.ledger.dead_in_a_row >= DEAD_ROUNDS * self.scenario.schedule.groups_per_round:
+        dead = self.ledger.dead_in_a_row
+        if dead and dead >= DEAD_ROUNDS * self.scenario.schedule.groups_per_round:
             raise ConfigError(
                 f"key 'engines.failure_every_s' = {self.scenario.engines.failure_every_s}: engines fail so often that "
-                f"{self.ledger.dead_in_a_row} groups in a row lost samples for good, and a run would end; raise it"
+                f"{dead} groups in a row lost samples for good, and a run would end; raise it"
             )
         for step in range(next_step, self.ledger.next_step):
             self.measures.delivered(self._batch_tokens(step))
         self._drop_voided()
         self._train()
+        if self._migration:
+            self._grant_moved(self._migration)
         self._hand_out()
+        if self._migration and self.state.now_s >= self._next_look_s:
+            self._next_look_s = self.state.now_s + LOOK_S
+            self._recall(self._migration)
 
     def _drop_voided(self) -> None:
         """Samples whose group has ended without them."""
@@ -308,14 +323,15 @@ class Pipeline:
             run = self.engines[number].drop(lease_id)
             self.state.lost_tokens += run.generated if run else 0
             self.engines[number].load -= 1
-            self._replan(number)
+            self._touch(number)
             self._has_room(number)
 
     def _abort(self) -> None:
         for number, engine in enumerate(self.engines):
             if engine.load:
                 engine.take_back(self.state.now_s)
-                self._replan(number)
+                self._touch(number)
+        self._replan()
 
     def _has_room(self, number: int) -> None:
         engine = self.engines[number]
@@ -349,7 +365,7 @@ class Pipeline:
                 continue
             home = self._home(sample, step, number)
             self._grant(sample, self.engines[home])
-            self._replan(home)
+            self._touch(home)
             self._has_room(home)
             if home != number:
                 heapq.heappush(self._by_load, entry)
@@ -363,7 +379,40 @@ class Pipeline:
         able = number not in self.state.down and home.load < home.slots and home.version.step == step
         return number if able else emptiest
 
-    def _grant(self, sample: Sample, engine: SimulatedEngine) -> None:
+    def _grant_moved(self, migration: Migration) -> None:
+        """What has come back to move goes to the engine that it was asked back for, as `WorkerDesk` does it."""
+        for move in migration.returned(self.ledger, self.state.now_s):
+            number = self.number_of[move.target]
+            engine, cost = self.engines[number], self.scenario.cost
+            step, able = engine.version.step, number not in self.state.down and engine.load < engine.slots
+            if able and step >= move.sample.first_step and self.schedule.hands_out(self.ledger, step):
+                context = self.lengths.prompt_of(move.sample.group.id) + move.sample.length
+                lease = self._grant(move.sample, engine)
+                migration.moved(lease, self.state.now_s)
+                migration.resumed(context, cost.context_s(1, context) * engine.slowdown)
+                self.state.moved += 1
+                self._touch(number)
+                self._has_room(number)
+
+    def _recall(self, migration: Migration) -> None:
+        """Ask stragglers back for engines that have room for them."""
+        seats = []
+        for number, engine in enumerate(self.engines):
+            if number in self.state.down:
+                continue
+            if running := len(engine.running):
+                token_s = self.scenario.cost.steps_s(1, running, engine.kv) * engine.slowdown
+                migration.saw(engine.name, engine.load, token_s * engine.load / running)
+            seats.append(Seat(engine.name, engine.load, engine.load < engine.slots, engine.version.step))
+        for move in migration.choose(self.ledger, seats, self.state.now_s, self._length_of):
+            holder = self.number_of[self.ledger.leases[move.lease_id].worker]
+            self.engines[holder].recall(move.lease_id, self.state.now_s)
+            self._touch(holder)
+
+    def _length_of(self, lease: Lease) -> int:
+        return self.engines[self.number_of[lease.worker]].length_of(lease.id, self.state.now_s)
+
+    def _grant(self, sample: Sample, engine: SimulatedEngine) -> Lease:
         group = sample.group.id
         lease = self.ledger.lease(sample, engine.name, engine.version.step, INFINITY)
         prompt_tokens, length = self.lengths.at(group, sample.index)
@@ -373,6 +422,7 @@ class Pipeline:
         engine.submit(Run(lease.id, prompt_tokens, sample.length, left, arrives_s, place))
         engine.load += 1
         self.state.handed_out += 1
+        return lease
 
 
 def simulate(scenario: Scenario) -> Measures:

@@ -4,12 +4,12 @@ The learner trains step k once all have delivered it, and reports it to all at o
 among its own groups, for batches of its own size; so does the batch that their parts make.
 """
 
+import heapq
 from dataclasses import dataclass
-from operator import attrgetter
 
 from april.config import ConfigError
 from april.simulate.measures import Measures
-from april.simulate.pipeline import Pipeline, few_collections
+from april.simulate.pipeline import Pipeline, no_collections
 from april.simulate.scenario import Scenario
 
 
@@ -55,11 +55,13 @@ class Shards:
         self._tokens: list[int] = []
         """of the parts of the next batch that are there"""
         self._first_s = 0.0
+        self._upcoming: list[tuple[float, int]] = []
+        """heap of (next instant, broker); an entry with another instant than the broker's next is out of date"""
         for pipeline in self.pipelines:
             pipeline.learns = self._take
 
     def run(self) -> Sharded:
-        with few_collections():
+        with no_collections():
             self._run()
         for pipeline in self.pipelines:
             pipeline.measures.finish()
@@ -68,12 +70,21 @@ class Shards:
     def _run(self) -> None:
         for pipeline in self.pipelines:
             pipeline.start()
-        behind = list(self.pipelines)
-        while behind:
-            first = min(behind, key=attrgetter("next_s")) if len(behind) > 1 else behind[0]
-            first.next_instant()
-            if first.ledger.consumed >= first.last_step:
-                behind.remove(first)
+        self._expect()
+        while self._upcoming:
+            at_s, number = heapq.heappop(self._upcoming)
+            pipeline = self.pipelines[number]
+            while at_s == pipeline.next_s and pipeline.ledger.consumed < pipeline.last_step:
+                pipeline.next_instant()
+                at_s = pipeline.next_s
+                if self._upcoming and self._upcoming[0] < (at_s, number):
+                    heapq.heappush(self._upcoming, (at_s, number))
+                    break
+
+    def _expect(self) -> None:
+        """What comes next is another instant now, whichever broker it is of."""
+        for number, pipeline in enumerate(self.pipelines):
+            heapq.heappush(self._upcoming, (pipeline.next_s, number))
 
     def _take(self, pipeline: Pipeline, tokens: int) -> None:
         """A broker's part of the next batch; with the last of them the learner begins."""
@@ -90,3 +101,4 @@ class Shards:
         for shard in self.pipelines:
             shard.measures.training_s += duration_s
             shard.learner_reports(max(now_s + duration_s, shard.weights_sent_s))
+        self._expect()

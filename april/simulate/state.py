@@ -19,6 +19,8 @@ class SimulationState:
     """generated, and lost with an engine before they were acknowledged"""
     handed_out: int = 0
     """leases"""
+    moved: int = 0
+    """stragglers that went on in another engine"""
     down: set[int] = field(default_factory=set)
     """places of the engines that have failed and are not back"""
 

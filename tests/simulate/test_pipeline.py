@@ -57,6 +57,7 @@ SCHEDULES = {
     "continuous": {"schedule__kind": "continuous", "schedule__in_flight": 16},
     "bounded": {"schedule__kind": "continuous", "schedule__in_flight": 16, "schedule__max_staleness": 1},
     "recomputed": {"schedule__kind": "continuous", "schedule__in_flight": 16, "weights__keep_kv": False},
+    "moving": {"schedule__kind": "sync", "schedule__migrate": True},
 }  # fmt: skip
 
 KNOWN = {
@@ -68,6 +69,7 @@ KNOWN = {
     "continuous": (48.705898, 44198, 40244, 15680),
     "bounded": (54.336592, 33132, 33059, 7132),
     "recomputed": (47.966226, 47101, 40244, 46893),
+    "moving": (152.53279, 40972, 40244, 16217),
 }
 """time of the last step (seconds), tokens that were generated, consumed and computed as context, of seed 3"""
 
@@ -114,8 +116,9 @@ def test_the_ledger_closes_the_bound_holds_and_no_token_is_made_up(schedule, cir
     assert (pipeline.state.lost_tokens > 0) == bool(circumstances)
 
 
-def test_every_response_that_is_trained_has_the_length_it_was_given():
-    pipeline = Pipeline(scenario(**SCHEDULES["april"]))
+@pytest.mark.parametrize("schedule", ["april", "moving"])
+def test_every_response_that_is_trained_has_the_length_it_was_given(schedule):
+    pipeline = Pipeline(scenario(cost=GROWING, engines__speed_spread=0.5, **SCHEDULES[schedule]))
     lengths, trained = pipeline.lengths, []
     note = pipeline.measures.trained
 
@@ -128,6 +131,14 @@ def test_every_response_that_is_trained_has_the_length_it_was_given():
     pipeline.measures.trained = compare
     pipeline.run()
     assert len(set(trained)) == len(trained) == 4 * pipeline.ledger.consumed
+
+
+def test_stragglers_of_slow_engines_end_sooner_elsewhere_and_their_contexts_are_computed_there():
+    uneven = scenario(cost=GROWING, **SCHEDULES["sync"], engines__speed_spread=0.5)
+    moving = Pipeline(uneven.with_keys(schedule__migrate=True))
+    stayed, moved = simulate(uneven).measured, moving.run().measured
+    assert moved.consumed == stayed.consumed and moved.time_s < 0.9 * stayed.time_s
+    assert moving.state.moved > 0 and moved.recomputed > 0 == stayed.recomputed
 
 
 def test_sync_takes_as_long_as_its_longest_response_and_what_follows_it():
