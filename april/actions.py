@@ -9,7 +9,8 @@ from typing import NoReturn
 
 from april import config as configuration
 from april.config import ConfigError
-from april.config.checks import check_schedule, is_shipped
+from april.config.checks import check_schedule
+from april.config.naming import is_shipped
 from april.processes.lifetime import REFUSED, RUN_FAILED, STEPPED_ASIDE
 from april.registry import look_in, registry_of
 
@@ -30,7 +31,8 @@ def run_command(options, overrides: list[str]) -> int:
         raise ConfigError("option '--accept-loss' is for a run that goes on; give --resume with it")
     from april.broker.plan import advice, describe_plan
     from april.launch import preflight
-    from april.launch.devices import describe_placement, place, visible_devices
+    from april.launch.devices import describe_placement, numa_nodes, place, visible_devices
+    from april.launch.memory import bounded
     from april.launch.rehearsal import STARTING_S
     from april.launch.supervisor import RunFailed, Supervisor
     from april.processes.lifetime import die_with_parent
@@ -41,12 +43,13 @@ def run_command(options, overrides: list[str]) -> int:
         die_with_parent()
     config, why = resolve(load_config(options.config, overrides), resumed=options.resume)
     check_trainer(config, options.without_learner)
+    devices = visible_devices()
+    config = bounded(config, devices)
     with contextlib.ExitStack() as folder:
         changes = []
         if options.resume:
             folder.enter_context(preflight.held(config))
             changes = preflight.check_resume(config, options.accept_loss)
-        devices = visible_devices()
         found = preflight.examine(config, devices, STARTING_S)
         found.refuse()
         placed = place(config, devices)
@@ -62,7 +65,7 @@ def run_command(options, overrides: list[str]) -> int:
                 view.note(f"      {advised}")
             for line in (*found.lines(), *map("remark: {}".format, found.remarks)):
                 view.note(line)
-            for line in describe_placement(placed):
+            for line in describe_placement(placed, numa_nodes(devices)):
                 view.note(f"accelerators of {line}")
             if options.resume:
                 preflight.note_resume(config.run_dir, changes)
@@ -370,6 +373,13 @@ def keygen_command(options, overrides: list[str]) -> int:
     paths = [keygen.add_peer(options.folder, options.role, options.name)] if options.name else None
     for path in paths or keygen.make_folder(options.folder):
         print(path)
+    return 0
+
+
+def convert_weights_command(options, overrides: list[str]) -> int:
+    from april.learner.convert_weights import to_model
+
+    print(f"step {to_model(options.run, options.step, options.out)} is in {options.out}")
     return 0
 
 

@@ -206,6 +206,13 @@ def build_parser() -> argparse.ArgumentParser:
     keygen.add_argument("--role", choices=ROLES, help="of one more peer [default: all keys]")
     keygen.add_argument("--name", help="of that peer and its key file, unique in the allow-list")
 
+    weights = add(
+        commands, "convert-weights", actions.convert_weights_command, "a checkpoint of a run as a Hugging Face folder"
+    )
+    weights.add_argument("run", type=Path, help="a run folder, such as runs/quickstart")
+    weights.add_argument("--step", type=int, help="of its checkpoint [default the newest]")
+    weights.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="a new folder for the model")
+
     policy = add(
         commands, "make-policy", actions.make_policy_command, "make the quickstart's policy (about a minute, cached)"
     )

@@ -24,6 +24,7 @@ PLACE = "package.module:Name"
 ROOMS = {
     "worker.engine": "april.workers.engines:ENGINES",
     "schedule.kind": "april.broker.schedules:SCHEDULES",
+    "learner.backend": "april.learner.backends:BACKENDS",
     "algorithm.loss": "april.learner.losses:LOSSES",
     "algorithm.corrections": "april.learner.losses:CORRECTIONS",
     "algorithm.advantage": "april.learner.losses:ADVANTAGES",

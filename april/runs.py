@@ -3,19 +3,21 @@
     run = april.runs.load("runs/quickstart")
     run.steps            # a line of metrics.jsonl each
     run.samples()        # what is kept of all steps; run.samples(10) of one
-    run.ledger           # where every generated token is
+    run.ledger           # after each step, where every generated token is
 
-Tables are pandas data frames where pandas is installed; otherwise `steps` is a list of dictionaries, and samples are a
-pyarrow table.
+Tables are pandas data frames where pandas is installed; otherwise steps and ledger are lists of dictionaries, and
+samples are a pyarrow table.
 """
 
 from pathlib import Path
 from typing import Any
 
 from april.config import ConfigError
-from april.report.facts import Ledger, ledger_of
 from april.report.run_folder import Run, read_run
 from april.report.samples import files
+
+PLACES = ("trained", "delivered", "ready", "open")
+"""of tokens that are not discarded"""
 
 
 class LoadedRun:
@@ -43,8 +45,17 @@ class LoadedRun:
         return self._run.steps if pandas is None else pandas.json_normalize(self._run.steps, max_level=1)
 
     @property
-    def ledger(self) -> Ledger | None:
-        return ledger_of(self._run)
+    def ledger(self) -> Any:
+        """A row a step: the tokens in each place, those of each discard as `discarded.REASON`, and whether it `closes`:
+        whether they add up to what was `generated`. The last row is the summary's, which is newer than its step's."""
+        told = {step["step"]: step["tokens_ledger"] for step in self._run.steps if step.get("tokens_ledger")}
+        summary = self._run.summary
+        if summary.get("tokens"):
+            told[summary.get("steps", 0)] = summary["tokens"]
+        reasons = sorted({reason for tokens in told.values() for reason in tokens.get("discarded") or {}})
+        rows = [ledger_row(step, tokens, reasons) for step, tokens in told.items()]
+        pandas = find_pandas()
+        return rows if pandas is None else pandas.DataFrame(rows)
 
     @property
     def evaluation(self) -> list[dict[str, Any]]:
@@ -67,6 +78,14 @@ class LoadedRun:
             raise ConfigError(f"{self.path} has kept no samples; set samples.every above 0 in the next run")
         table = dataset.dataset(paths, format="parquet").to_table(columns=columns)
         return table if find_pandas() is None else table.to_pandas()
+
+
+def ledger_row(step: int, tokens: dict[str, Any], reasons: list[str]) -> dict[str, Any]:
+    discarded = tokens.get("discarded") or {}
+    row = {"step": step} | {name: count for name, count in tokens.items() if name != "discarded"}
+    row |= {f"discarded.{reason}": discarded.get(reason, 0) for reason in reasons}
+    accounted = sum(tokens[place] for place in PLACES) + sum(discarded.values())
+    return row | {"closes": tokens["generated"] == accounted}
 
 
 def load(run_dir: str | Path) -> LoadedRun:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Read by install-sglang.sh and install-vllm.sh: makes the environment of a server that April's workers start, which has
-# its own because such a package pins its own torch.
+# Read by install-sglang.sh and others: makes the environment of a server that April's workers start, which has its own
+# because such a package pins its own torch, or of a framework in which April is installed, too.
 #
 # The script that reads it sets `venv` and `package`, defines install_for_cpu, and calls make_environment.
 set -euo pipefail
@@ -50,6 +50,9 @@ add_modules() {
     echo 'import torchvision_operators' >"$packages/torchvision_operators.pth"
 }
 
+# What an accelerator needs; scripts may say otherwise.
+install_for_accelerator() { install "$package"; }
+
 # make_environment NAME MODULE FILES...: the package, unless that very one is there; FILES are what the recipe depends on.
 make_environment() {
     local name=$1 module=$2 kind=cpu now python
@@ -68,8 +71,10 @@ make_environment() {
     fi
     "$venv/bin/python" -m pip --version >/dev/null 2>&1 ||
         fail "$venv has no working Python with pip; remove that folder and call this again"
+    "$venv/bin/python" -m pip --disable-pip-version-check --no-input install -qq 'pip>=25.3' ||
+        say "going on with $("$venv/bin/python" -m pip --version), which could not be updated"
     say "installing $package for this machine's $kind (about 3 GB)"
-    if [ "$kind" = cpu ]; then install_for_cpu; else install "$package"; fi
+    if [ "$kind" = cpu ]; then install_for_cpu; else install_for_accelerator; fi
     "$venv/bin/python" -c "import $module" || fail "$name is installed but cannot be imported; its reason stands above"
     echo "$now" >"$venv/april-installed"
     say "$name is installed in $venv"

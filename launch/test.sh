@@ -2,7 +2,7 @@
 # Installs April for development and runs the tests; further arguments go to pytest.
 #
 #   launch/test.sh          every promise once, in minutes
-#   launch/test.sh --all    everything, on SGLang, vLLM and Slurm, which are installed beside April, and in a browser
+#   launch/test.sh --all    everything, on SGLang, vLLM, Megatron-core and Slurm, which are installed beside April, and in a browser
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -15,10 +15,13 @@ fi
 if $all; then
     "$root/launch/install-sglang.sh" &    # beside the other: both wait for the network and the disk most of the time
     "$root/launch/install-vllm.sh"
+    "$root/launch/install-megatron.sh"
     wait "$!"
     "$root/launch/install-browser.sh"
     "$root/launch/install-slurm.sh"
     "$root/launch/install-helm.sh"
+    "$root/launch/install-prometheus.sh"
+    "$root/launch/install-sinks.sh"
 fi
 cd "$root"
 export PATH="$root/.venv/bin:$PATH"

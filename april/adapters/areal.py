@@ -25,7 +25,7 @@ from torch import Tensor
 
 from april import rollouts
 from april.adapters.areal_options import check
-from april.adapters.parts import filled, sync, tensors_in
+from april.adapters.parts import filled, sync_all, tensors_in
 from april.config import ConfigError
 from april.rollouts import Prompt, PromptsWanted, RolloutBatch, Rollouts
 
@@ -157,7 +157,7 @@ class Engine(InferenceEngine):
         """AReaL's checkpoint is durable once it is on disk."""
         step, folder = self._saved()
         if self._durable < step <= self.run.step:
-            sync(folder)
+            sync_all(folder)
             self.run.durable(step)
             self._durable = step
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from april import config as configuration
 from april import rollouts
 from april.adapters.openrlhf_options import check, their_options
-from april.adapters.parts import filled, sync, tensors_in
+from april.adapters.parts import filled, sync_all, tensors_in
 from april.config import ConfigError
 from april.learner.batch import TrainSample
 from april.rollouts import Prompt, RolloutBatch, aio
@@ -199,7 +199,7 @@ class Engine:
         """OpenRLHF's newest checkpoint is durable once it is on disk."""
         saved = newest_step(self.checkpoints)
         if self._durable < saved <= self.run.step:
-            sync(self.checkpoints / f"{TAG}{saved}")
+            sync_all(self.checkpoints / f"{TAG}{saved}")
             kept = [step_of(folder.name) for folder in self.checkpoints.glob(f"{TAG}[0-9]*")]
             await self.run.durable(saved, oldest=min(kept))
             self._durable = saved

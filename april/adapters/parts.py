@@ -1,13 +1,13 @@
 """What several adapters need: groups of one size, weights from a folder, a checkpoint that is on disk."""
 
 import itertools
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from safetensors import safe_open
 from torch import Tensor
 
+from april.files.disk import sync
 from april.learner.batch import TrainSample
 
 
@@ -24,9 +24,7 @@ def tensors_in(folder: Path) -> Iterator[tuple[str, Tensor]]:
                 yield name, file.get_tensor(name)
 
 
-def sync(folder: Path) -> None:
+def sync_all(folder: Path) -> None:
     """Put a checkpoint on disk: TRL has only written it."""
     for path in [*folder.rglob("*"), folder, folder.parent]:
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
+        sync(path)

@@ -19,7 +19,7 @@ from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.utils.types import Sample
 
 from april import rollouts
-from april.adapters.parts import filled, sync, tensors_in
+from april.adapters.parts import filled, sync_all, tensors_in
 from april.config import Config, ConfigError
 from april.data.tokenizer import Tokenizer
 from april.learner.batch import TrainSample
@@ -111,7 +111,7 @@ class SlimeRollouts:
     def _tell_checkpoint(self) -> None:
         saved = saved_step(self.args.save)
         if self._durable < saved <= self.run.step:
-            sync(Path(self.args.save))
+            sync_all(Path(self.args.save))
             self.run.durable(saved)
             self._durable = saved
 

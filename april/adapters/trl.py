@@ -33,7 +33,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import split_tensor_dict
 
 from april import rollouts
-from april.adapters.parts import filled, sync
+from april.adapters.parts import filled, sync_all
 from april.config import Config, ConfigError
 from april.config.checks import cut_of
 from april.learner.batch import TrainSample
@@ -140,7 +140,7 @@ class Reports(TrainerCallback):
     def on_save(self, arguments: GRPOConfig, *_: Any, **__: Any) -> None:
         if self.owner.batch:
             folders = checkpoints(arguments.output_dir)
-            sync(folders[self.owner.run.step])
+            sync_all(folders[self.owner.run.step])
             self.owner.run.durable(self.owner.batch, oldest=min(folders))
 
     def on_train_end(self, *_: Any, **__: Any) -> None:

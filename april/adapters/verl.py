@@ -30,7 +30,7 @@ from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineManager, Ch
 from verl.utils.ray_utils import auto_await
 
 from april import rollouts
-from april.adapters.parts import filled, sync
+from april.adapters.parts import filled, sync_all
 from april.config import Config, ConfigError
 from april.config.checks import cut_of
 from april.learner.batch import TrainSample
@@ -112,7 +112,7 @@ class AgentLoopManager:
         """verl's newest checkpoint is durable once it is on disk."""
         saved = newest_step(self.checkpoints)
         if saved > self._durable:
-            sync(self.checkpoints / f"{STEP_FOLDER}{saved}")
+            sync_all(self.checkpoints / f"{STEP_FOLDER}{saved}")
             kept = [step_of(folder) for folder in self.checkpoints.glob(f"{STEP_FOLDER}[0-9]*")]
             self.run.durable(saved, oldest=min(kept))
             self._durable = saved

@@ -10,7 +10,9 @@ from april.config.critic import CriticSection
 from april.config.data import DataSection
 from april.config.evaluation import check_evaluation, check_paths
 from april.config.lora import check_lora
+from april.config.naming import is_shipped, names_at, shipped
 from april.config.sections import AUTO, BrokerSection, Config, ScheduleSection
+from april.config.sharing import check_divided, check_sharing, check_turns
 from april.config.workers import AgentSection, EnvironmentSection
 from april.errors import ConfigError
 from april.registry import ROOMS, registry_of
@@ -40,6 +42,11 @@ def check(config: Config, inputs: Collection[str] = INPUTS) -> None:
     check_algorithm(config.algorithm, imported=False)
     check_critic(config)
     check_lora(config.lora)
+    check_sharing(config)
+    backend = shipped(config, "learner.backend")
+    if backend:
+        backend.check(config)
+    check_turns(config, shipped(config, "schedule.kind"), backend)
     check_addresses(config)
     check_leases(config.broker)
     check_reward(config)
@@ -54,22 +61,11 @@ def check(config: Config, inputs: Collection[str] = INPUTS) -> None:
         check_engine(config)
 
 
-def names_at(config: Config, key: str) -> list[str]:
-    """The parts that a key names: none, one, or as many as its list has."""
-    section, _, field = key.partition(".")
-    value = getattr(getattr(config, section), field)
-    return ([value] if value else []) if isinstance(value, str) else list(value)
-
-
 def check_names(config: Config) -> None:
     """Refuse a name that is neither that of a shipped part nor a place of one's own."""
     for key in ROOMS:
         for name in names_at(config, key):
             registry_of(key).check_name(name)
-
-
-def is_shipped(config: Config, key: str) -> bool:
-    return set(names_at(config, key)) <= registry_of(key).shipped.keys()
 
 
 def check_schedule(schedule: ScheduleSection, imported: bool = True) -> None:
@@ -192,10 +188,19 @@ def check_algorithm(algorithm: AlgorithmSection, imported: bool = True) -> None:
 
 def needs_values(algorithm: AlgorithmSection, imported: bool) -> bool | None:
     """Whether its advantage asks for a critic; None of one of somebody's own, unless it is `imported`."""
+    return advantage_says("needs_values", algorithm, imported)
+
+
+def needs_norms(algorithm: AlgorithmSection, imported: bool) -> bool | None:
+    """Whether its advantage asks for the gradient of each response; None as of `needs_values`."""
+    return advantage_says("needs_norms", algorithm, imported)
+
+
+def advantage_says(what: str, algorithm: AlgorithmSection, imported: bool) -> bool | None:
     registry = registry_of("algorithm.advantage")
     if not imported and algorithm.advantage not in registry.shipped:
         return None
-    return bool(getattr(registry.find(algorithm.advantage), "needs_values", False))
+    return bool(getattr(registry.find(algorithm.advantage), what, False))
 
 
 def check_critic(config: Config, imported: bool = False) -> None:
@@ -430,6 +435,7 @@ def check_engine(config: Config) -> None:
             f"which runs as fast as it can; use {engines}, or leave it out"
         )
     engine.check(config)
+    check_divided(config)
     check_bringing(config)
     transports = registry_of("weights.transport")
     if engine.broadcasts_to_servers(config) and not transports.find(config.weights.transport).takes_servers:

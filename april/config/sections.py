@@ -13,6 +13,7 @@ from april.config.algorithm import AlgorithmSection
 from april.config.clusters import LaunchSection
 from april.config.critic import CriticSection
 from april.config.data import DataSection, SourceSection
+from april.config.devices import DevicesSection
 from april.config.evaluation import EvaluationSection, EvaluationSet, evaluation_sets
 from april.config.lora import LoraSection
 from april.config.presets import fill_preset
@@ -95,6 +96,9 @@ class ScheduleSection(Section):
     in_flight: Automatic = Field(
         None, description="C: samples that `continuous` keeps in generation; none: N' x n; auto: from lengths"
     )
+    migrate: bool = Field(
+        False, description="move a straggler to a worker with room if it is to end sooner there, re-prefill included"
+    )
     scenario: Path | None = Field(
         None, description="file of `april tune` with the costs and lengths that auto starts from; none: plain costs"
     )
@@ -154,7 +158,9 @@ class SamplingSection(Section):
 
 
 class LearnerSection(Section):
+    backend: str = Field("fsdp", description="back end that spreads the model over ranks, or your own")
     ranks: int = Field(2, ge=1, description="torchrun processes")
+    tensor_parallel: int = Field(1, ge=1, description="ranks that share each layer, with a back end that splits layers")
     lr: float = Field(1e-6, gt=0, description="AdamW learning rate")
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
         (0.9, 0.95), description="AdamW betas"
@@ -209,6 +215,10 @@ class BrokerSection(Section):
     abort_deadline_s: float = Field(5.0, gt=0, description="longest wait for an aborted sample (seconds)")
     readopt_s: float = Field(10.0, gt=0, description="wait for former lease holders after a restart (seconds)")
     credit_mb: int = Field(64, ge=1, description="sent to a peer ahead of what it says has reached it (MiB)")
+    journal_dir: Path | None = Field(
+        None,
+        description="folder of a disk for the journals of runs, each under its run's name; none: in the run's folder",
+    )
     journal_file_mb: int = Field(512, ge=1, description="size of a journal file; a snapshot is taken with each (MiB)")
     journal_file_records: int = Field(250_000, ge=100, description="most records in a journal file")
     patience_s: float = Field(600.0, gt=0, description="peers wait this long for a broker that is away (seconds)")
@@ -306,6 +316,7 @@ class Config(Section):
     weights: WeightsSection = WeightsSection()
     security: SecuritySection = SecuritySection()
     operations: OperationsSection = OperationsSection()
+    devices: DevicesSection = DevicesSection()
     launch: LaunchSection = LaunchSection()
 
     @model_validator(mode="before")

@@ -24,6 +24,8 @@ SYNONYMS = {
     "lora_alpha": "lora.alpha",
     "target_modules": "lora.targets",
     "lora_target_modules": "lora.targets",
+    "modules_to_save": "lora.embedding",
+    "lora_modules_to_save": "lora.embedding",
     "max_tokens_per_gpu": "learner.microbatch_tokens",
     "ppo_max_token_len_per_gpu": "learner.microbatch_tokens",
     "train_batch_size": "schedule.rollout_batch_size",

@@ -23,6 +23,7 @@ class WorkerSection(Section):
     max_restarts: int = Field(3, ge=0, description="restarts of each worker that bring nothing before giving up")
     threads: int = Field(1, ge=1, description="CPU threads of an engine")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: an accelerator where there is one")
+    one_numa_node: bool = Field(False, description="refuse a plan by which a worker has accelerators of several nodes")
     hung_s: float = Field(600.0, gt=0, description="one that is absent or gets nowhere for so long is ended (seconds)")
 
 

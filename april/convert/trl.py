@@ -135,7 +135,7 @@ TABLE: dict[str, Rule] = {
     "lora_alpha": JOINT,
     "lora_target_modules": JOINT,
     "lora_dropout": JOINT,
-    "lora_*": Lacks("April's adapters have rank, alpha and targets alone"),
+    "lora_*": Lacks("April's adapters have rank, alpha, targets and the embedding alone"),
     "load_in_4bit": Lacks("April does not quantise what it trains"),
     "load_in_8bit": Lacks("April does not quantise what it trains"),
     "tools": Lacks("April's tools are those of environments and agents, docs/environments.md"),

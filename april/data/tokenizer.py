@@ -28,7 +28,8 @@ class Tokenizer:
             ) from None
         self.path = Path(path)
         self._fast = getattr(self.inner, "backend_tokenizer", None)
-        """the Rust tokeniser inside, where there is one: it spares a short prompt the wrapper's work"""
+        """the Rust tokeniser inside, where there is one: it spares a short prompt the wrapper's work, and a long
+        response the wrapper's look at each of its ids"""
         if self._fast is not None:
             self._fast.no_truncation()
             self._fast.no_padding()
@@ -60,7 +61,10 @@ class Tokenizer:
 
     def decode(self, ids) -> str:
         """Text of the ids, special tokens left out, spaces as the model wrote them."""
-        return self.inner.decode([int(i) for i in ids], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        listed = np.asarray(ids, np.int64).tolist()
+        if self._fast is not None:
+            return self._fast.decode(listed, skip_special_tokens=True)
+        return self.inner.decode(listed, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 def import_without_torch() -> None:

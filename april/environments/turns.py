@@ -4,6 +4,7 @@ Without an environment a response is a single turn, which nothing but its own en
 """
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,6 +48,11 @@ class Turns:
     def pending(self) -> int:
         """Turns that wait for an answer."""
         return self.pool.pending
+
+    @property
+    def asked(self) -> Collection[int]:
+        """Keys of the turns that wait for an answer."""
+        return self._states.keys()
 
     def is_over(self, turn: np.ndarray) -> bool:
         """Whether the environment is due: the turn, int32 [T], has come to an end that is not the response's."""

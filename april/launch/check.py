@@ -16,11 +16,13 @@ from april.agents import PROGRAMS
 from april.agents.listening import AttachKey, tls_of
 from april.broker.fingerprints import tensors_of
 from april.broker.prompts import PromptBook
+from april.broker.schedules import SCHEDULES
 from april.broker.submitted import open_prompts
 from april.broker.telemetry.alarm import check_alarms
 from april.broker.telemetry.sink import check_sinks
 from april.config import Config, ConfigError, SourceSection
 from april.config.checks import check_algorithm, check_critic, check_engine, check_model, check_schedule, needs_values
+from april.config.sharing import check_turns
 from april.data.dataset import verifier_of
 from april.data.formats import ARROW, PARQUET, data_files, kind_of
 from april.data.tokenizer import import_without_torch
@@ -29,11 +31,14 @@ from april.environments.turns import turn_end_ids
 from april.filters.filters import GroupFilters
 from april.launch import TARGETS
 from april.launch.adapter import adapter_parameters
-from april.launch.devices import place
+from april.launch.devices import check_nodes, numa_nodes, place
+from april.launch.memory import division_of
+from april.learner.backends import BACKENDS
 from april.learner.losses import ADVANTAGES, CORRECTIONS, LOSSES, STEP_SCALES
 from april.security.allow_list import AllowList
 from april.security.keys import ALLOW_LIST, ROLES, find_key_file, load_keys, refusal
 from april.weights import TRANSPORTS
+from april.words import size
 from april.workers.engines import ENGINES
 from april.workers.rewards.sandbox import check_isolation
 from april.workers.rewards.verifiers import check_verifier
@@ -88,6 +93,9 @@ def look(config: Config, devices: Sequence[str], parameters: int, found: Finding
     installed = passes(lambda: ENGINES.find(config.worker.engine).installed(config))
     passes(check_schedule, config.schedule)
     passes(check_learner_parts, config)
+    backend = passes(installed_backend, config)
+    kind = passes(SCHEDULES.find, config.schedule.kind)
+    passes(check_turns, config, kind, passes(BACKENDS.find, config.learner.backend))
     passes(GroupFilters, config.schedule)
     passes(check_sinks, config.operations.sinks)
     passes(check_alarms, config.operations.alarms)
@@ -101,10 +109,12 @@ def look(config: Config, devices: Sequence[str], parameters: int, found: Finding
     passes(TARGETS.find, config.run.target)
     passes(TRANSPORTS.find, config.weights.transport)
     passes(check_devices, config, devices)
+    division = passes(division_of, config, devices) if readable else None
+    found.facts["memory"] = division.said if division else ""
     trained = passes(adapter_parameters, config) if readable and config.lora.is_set else parameters
     critic = parameters if needs_values(config.algorithm, imported=False) else 0
     found.facts["disk"] = passes(check_room, config, (trained or 0) + (critic or 0)) or ""
-    found.facts["installed"] = installed or ""
+    found.facts["installed"] = ", ".join(filter(None, (installed, backend)))
     import_without_torch()  # what somebody's own parts import is there by now
     book = passes(open_prompts, config) if readable else None
     if book:
@@ -148,6 +158,13 @@ def check_learner_parts(config: Config) -> None:
         check_critic(config, imported=True)
 
 
+def installed_backend(config: Config) -> str:
+    """What spreads the model over the learner's ranks, if there is something to say of it. Raises ConfigError."""
+    backend = BACKENDS.find(config.learner.backend)
+    backend.check(config)
+    return backend.installed()
+
+
 def check_weights(folder: Path) -> None:
     """That weights are there, and whole. Raises ConfigError."""
     files = sorted(folder.glob("*.safetensors"))
@@ -187,7 +204,7 @@ def check_agent(config: Config) -> None:
 
 def check_devices(config: Config, devices: Sequence[str]) -> None:
     """`auto` is content with none."""
-    place(config, devices)
+    check_nodes(config, place(config, devices), numa_nodes(devices))
 
 
 def check_room(config: Config, trained: int) -> str:
@@ -230,11 +247,3 @@ def check_keys(folder: Path | None, unused: Collection[str]) -> None:
             raise refusal(find_key_file(folder, role), "names another broker", "make it anew with `april keygen`")
         if allow_list.find(keys.public).role != role:
             raise refusal(allow_list.path, f"does not list the key of {role}.key as a {role}'s", "add that line")
-
-
-def size(count: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.3g} {unit}"
-        count /= 1024
-    return f"{count:.1f} GiB"

@@ -9,15 +9,14 @@ from april.config.checks import needs_values
 from april.data.dataset import verifier_of
 from april.filters.filters import zero_spread
 from april.launch.adapter import adapter_parameters
-from april.launch.check import LABEL_WIDTH, size
-from april.launch.devices import describe_placement, lay_out, place
+from april.launch.check import LABEL_WIDTH
+from april.launch.devices import describe_placement, lay_out, needed_devices, numa_nodes, place
+from april.launch.memory import states_bytes
 from april.launch.shape import WEIGHT_BYTES, Shape, read_shape
-from april.words import counted
+from april.words import counted, size
 from april.workers.engines import ENGINES
 from april.workers.engines.devices import wanted
 
-KEPT_BYTES, TRAINED_BYTES = 4, 12
-"""of a parameter in float32: its weight; and, where it is trained, its gradient and two moments of AdamW"""
 JOURNAL_BYTES = 8
 """of a token, its id and its log-probability"""
 NO_REPORT = "none without matplotlib; `pip install 'april-rl[report]'`"
@@ -38,7 +37,7 @@ def describe(config: Config, devices: Sequence[str]) -> str:
         "schedule": describe_plan(schedule).removeprefix("plan: ").replace("\n      ", "; "),
         "filters": describe_filters(config),
         "processes": describe_processes(config),
-        "devices": indented([describe_devices(config, placed), *describe_placement(placed)]),
+        "devices": indented([describe_devices(config, placed), *describe_placement(placed, numa_nodes(devices))]),
         "learner": f"{samples} samples a step, {samples // config.learner.ranks} a rank; {training(config, shape)}",
         "engines": f"{config.worker.engine}, {config.worker.slots} slots each; {engine(config, shape)}",
         "ports": describe_ports(config),
@@ -110,7 +109,8 @@ def describe_devices(config: Config, placed: dict[str, list[str]]) -> str:
         return "none here: learner and workers compute on the CPU" if ranks or each else "no accelerator"
     for_workers = config.worker.count * each
     parts = [f"{count} {name}" for count, name in ((for_workers, "for workers"), (ranks, "for the learner")) if count]
-    return f"{counted(ranks + for_workers, 'accelerator')}: {', '.join(parts)}"
+    shared = " that share them" if config.devices.share and len(parts) > 1 else ""
+    return f"{counted(needed_devices(config), 'accelerator')}: {', '.join(parts)}{shared}"
 
 
 def describe_ports(config: Config) -> str:
@@ -131,28 +131,22 @@ def planned(config: Config, devices: Sequence[str]) -> dict[str, list[str]]:
     try:
         return place(config, devices)
     except ConfigError:
-        ranks, each = wanted(config)
-        return lay_out(config, list(map(str, range(ranks + config.worker.count * each))))
+        return lay_out(config, list(map(str, range(needed_devices(config)))))
 
 
 def training(config: Config, shape: Shape | None) -> str:
     if shape is None:
         return "memory unknown without the model"
-    kept, trained, said = shape.parameters, shape.parameters, ""
-    if config.lora.is_set:
-        try:
-            trained = adapter_parameters(config)
-        except ConfigError:
-            return "memory unknown with an adapter that does not fit the model"
-        kept += trained
-        said = f"{count_of(trained)} trained parameters, {trained / shape.parameters:.1%} of the model's; "
+    try:
+        states = states_bytes(config, shape)
+        trained = adapter_parameters(config) if config.lora.is_set else 0
+    except ConfigError:
+        return "memory unknown with an adapter that does not fit the model"
+    said = (
+        f"{count_of(trained)} trained parameters, {trained / shape.parameters:.1%} of the model's; " if trained else ""
+    )
     if needs_values(config.algorithm, imported=False):
-        kept, trained, said = (
-            kept + shape.parameters,
-            trained + shape.parameters,
-            f"{said}a critic of the model's size; ",
-        )
-    states = (kept * KEPT_BYTES + trained * TRAINED_BYTES) // config.learner.ranks
+        said += "a critic of the model's size; "
     on_top = f"activations of {config.learner.microbatch_tokens} tokens on top"
     return f"{said}{size(states)} of weights, gradients and moments a rank, {on_top}"
 
@@ -175,7 +169,7 @@ def describe_lanes(config: Config, shape: Shape | None, placed: dict[str, list[s
     ends = "worker" if len(lanes) == config.worker.count else "server"
     backend: str = config.weights.backend
     if backend == "auto":
-        backend = "nccl" if placed and all(wanted(config)) else "gloo"
+        backend = "nccl" if placed and all(wanted(config)) and not config.devices.share else "gloo"
         if config.engine.url and engine.broadcasts_to_servers(config):
             backend = "what its device takes"
     sent = f", {size(shape.parameters * WEIGHT_BYTES)} each" if shape else ""

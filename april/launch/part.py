@@ -16,7 +16,7 @@ from typing import Any
 from april.config import Config, ConfigError
 from april.connections.address import ADDRESS_FILE
 from april.processes import clock
-from april.processes.lifetime import REFUSED, RUN_FAILED, STEPPED_ASIDE, SUPERVISED
+from april.processes.lifetime import REFUSED, RUN_FAILED, STEP_ASIDE, STEPPED_ASIDE, SUPERVISED
 from april.processes.restarts import STEADY_S, delay_s
 from april.words import counted
 
@@ -125,7 +125,8 @@ class Keeper:
         self._child: subprocess.Popen | None = None
 
     def run(self) -> int:
-        previous = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+        leave = (signal.SIGTERM, signal.SIGINT, STEP_ASIDE)
+        previous = {number: signal.signal(number, self._on_signal) for number in leave}
         try:
             while True:
                 status = self._run_once()

@@ -13,14 +13,16 @@ from april.broker import recovery
 from april.broker.header import check_header, make_header
 from april.broker.journal.files import JournalError
 from april.broker.journal.journal import Journal
+from april.broker.journal.place import journal_of
 from april.broker.journal.snapshot import SnapshotStore
 from april.broker.ledger.ledger import Ledger
 from april.broker.plan import ledger_rules
 from april.broker.recovery import SyncNote, check_whole, rebuild
 from april.broker.submitted import open_prompts
-from april.broker.telemetry.recorder import read_summary, replace_file
+from april.broker.telemetry.recorder import read_summary
 from april.config import Config, ConfigError
 from april.config.paths import anchor
+from april.files.replace import replace_file
 from april.formats.versions import FILE, RUN_FOLDER
 from april.launch.check import Findings, look
 from april.launch.rehearsal import Rehearsal
@@ -85,12 +87,12 @@ def check_resume(config: Config, accept_loss: bool = False) -> list[str]:
     """That the named run can go on now; what differs from its configuration so far, one line a key, and what was given
     up. `accept_loss`: go on with what is left of a journal that has lost its end."""
     run_dir = config.run_dir
-    if not (run_dir / "journal").is_dir():
-        raise ConfigError(
-            f"key 'run.name' = {config.run.name!r} names no run in {config.run.dir} to resume; give one that does"
-        )
-    RUN_FOLDER.check(run_dir)
     try:
+        if not journal_of(run_dir).is_dir():
+            raise ConfigError(
+                f"key 'run.name' = {config.run.name!r} names no run in {config.run.dir} to resume; give one that does"
+            )
+        RUN_FOLDER.check(run_dir)
         given_up = check_journal(config, accept_loss)
     except JournalError as error:
         raise ConfigError(f"run {config.run.name} cannot be resumed: {error}") from None
@@ -110,7 +112,7 @@ def check_resume(config: Config, accept_loss: bool = False) -> list[str]:
 def check_journal(config: Config, accept_loss: bool) -> list[str]:
     """That no other broker has it, that it is of this configuration, and that it is whole; or what was given up of it.
     Raises JournalError."""
-    folder = config.run_dir / "journal"
+    folder = journal_of(config.run_dir)
     with contextlib.closing(Journal(folder)) as journal:
         if recorded := recorded_header(folder):
             check_header(recorded, make_header(config, open_prompts(config)))

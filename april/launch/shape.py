@@ -16,6 +16,12 @@ class Shape:
     kv_bytes: int
     """of a token in an engine's cache, bfloat16"""
     context: int
+    layers: int
+    hidden: int
+    kept_bytes: int
+    """of a token in a layer, which the backward pass needs: bfloat16, what norms compute with in float32"""
+    head: int
+    """parameters of the output projection"""
 
 
 def read_shape(folder: Path) -> Shape | None:
@@ -37,4 +43,7 @@ def read_shape(folder: Path) -> Shape | None:
         attention += 2 * head
     embeddings = vocabulary * hidden * (1 if config.get("tie_word_embeddings") else 2)
     parameters = embeddings + layers * (attention + 3 * hidden * inner + 2 * hidden) + hidden
-    return Shape(parameters, 2 * layers * kv_width * WEIGHT_BYTES, context)
+    kept = 20 * hidden + 14 * (query_width + kv_width) + 2 * kv_width + 8 * inner
+    return Shape(
+        parameters, 2 * layers * kv_width * WEIGHT_BYTES, context, layers, hidden, kept, head=vocabulary * hidden
+    )

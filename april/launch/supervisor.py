@@ -14,10 +14,11 @@ import orjson
 
 from april import wire
 from april.broker.telemetry.evaluation import describe_evaluation
-from april.broker.telemetry.recorder import read_summary, replace_file
+from april.broker.telemetry.recorder import read_summary
 from april.config import AgentSection, BrokerSection, Config, ScorerSection, WorkerSection
 from april.connections.address import ADDRESS_FILE
 from april.connections.broker import BrokerConnection, BrokerUnreachable
+from april.files.replace import replace_file
 from april.formats.metrics import is_step
 from april.formats.versions import RUN_FOLDER
 from april.launch import TARGETS

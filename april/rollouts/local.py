@@ -31,7 +31,7 @@ class LocalRun:
 
     def __init__(self, config: Config, paths: Sequence[Path], overrides: Sequence[str]):
         run_dir = config.run_dir
-        resume = (run_dir / "journal").is_dir()
+        resume = os.path.lexists(run_dir / "journal")
         if run_dir.exists() and not resume:
             raise ConfigError(
                 f"key 'run.name' = {config.run.name!r} names a folder in {config.run.dir} that has no journal; "

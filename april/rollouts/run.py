@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from april import config as configuration
 from april.config import Config, ConfigError
-from april.config.checks import needs_values
+from april.config.checks import needs_norms, needs_values
 from april.connections.address import address_at
 from april.learner.batch import Batch
 from april.learner.beside import Handover, Publisher, Sending, Source
@@ -308,4 +308,9 @@ def check_needs_no_critic(config: Config) -> None:
         raise ConfigError(
             f"key 'algorithm.advantage' = {config.algorithm.advantage!r} asks for a critic, and a trainer of yours has "
             "its own, if any; leave it out, and take the rewards of a batch"
+        )
+    if needs_norms(config.algorithm, imported=True):
+        raise ConfigError(
+            f"key 'algorithm.advantage' = {config.algorithm.advantage!r} asks for the gradient of each response, which "
+            "April's learner alone has; leave it out, and take the rewards of a batch"
         )

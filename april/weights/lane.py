@@ -5,6 +5,7 @@ A dead or hung peer costs its own lane and nobody else. Groups are built from ob
 constructors only make subgroups of the default one.
 """
 
+from collections import deque
 from collections.abc import Iterable
 from datetime import timedelta
 
@@ -17,6 +18,8 @@ from april.processes import clock
 
 LEARNER, WORKER = 0, 1
 """ranks in a lane; those of an inference server begin at the worker's"""
+IN_FLIGHT = 2
+"""buckets; as many as gloo has threads for"""
 
 
 def join(
@@ -47,15 +50,35 @@ def join(
 
 def transfer(group: "dist.Backend", buckets: Iterable[Tensor], backend: str, deadline: float) -> None:
     """Broadcast the buckets from the learner to the worker, all of them by `deadline`, Unix time. In place on the
-    worker's side. Raises RuntimeError or TimeoutError."""
+    worker's side. Raises RuntimeError or TimeoutError.
+
+    The next one is on its way before the last has arrived: gloo asks the other side whether it is ready for each, and
+    over a long way a question takes longer than a bucket.
+    """
     options = dist.BroadcastOptions()
     options.rootRank = LEARNER
-    for bucket in buckets:
-        options.timeout = timedelta(milliseconds=int(1000 * (deadline - clock.now())))
-        if options.timeout <= timedelta(0):
-            raise TimeoutError("the weights were not all through within weights.transfer_deadline_s")
-        on_device = bucket.cuda() if backend == "nccl" else bucket
-        group.broadcast([on_device], options).wait(options.timeout)
+    under_way: deque[tuple[dist.Work, Tensor, Tensor]] = deque()
+
+    def arrive() -> None:
+        work, on_device, bucket = under_way.popleft()
+        work.wait(left(deadline))
         if on_device is not bucket:
             torch.cuda.synchronize()
             bucket.copy_(on_device)
+
+    for bucket in buckets:
+        if len(under_way) == IN_FLIGHT:
+            arrive()
+        on_device = bucket.cuda() if backend == "nccl" else bucket
+        options.timeout = left(deadline)
+        under_way.append((group.broadcast([on_device], options), on_device, bucket))
+    while under_way:
+        arrive()
+
+
+def left(deadline: float) -> timedelta:
+    """Raises TimeoutError where nothing is."""
+    found = timedelta(milliseconds=int(1000 * (deadline - clock.now())))
+    if found <= timedelta(0):
+        raise TimeoutError("the weights were not all through within weights.transfer_deadline_s")
+    return found

@@ -93,10 +93,13 @@ class PeerLane:
 
 
 def weights_towards(config: Config, broker: str) -> WeightsSection:
-    """`[weights]` with its host said: where that is `auto`, workers come on the way that leads to the broker. Raises
-    ConfigError where that way is open to others and there are no keys."""
-    if config.weights.host != AUTO:
-        return config.weights
+    """`[weights]` with its host said: where that is `auto`, workers come on the way that leads to the broker; and with
+    its backend, where NCCL cannot be. Raises ConfigError where that way is open to others and there are no keys."""
+    weights = config.weights
+    if config.devices.share:
+        weights = weights.model_copy(update={"backend": "gloo"})
+    if weights.host != AUTO:
+        return weights
     host, _, port = broker.removeprefix("tcp://").rpartition(":")
     own = own_address(host, int(port))
     if config.security.keys is None and not is_loopback(own):
@@ -104,7 +107,7 @@ def weights_towards(config: Config, broker: str) -> WeightsSection:
             f"key 'weights.host' = 'auto' leads to {own} on the network, where anybody could come in; make keys with "
             "`april keygen KEYS` and set security.keys = 'KEYS'"
         )
-    return config.weights.model_copy(update={"host": own})
+    return weights.model_copy(update={"host": own})
 
 
 class WeightPublisher:

@@ -137,6 +137,12 @@ class WeightReceiver:
             staged, self._staged = self._staged, None
         return staged
 
+    @property
+    def has_staged(self) -> bool:
+        """Whether `take` would return some."""
+        with self._lock:
+            return self._staged is not None
+
     def loaded(self, version: Version) -> None:
         """The engine samples from `version` now."""
         with self._lock:
@@ -149,6 +155,11 @@ class WeightReceiver:
         with self._lock:
             self._refusal = why, wrong
         self._wake()
+
+    def emptied(self) -> None:
+        """The engine has let go of what it held, and waits for what is published next."""
+        with self._lock:
+            self._loaded = self.held = None
 
     def forget(self) -> None:
         """The engine has lost what it held: ask the learner for weights as one who joins."""
