@@ -27,6 +27,7 @@ from broker_peers import (
     stall,
     stream,
     transferqueue_side,
+    worker_side,
 )
 from broker_peers.load import BenchmarkError, Load, Measured
 from broker_peers.stream import Stream, Streamed
@@ -39,6 +40,7 @@ TRANSFERQUEUE_LOADS = REDIS_LOADS[:2]
 PEER_TURNS, OTHER_TURNS = 5, 3
 STREAMS = (Stream(16, 256), Stream(64, 64), Stream(1000, 100, window_s=20.0, warmup_s=40.0))
 """workers x sequences"""
+ONE_WORKER = Stream(1, 256)
 GPU_SEQUENCES, REPORT_S, CORE_SHARE = 256, 2.0, 0.7
 """of a GPU; the default of `worker.report_s`; how much of a core a broker may take"""
 
@@ -241,6 +243,14 @@ def in_the_long_run(turns: Turns) -> list[Row]:
     ]
 
 
+def in_a_worker(turns: Turns) -> list[Row]:
+    microseconds = []
+    for _ in turns.count(OTHER_TURNS):
+        with turns.folder_of_its_own() as folder:
+            microseconds.append(worker_side.measure(ONE_WORKER, folder))
+    return [Row("worker_cpu_us_per_chunk", microseconds, "us")]
+
+
 FIGURES: dict[tuple[str, ...], Callable[[Turns], list[Row]]] = {
     ("redis_ratio_4x1", "redis_ratio_4x8", "redis_ratio_16x8", "submit_p99_ms_16x8"): over_redis,
     ("ray_ratio_16x8",): over_ray,
@@ -250,6 +260,7 @@ FIGURES: dict[tuple[str, ...], Callable[[Turns], list[Row]]] = {
     ("ceiling_share_64k",): below_ceilings,
     ("restart_10gb_s",): after_restart,
     ("snapshot_stall_ms",): at_the_end_of_a_file,
+    ("worker_cpu_us_per_chunk",): in_a_worker,
     ("redis_ratio_stream", "cpu_us_per_chunk_16x256", "gpus_per_broker_16x256", "submit_p99_ms_stream"): in_a_stream,
 }
 """what is measured together, by the names of the rows that goals are stated under"""

@@ -2,6 +2,11 @@
 
 Needs root, iproute2 and Slurm (`launch/install-slurm.sh`). The parts are those that `april launch` starts, with CURVE
 on. All hosts share this machine's cores, so a ratio says what the network adds, and not what further machines bring.
+
+Over slow links it is the quickstart that runs: its policy, prompts and batches. Its steps last some seconds, those of
+users minutes, so the ratio is a bound from below. Broker and learner are on one site and the worker is beyond the link,
+as whoever has two sites places them. A row of its own has the learner's two ranks on both sides, where each of their
+collectives crosses the link.
 """
 
 import os
@@ -19,6 +24,7 @@ from statistics import median
 import orjson
 from common import Row, parser, report
 
+from april.data.make_data import make_data
 from april.policy.make_policy import make_policy
 from april.policy.warm_start import Recipe
 from april.security import keygen
@@ -32,7 +38,9 @@ from tests.run.processes import APRIL, wait_until  # noqa: E402
 
 HOSTS, REPEATS = 4, 3
 DELAY_S = 0.02
-"""one way"""
+"""one way, between any two hosts"""
+FAR_STEPS = 10
+"""of the quickstart's"""
 GROUPS = 8
 """a batch"""
 STEPS = 12
@@ -56,11 +64,12 @@ class Bench:
     """Where runs are made, and their figures by row."""
 
     folder: Path
-    steps: int
+    quick: bool
     measured: dict[str, list[float]] = field(default_factory=dict)
     runs: int = 0
 
     def __post_init__(self) -> None:
+        self.steps = UNCOUNTED + 3 if self.quick else STEPS
         self.policy = make_policy(self.folder / "policy", recipe=TINY, log=lambda line: None)
         self.prompts = self.folder / "prompts.jsonl"
         self.prompts.write_text("".join(f'{{"prompt": "{row:03d}*3+60=", "label": ""}}\n' for row in range(PROMPTS)))
@@ -72,6 +81,21 @@ class Bench:
     def note(self, name: str, value: float) -> None:
         self.measured.setdefault(name, []).append(value)
         print(f"{name}: {value:.3g}", file=sys.stderr, flush=True)
+
+    def quickstart(self) -> dict[str, object]:
+        """What makes a run the quickstart's."""
+        policy = self.policy if self.quick else make_policy(ROOT / "cache/policy", log=lambda line: None)
+        prompts, heldout = make_data(self.folder / "data")
+        return {
+            "model__path": policy,
+            "data__path": prompts,
+            "data__eval_path": heldout,
+            "schedule__max_steps": UNCOUNTED + 2 if self.quick else FAR_STEPS,
+            "schedule__rollout_batch_size": 32,
+            "schedule__over_sampling_batch_size": 48,
+            "sampling__max_response_tokens": 512,
+            "reward__name": "final_answer",
+        }
 
     def options(self, **changes: object) -> dict[str, object]:
         self.runs += 1
@@ -125,16 +149,23 @@ def seconds_to_leave(run: Parts) -> float:
 
 
 def wan(bench: Bench, turn: int) -> None:
-    """Tokens/s over slow links, and over the same switch without delay."""
+    """Tokens/s over slow links, and over the same switch without delay: by schedule, and with the learner on both sides
+    of a link."""
+    compare(bench, turn, "wan", [0])
+    compare(bench, turn, "wan_continuous", [0], schedule__kind="continuous")
+    compare(bench, turn, "wan_spanning", [0, HOSTS - 1])
+
+
+def compare(bench: Bench, turn: int, name: str, learner: list[int], **changes: object) -> None:
+    """With the learner's ranks on these hosts; the broker is on the first, the worker on the last."""
     speeds = {}
     for delay_s in sorted((0.0, DELAY_S), reverse=bool(turn % 2)):
-        with bench.run(Link(delay_s)) as run:
-            run.learner([1, 2])
+        with bench.run(Link(delay_s), **bench.quickstart(), **changes) as run:
+            run.learner(learner)
             run.wait(LONGEST_S)
             speeds[delay_s] = tokens_per_s(run.steps()[UNCOUNTED:])
-    bench.note("near_tokens_per_s", speeds[0.0])
-    bench.note("wan_tokens_per_s", speeds[DELAY_S])
-    bench.note("wan_throughput_ratio", speeds[DELAY_S] / speeds[0.0])
+        bench.note(f"{name}_{'far' if delay_s else 'near'}_tokens_per_s", speeds[delay_s])
+    bench.note(f"{name}_throughput_ratio", speeds[DELAY_S] / speeds[0.0])
 
 
 def tokens_per_s(steps: list[dict]) -> float:
@@ -211,9 +242,9 @@ def main() -> None:
     if not harness.has_slurm():
         sys.exit("hosts.py makes hosts and a Slurm on them, and needs root for it; launch/install-slurm.sh brings it")
     os.environ["PYTHONPATH"] = str(ROOT)
-    repeats, steps = (1, UNCOUNTED + 3) if options.quick else (REPEATS, STEPS)
+    repeats = 1 if options.quick else REPEATS
     with tempfile.TemporaryDirectory(prefix="april-hosts-") as made:
-        bench = Bench(Path(made), steps)
+        bench = Bench(Path(made), options.quick)
         for turn in range(repeats):
             for name in options.only or PIECES:
                 PIECES[name](bench, turn)

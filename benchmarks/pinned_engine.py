@@ -85,6 +85,7 @@ class PinnedEngine:
             "sampling": {"max_response_tokens": self.longest_tokens},
             "learner": {"ranks": 1, "checkpoint_every": 10**6},
             "operations": {"http": "none"},
+            "weights": {"canary": False},
             "reward": {"name": "benchmark_verifiers:coin"},
             "worker": {"engine": self.kind, "slots": self.slots, "device": "cpu"},
             "engine": {"url": self.server.url if self.server else ""} | pause,

@@ -8,6 +8,7 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
+import migration
 import numpy as np
 from common import Row, parser, report
 
@@ -18,8 +19,10 @@ from april.simulate.variants import COLUMNS, Outcome, columns, evaluate, table, 
 
 PUBLISHED = Path(__file__).parent.parent / "configs" / "published.toml"
 COSTS = ("h100", "mi300x", "plain")
-BESIDE_COSTS = ("extreme", "alarms")
+BESIDE_COSTS = ("extreme", "alarms", "migration")
 """parts that are not a cost model's"""
+MIGRATED = ("h100", "mi300x", "cpu")
+"""cost models on which stragglers move"""
 OVER_SAMPLED = (1.5, 2, 3)
 """N' over N for the comparison at equal staleness"""
 IN_FLIGHT = (96, 128, 192, 256, 320, 384, 448, 512)
@@ -251,6 +254,11 @@ def simulate_published(options) -> tuple[list[Row], dict]:
             if part == "extreme":
                 rows += extreme_rows(results, base)
                 continue
+            if part == "migration":
+                for cost in MIGRATED:
+                    on = load_scenario(PUBLISHED, [("steps", steps)], cost)
+                    rows += migration.simulated_rows(pool, on, seeds, "" if cost == COSTS[0] else f"_{cost}")
+                continue
             if part == "alarms":
                 rows += alarm_rows(pool, base, range(1 if options.quick else ALARM_SEEDS))
                 continue
@@ -276,27 +284,33 @@ def main() -> int:
     arguments.add_argument("--steps", type=int, help="measured batches of a turn on an engine [default 24, SGLang 12]")
     arguments.add_argument("--processes", type=int, default=2, help="simulations at a time [default 2]")
     arguments.add_argument(
-        "--part", help="a cost model's rows alone, those of extreme lengths (extreme), or of alarms [default all]"
+        "--part",
+        help="a cost model's rows alone, or those of extreme lengths (extreme), of alarms, of migration; torch "
+        "has the last alone [default all]",
     )
     arguments.add_argument("--seeds", type=int, help="of lengths; a row's n [default 3, torch 2, SGLang 1]")
     options = arguments.parse_args()
     if options.simulated == bool(options.engine):
         arguments.error("say --simulated, or an --engine")
-    if options.engine and options.part:
-        arguments.error("--part is of --simulated")
+    if options.engine and options.part not in (None, "migration" if options.engine == "torch" else None):
+        arguments.error("--part is of --simulated; on the torch engine migration alone is one")
     if options.part and options.part not in (known := [*COSTS, *BESIDE_COSTS]):
         arguments.error(f"--part {options.part} is none of the parts; give one of {', '.join(known)}")
     if options.simulated and (options.trains or options.steps):
         arguments.error("--trains and --steps are of an --engine")
     usual_seeds, usual_steps = (3, 24) if options.simulated else (2, 24) if options.engine == "torch" else (1, 12)
     options.seeds, options.steps = options.seeds or usual_seeds, options.steps or usual_steps
+    seeds, measured = (range(1), 2) if options.quick else (range(options.seeds), options.steps)
     if options.simulated:
         rows, tables = simulate_published(options)
+    elif options.part:
+        import migration_real
+
+        rows, tables = migration_real.measure(seeds, measured)
     else:
         import rollout_real
 
-        seeds, steps = (range(1), 2) if options.quick else (range(options.seeds), options.steps)
-        rows, tables = rollout_real.measure(options.engine, seeds, steps, options.trains)
+        rows, tables = rollout_real.measure(options.engine, seeds, measured, options.trains)
     report(rows, options.json, tables)
     return 0
 

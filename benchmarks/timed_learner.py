@@ -62,10 +62,13 @@ class TimedTrainer(Counted):
     """Waits in place of training, for as long as a scenario's learner; the weights that it publishes are real."""
 
     oldest_checkpoint = 0
+    seen = None
 
-    def __init__(self, cost: LearnerCost, tensors: Mapping[str, torch.Tensor], warmup_steps: int, steps: int):
+    def __init__(
+        self, config: Config, cost: LearnerCost, tensors: Mapping[str, torch.Tensor], warmup_steps: int, steps: int
+    ):
         super().__init__(warmup_steps, steps)
-        self.cost, self.tensors = cost, tensors
+        self.config, self.cost, self.tensors = config, cost, tensors
         self.step_count = 0
 
     def restore(self) -> int:
@@ -79,7 +82,7 @@ class TimedTrainer(Counted):
         time.sleep(self.cost.step_s + self.cost.token_s * tokens)
         self.note(began, batch)
         self.step_count += 1
-        return {"loss": 0.0, "nonfinite": 0.0}
+        return {"loss": 0.0, "nonfinite": 0.0, "tokens": float(tokens)}
 
     def weights(self) -> Mapping[str, torch.Tensor]:
         return self.tensors

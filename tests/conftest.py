@@ -10,6 +10,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 pytest.register_assert_rewrite("april.workers.engines.conformance", "april.broker.conformance")
+pytest_plugins = ["tests.run.fixtures"]
 
 from april.policy.model import EOS, VOCABULARY, build_model, save_policy  # noqa: E402
 
@@ -21,10 +22,14 @@ SERVERS = {
     "sglang": ".venv-sglang/bin/python",
     "vllm": ".venv-vllm/bin/python",
     "verl": ".venv-verl/bin/python",
+    "megatron": ".venv-megatron/bin/python",
     "browser": "/usr/bin/chromium",
     "slurm": "/usr/sbin/slurmctld",
     "ray": ".venv/bin/ray",
     "helm": ".venv-helm/helm",
+    "kubectl": ".venv-helm/kubectl",
+    "prometheus": ".venv-prometheus/usr/bin/prometheus",
+    "sinks": ".venv-sinks/installed",
 }
 """marks of tests that need an environment of their own, or a program, and where it is"""
 
@@ -90,9 +95,9 @@ def policy_folder(tmp_path_factory):
     return make_policy(tmp_path_factory.mktemp("policy"))
 
 
-def make_policy(folder):
+def make_policy(folder, hidden_size=64):
     """A tiny Qwen3 that writes some filler and then guesses: half its answers are right, lengths are long-tailed."""
-    model = build_model(hidden_size=64, layers=1, seed=0)
+    model = build_model(hidden_size, layers=1, seed=0)
     chance = random.Random(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for _ in range(GUESSING_STEPS):

@@ -54,6 +54,22 @@ def test_what_of_a_gain_arrives_is_held_against_a_trainer_that_only_generates_fa
     assert gain.share == pytest.approx(0.6 * 20 / 14)
 
 
+# --- migration.py -----------------------------------------------------------------------------------------------
+
+
+def test_what_moving_brings_is_a_batch_s_time_without_it_over_that_with_it_seed_by_seed(module):
+    base = SimpleScenario()
+    seconds = Has(submit=lambda work, one: Has(result=lambda: 10.0 if one["schedule__migrate"] else 11.0 + one["seed"]))
+    rows = module("migration").rows_of(seconds, {"": base}, range(2))
+    [row] = rows
+    assert (row.name, row.measured, row.unit) == ("migration_gain", pytest.approx([0.1, 0.2]), "fraction")
+
+
+class SimpleScenario(dict):
+    def with_keys(self, **keys):
+        return SimpleScenario(self | keys)
+
+
 # --- rollout.py, rollout_real.py, rollout_turn.py -------------------------------------------------------------
 
 

@@ -29,7 +29,9 @@ PARTS = [sorted((FOLDER / part).glob("*.toml")) for part in ("models", "data", "
 COMBINATIONS = list(itertools.product(*PARTS))
 GSM8K = [FOLDER.parent / "gsm8k.toml", FOLDER.parent / "gsm8k-cpu.toml"]
 """the second is read behind the first"""
-SHIPPED = [path for path in sorted(FOLDER.parent.glob("*.toml")) if path.stem != "published" and path not in GSM8K]
+ONE_GPU = FOLDER.parent / "one-gpu-qwen3-0.6b.toml"
+OTHERS = {*GSM8K, ONE_GPU, FOLDER.parent / "published.toml"}
+SHIPPED = [path for path in sorted(FOLDER.parent.glob("*.toml")) if path not in OTHERS]
 """without the simulator's scenario"""
 
 QWEN3 = {
@@ -39,6 +41,10 @@ QWEN3 = {
 MODELS = {
     "Qwen3-4B": QWEN3 | {"hidden_size": 2560, "intermediate_size": 9728, "tie_word_embeddings": True},
     "Qwen3-8B": QWEN3 | {"hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False},
+    "Qwen3-0.6B": QWEN3 | {
+        "num_hidden_layers": 28, "num_attention_heads": 16, "hidden_size": 1024, "intermediate_size": 3072,
+        "tie_word_embeddings": True,
+    },
     "DeepSeek-R1-Distill-Qwen-1.5B": {
         "model_type": "qwen2", "num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2,
         "hidden_size": 1536, "intermediate_size": 8960, "vocab_size": 151936, "max_position_embeddings": 131072,
@@ -153,6 +159,21 @@ def test_gsm8k_wants_its_files_and_a_model_and_nothing_else(server_python, capsy
     assert "engines    sglang, 512 slots" in said and "2 accelerators: 1 for workers, 1 for the learner" in said
     assert cli.main(["run", str(beside(GSM8K[0])), "--dry-run"]) == 2
     assert "datasets/gsm8k/train.jsonl is not there" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("gib, fraction, cache", [(24, 0.244, 44431), (80, 0.7, 513893)])
+def test_one_gpu_of_either_size_takes_learner_and_server(gib, fraction, cache, server_python, capsys, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1 << 40))
+    here = ["--data.path", "datasets/gsm8k/train-00000-of-00001.parquet", "--engine.python", server_python]
+    words = [str(beside(ONE_GPU)), "--dry-run", *here, "--devices.memory_gib", str(gib)]
+    assert cli.main(["run", *words, "--hardware", "1"]) == 0
+    said = capsys.readouterr().out
+    assert said.splitlines()[-1] == "nothing is missing" and "596.05 million parameters" in said
+    assert "1 accelerator: 1 for workers, 1 for the learner that share them" in said and "over gloo" in said
+    assert "8.9 GiB of weights, gradients and moments, 1.1 GiB of activations" in said
+    assert f"engine.server.mem_fraction_static = {fraction}: 1.1 GiB of weights and a cache of {cache} tokens" in said
+    assert cli.main(["run", *words, "--learner.activation_checkpointing", "false"]) == (2 if gib == 24 else 0)
+    assert ("does not suffice with 24.0 GiB an accelerator" in capsys.readouterr().out) == (gib == 24)
 
 
 def test_the_twin_of_gsm8k_differs_in_sizes_only(policy_folder, capsys):

@@ -30,7 +30,6 @@ from april.wire.version import Version
 from april.workers.rewards.messages import Item, RewardRules
 from april.workers.rewards.process import verify
 from tests.broker.conversation import Conversation, FakeLearner, FakeWorker, make_batch
-from tests.run.processes import APRIL, Job
 
 PAGE = (Path(__file__).parents[1] / "docs" / "extending.md").read_text()
 EXAMPLES = dict(re.findall(r'```python title="(\w+\.py)"\n(.*?)```', PAGE, re.DOTALL))
@@ -232,6 +231,7 @@ def test_the_commands_of_the_page_are_there():
 PARTS = {
     "worker.engine": "my_engine:Engine",
     "schedule.kind": "my_schedule:Schedule",
+    "learner.backend": "my_backend:Backend",
     "algorithm.loss": "my_loss:loss",
     "algorithm.corrections": '["my_correction:correction"]',
     "algorithm.advantage": "my_advantage:advantage",
@@ -248,14 +248,13 @@ PARTS = {
 
 
 @pytest.mark.full
-def test_a_run_is_made_of_nothing_but_the_parts_of_the_page(config_file):
+def test_a_run_is_made_of_nothing_but_the_parts_of_the_page(start_run, run_dir):
     assert PARTS.keys() - {"data.reward"} == ROOMS.keys() - {"reward.name", "agent.program"}, (
         "agents have their own page"
     )
     words = [word for key, name in PARTS.items() for word in (f"--{key}", name)]
     words += ["--environment.max_turn_tokens", "4", "--learner.ranks", "1", "--worker.count", "1"]
-    job = Job([*APRIL, "run", str(config_file), *words], config_file.with_name("output"))
+    job = start_run(*words)
     assert job.wait() == 0, job.output
-    run_dir = config_file.parent / "runs/small"
     assert [line.split(",")[0] for line in (run_dir / "rewards.csv").read_text().splitlines()] == ["1", "2", "3"]
     assert (run_dir / "evaluations.csv").exists()

@@ -15,7 +15,7 @@ from april.config import load
 from april.connections import sockets
 from april.connections.broker import AccessDenied, BrokerConnection
 from april.formats.versions import FILE, JOURNAL, PROTOCOLS, RUN_FOLDER, OtherApril, minor
-from tests.run.processes import APRIL, Job
+from tests.run.processes import APRIL
 
 EVENT = ["RunStarted", "small", "a dataset", 0, 4, 2, 5, 5, None, 24, False, 1.0]
 
@@ -59,9 +59,9 @@ def test_the_last_number_of_each_table_is_this_april_s(table):
     assert max(PROTOCOLS) == wire.PROTOCOL
 
 
-def test_a_broker_refuses_an_older_run_and_leaves_it_as_it_is(run_dir, config_file, tmp_path):
+def test_a_broker_refuses_an_older_run_and_leaves_it_as_it_is(run_dir, config_file, start):
     before = contents(run_dir)
-    job = Job([*APRIL, "broker", str(config_file)], tmp_path / "log")
+    job = start("log", [*APRIL, "broker", str(config_file)])
     assert job.wait() == 2
     assert job.output == (
         f"april broker: run folder {run_dir} was written by April 0.1 (format 1, where this April 0.2 has 3); "

@@ -1,242 +1,27 @@
 """docs/protocol.md is exact: its tables agree with the code, and a client written from it alone can take every role.
 
-Everything above the tests knows the protocol from the page only; it shares no code with the package.
+The client (`page_client.py`) knows the protocol from the page only.
 """
 
 import json
 import re
-import struct
-import time
 import types
 import typing
-import zlib
 from pathlib import Path
 
-import msgpack
 import pytest
-import zmq
 
-from tests.run.processes import APRIL, Job, assert_closed, wait_until
+from tests.page_client import Client, Worker, pack, reward_of, row, tables
+from tests.run.processes import assert_closed
 
 PAGE = (Path(__file__).parent.parent / "docs" / "protocol.md").read_text()
 PROSE = " ".join(PAGE.split())
-HEADER = struct.Struct("<2sBBIQQ")
-ROW = struct.Struct("<QdIIIIIIBBB5x")
-ENDINGS = ["", "stop", "length"]
-DTYPES = {"i4": "i", "f4": "f", "u1": "B"}
-PATIENCE_S = 30.0
-
-
-def pack(tag, *fields, arrays=(), session=0, sequence=0):
-    """Frames of a message; arrays are (dtype, values)."""
-    raw = [struct.pack(f"<{len(values)}{DTYPES[dtype]}", *values) for dtype, values in arrays]
-    heads = [[dtype, len(values), zlib.crc32(data)] for (dtype, values), data in zip(arrays, raw, strict=True)]
-    header = HEADER.pack(b"AP", 6, 0, len(heads), session, sequence)
-    return [header, msgpack.packb([[tag, *fields], heads]), *([b"".join(raw)] if any(raw) else [])]
-
-
-def row(lease_id, start, ids, logprobs, version, finish_reason=""):
-    """Of new tokens of the policy, and its payload."""
-    payload = struct.pack(f"<{len(ids)}i{len(logprobs)}f", *ids, *logprobs)
-    head = (lease_id, time.time(), start, len(ids), *version, len(payload), zlib.crc32(payload))
-    return ROW.pack(*head, 0, ENDINGS.index(finish_reason), 0), payload
-
-
-def tables(rows):
-    """The arrays of a report."""
-    return [("u1", b"".join(row for row, _ in rows)), ("u1", b"".join(payload for _, payload in rows))] if rows else []
-
-
-class Received:
-    def __init__(self, frames, connection):
-        header, body, *frames = frames
-        magic, protocol, _, count, self.session, self.sequence = HEADER.unpack(header)
-        (self.tag, *self.fields), heads = msgpack.unpackb(body)
-        assert (magic, protocol, count) == (b"AP", 6, len(heads))
-        self.connection = connection
-        self.arrays = []
-        raw, at = b"".join(frames), 0
-        for dtype, length, checksum in heads:
-            form = struct.Struct(f"<{length}{DTYPES[dtype]}")
-            data, at = raw[at : at + form.size], at + form.size
-            assert zlib.crc32(data) == checksum
-            self.arrays.append(list(form.unpack(data)))
-        assert at == len(raw)
-
-
-class Client:
-    """Two connections, one session. What arrives collects in `inbox`."""
-
-    def __init__(self, address, role, name):
-        self.role, self.name, self.uid = role, name, f"{name}-uid"
-        self.session = self.sequence = 0
-        self.inbox = []
-        self.next_heartbeat = float("inf")
-        self.context = zmq.Context()
-        self.context.linger = 2000  # a test that fails leaves messages that nobody takes
-        self.sockets = {}
-        for connection in ("data", "control"):
-            self.sockets[connection] = self.context.socket(zmq.DEALER)
-            self.sockets[connection].connect(address)
-
-    def hello(self, leases=()):
-        sequence = self.send("Hello", self.role, self.name, self.uid, list(leases))
-        welcome = self.take("Welcome")
-        assert welcome.connection == "data" and welcome.sequence == sequence
-        assert welcome.session == welcome.fields[0]
-        self.session = welcome.session
-        self.send("Bind", over="control")
-        self.next_heartbeat = 0.0
-        return welcome.fields
-
-    def send(self, tag, *fields, arrays=(), over="data"):
-        self.sequence += 1
-        self.sockets[over].send_multipart(
-            pack(tag, *fields, arrays=arrays, session=self.session, sequence=self.sequence)
-        )
-        return self.sequence
-
-    def receive(self, timeout_ms=0):
-        if time.monotonic() > self.next_heartbeat:
-            self.next_heartbeat = time.monotonic() + 1.0
-            self.send("Heartbeat", [], 0, over="control")
-        poller = zmq.Poller()
-        for socket in self.sockets.values():
-            poller.register(socket, zmq.POLLIN)
-        poller.poll(timeout_ms)
-        for connection, socket in self.sockets.items():
-            while socket.poll(0):
-                self.inbox.append(Received(socket.recv_multipart(), connection))
-
-    def find(self, *tags):
-        return [received for received in self.inbox if received.tag in tags]
-
-    def wait_for(self, *tags):
-        """The oldest message with one of these tags."""
-        deadline = time.monotonic() + PATIENCE_S
-        while not self.find(*tags):
-            assert time.monotonic() < deadline, f"no {tags} for {self.name}, but {[r.tag for r in self.inbox]}"
-            self.receive(50)
-        return self.find(*tags)[0]
-
-    def take(self, *tags):
-        """The same, and out of the inbox."""
-        self.inbox.remove(found := self.wait_for(*tags))
-        return found
-
-    def ask(self, answer, tag, *fields, arrays=()):
-        """A request whose answer echoes the sequence number."""
-        sequence = self.send(tag, *fields, arrays=arrays)
-        received = self.take(answer, "Refused")
-        assert received.tag == answer and received.sequence == sequence, received.fields
-        return received
-
-    def close(self):
-        """Leave, so that a broker which ends need not wait for a goodbye."""
-        self.send("Goodbye")
-        for socket in self.sockets.values():
-            socket.close(linger=2000)
-        self.context.term()
-
-
-class Lease:
-    """A grant, and all response tokens of its sample as the page tells to count them."""
-
-    def __init__(self, task, grant, prompt, response):
-        group, self.evaluation, self.label, self.reward, self.temperature, self.top_p, self.top_k, self.min_p = task
-        self.id, _, index, self.scoring, self.budget, self.seed, self.finish_reason, *rest = grant
-        self.hand_over, self.together, *self.turn = rest
-        self.sample = (group, index)
-        self.prompt, self.ids = prompt, list(response)
-        self.logprobs = []
-        """of the tokens that were sampled here"""
-
-
-def reward_of(lease):
-    return float(lease.id % 2)
-
-
-class Worker(Client):
-    def __init__(self, address, name="raw-worker"):
-        super().__init__(address, "worker", name)
-        self.leases, self.unseen = {}, []
-        self.watermark = 0
-        self.acknowledged = {"generated": 0, "evaluation": 0}
-        """tokens"""
-
-    def next_lease(self):
-        if not self.unseen:
-            message = self.take("Grants")
-            assert message.connection == "data" and message.sequence == 0
-            tasks, grants = message.fields
-            prompts, responses = message.arrays[: len(tasks)], message.arrays[len(tasks) :]
-            for grant, response in zip(grants, responses, strict=True):
-                self.unseen.append(Lease(tasks[grant[1]], grant, prompts[grant[1]], response))
-            assert len({task[0] for task in tasks}) == len(tasks), "a prompt comes once, however many samples it has"
-        lease = self.unseen.pop(0)
-        self.leases[lease.id] = lease
-        return lease
-
-    @property
-    def has_leases(self):
-        """Whether there are some that nobody has looked at."""
-        return bool(self.unseen or self.find("Grants"))
-
-    def next_training_lease(self, version):
-        """Completes the evaluation samples that come before it, and hands back what an abort covers."""
-        while (lease := self.next_lease()).evaluation or lease.id <= self.watermark:
-            self.end(lease, version)
-        return lease
-
-    def end(self, lease, version):
-        """After an abort: evaluation goes on, training is handed back."""
-        if lease.evaluation:
-            self.complete(lease, 2, version)
-        else:
-            self.give_back(lease, "abort")
-
-    def complete(self, lease, count, version):
-        self.generate(lease, count, version, "stop")
-        self.report(["Scored", lease.id, [reward_of(lease)], [{}]])
-        self.done(lease)
-
-    def generate(self, lease, count, version, finish_reason=""):
-        """Sample `count` tokens, stream them, and wait for the acknowledgement."""
-        start = len(lease.ids)
-        ids = [2 + (lease.id + place) % 40 for place in range(start, start + count)]
-        logprobs = [-(1 + place % 16) / 8 for place in range(start, start + count)]
-        self.send_chunk(lease, start, ids, logprobs, version, finish_reason)
-        lease.ids += ids
-        lease.logprobs += logprobs
-        assert self.take("Answers", "Refused").fields == [[[lease.id, len(lease.ids)]], [], [], []]
-        self.acknowledged["evaluation" if lease.evaluation else "generated"] += count
-
-    def send_chunk(self, lease, start, ids, logprobs, version, finish_reason=""):
-        return self.report(rows=[row(lease.id, start, ids, logprobs, version, finish_reason)])
-
-    def report(self, *closings, rows=()):
-        return self.send("Report", list(closings), arrays=tables(rows))
-
-    def give_back(self, lease, cause):
-        self.report(["GiveBack", lease.id, len(lease.ids), cause, ""])
-        self.done(lease)
-
-    def done(self, lease):
-        assert self.take("Answers", "Refused").fields == [[], [lease.id], [], []]
-        self.leases.pop(lease.id, None)
-
-
 # --- a broker, and who talks to it ------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def broker(config_file, tmp_path, request):
-    job = Job([*APRIL, "broker", str(config_file), *getattr(request, "param", [])], tmp_path / "broker.log")
-    job.run_dir = tmp_path / "runs" / "small"
-    wait_until((job.run_dir / "address").exists, job)
-    job.address = (job.run_dir / "address").read_text()
-    yield job
-    job.end()
+def broker(start_broker, request):
+    return start_broker(*getattr(request, "param", []))
 
 
 @pytest.fixture
@@ -437,6 +222,16 @@ def test_a_new_hello_keeps_the_leases_that_it_lists(worker):
 
 
 @pytest.mark.full
+def test_what_is_given_back_as_recalled_is_granted_again_behind_its_tokens(worker):
+    lease = worker.next_training_lease([0, 0])
+    worker.generate(lease, 3, [0, 0])
+    worker.give_back(lease, "recall")
+    while (again := worker.next_lease()).sample != lease.sample:
+        pass
+    assert (again.ids, again.budget, again.seed) == (lease.ids, lease.budget - 3, lease.seed)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("broker", [["--data.source", "submitted"]], indirect=True)
 def test_a_client_written_from_the_page_brings_prompts_and_gets_them_back(broker, learner, worker):
     of_prompt = [2, "1", "", b"mine"]
@@ -500,7 +295,7 @@ def test_the_page_names_every_message_with_its_fields_types_and_defaults_in_orde
     described = {name: fields for name, fields, _ in rows(PAGE)}
     assert len(described) == len(list(rows(PAGE))), "a message is described once"
     of_work = [wire.Task, wire.Grant, wire.Scored, wire.GiveBack, wire.Closed, wire.Session, wire.TurnRequest]
-    parts = [*of_work, wire.Submission, wire.GroupHead, wire.SampleHead, wire.Stay, TensorHead, Canary]
+    parts = [*of_work, wire.Slots, wire.Submission, wire.GroupHead, wire.SampleHead, wire.Stay, TensorHead, Canary]
     kinds = [*wire.MESSAGES, *typing.get_args(AnyLaneMessage), *parts]
     assert sorted(described) == sorted(kind.__name__ for kind in kinds)
     for kind in kinds:

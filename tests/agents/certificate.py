@@ -3,12 +3,12 @@
 import subprocess
 
 
-def make_certificate(folder):
+def make_certificate(folder, address="127.0.0.1"):
     """(certificate, its key) as PEM files"""
     certificate, key = folder / "april.pem", folder / "april-key.pem"
     subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
-         "-subj", "/CN=april", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1", "-out", certificate,
+         "-subj", "/CN=april", "-addext", f"subjectAltName=DNS:localhost,IP:{address}", "-out", certificate,
          "-keyout", key], check=True, capture_output=True,
     )  # fmt: skip
     return certificate, key

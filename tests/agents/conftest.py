@@ -102,7 +102,7 @@ def meet(loop, policy_folder):
 
         begin.addresses = asyncio.run_coroutine_threadsafe(serve(), loop).result()
         key = gateway.admit(session)
-        client = openai.OpenAI(base_url=begin.addresses.near, api_key=key, max_retries=0, timeout=30)
+        client = openai.OpenAI(base_url=begin.addresses.near, api_key=key, max_retries=0, timeout=120)
         client.loop = loop
         clients.append(client)
         return client, policy, session, gateway

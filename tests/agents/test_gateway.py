@@ -1,7 +1,6 @@
 """What agents meet: the SDKs of OpenAI and Anthropic as they are, against a policy that says what the test says."""
 
 import json
-import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +14,7 @@ from april import wire
 from april.agents.gateway import task_of
 from april.agents.host import Begin
 from tests.agents.conftest import SESSION
+from tests.run.processes import wait_until
 
 CALLS = {
     "start_anchor": ":",
@@ -186,14 +186,6 @@ def test_so_many_calls_of_a_session_wait_at_once_and_no_more(meet, monkeypatch):
     assert ask(client, "*").choices[0].message.content == "2" and gateway.refusals == {"too_many_calls": 1}
 
 
-def wait_until(is_so):
-    for _ in range(3000):
-        if is_so():
-            return
-        time.sleep(0.01)
-    raise AssertionError("it has not come about")
-
-
 # --- other executions -------------------------------------------------------------------------------------------------
 
 
@@ -272,7 +264,7 @@ def clients(meet):
     def begin(*lines, **more):
         client, policy, _, _ = meet(*lines, **more)
         root = str(client.base_url).removesuffix("/v1/")
-        return anthropic.Anthropic(base_url=root, api_key=client.api_key, max_retries=0, timeout=30), policy
+        return anthropic.Anthropic(base_url=root, api_key=client.api_key, max_retries=0, timeout=120), policy
 
     return begin
 
@@ -321,7 +313,7 @@ def call(method, url, body=None, key=""):
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Authorization": f"Bearer {key}"}, method=method)
     try:
-        with urllib.request.urlopen(request, timeout=30) as response:
+        with urllib.request.urlopen(request, timeout=120) as response:
             return response.status, json.loads(response.read() or "null")
     except urllib.error.HTTPError as error:
         return error.code, json.loads(error.read())

@@ -94,6 +94,9 @@ class Line(Peer):
     def hold(self, leases, emitted_tokens=0):
         self.say(wire.Heartbeat(list(leases), emitted_tokens), connection=b"control")
 
+    def occupy(self, slots):
+        pass
+
     def forget(self):
         self.session = 0
 

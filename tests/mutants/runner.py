@@ -31,7 +31,7 @@ HEAVY = (
     "zmq",
 )
 """imported once for all mutants; those that are not installed are left out"""
-LINKED = (".venv", ".venv-sglang", ".venv-vllm", ".venv-verl")
+LINKED = (".venv", ".venv-sglang", ".venv-vllm", ".venv-verl", ".venv-megatron")
 """of the tree's hidden entries, those that tests may need"""
 LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "runs", "build", "dist")
 TEST_LIMIT_S = 60

@@ -4,10 +4,18 @@ import os
 import signal
 from pathlib import Path
 
+from tests.run.processes import wait_until
+
 
 def kill_broker(run):
     """Of a run that was started with its connection; it is started again."""
-    children = Path(f"/proc/{run._broker.local.process.pid}/task").glob("*/children")
-    pids = [int(pid) for file in children for pid in file.read_text().split()]
-    [broker] = [pid for pid in pids if b"broker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    found = []
+    wait_until(lambda: found.extend(brokers_of(run._broker.local.process.pid)) or found)
+    [broker] = found
     os.kill(broker, signal.SIGKILL)
+
+
+def brokers_of(pid):
+    children = Path(f"/proc/{pid}/task").glob("*/children")
+    pids = [int(pid) for file in children for pid in file.read_text().split()]
+    return [pid for pid in pids if b"broker" in Path(f"/proc/{pid}/cmdline").read_bytes()]

@@ -38,7 +38,7 @@ def test_the_calls_come_in_the_order_in_which_they_are_awaited(config_file):
 def test_a_batch_that_nobody_waits_for_any_more_does_not_keep_the_trainer(config_file):
     books, arrives = Books(1), threading.Event()
     at_once = books.fetch
-    books.fetch = lambda step: at_once(step) if arrives.wait(60) else None
+    books.fetch = lambda step: at_once(step) if arrives.wait(120) else None
 
     async def train():
         async with aio.AsyncRollouts(lambda: Rollouts(load(config_file), 0, books, books)) as run:
@@ -47,7 +47,7 @@ def test_a_batch_that_nobody_waits_for_any_more_does_not_keep_the_trainer(config
                 await asyncio.wait_for(run.take(), 0.05)
 
     try:
-        asyncio.run(asyncio.wait_for(train(), 30))
+        asyncio.run(asyncio.wait_for(train(), 60))
         assert not arrives.is_set()
     finally:
         arrives.set()

@@ -1,6 +1,7 @@
 """The examples as they are: they learn, and go on where they were killed."""
 
 import ast
+import itertools
 import re
 import runpy
 import subprocess
@@ -17,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from april.config import ConfigError, load
 from april.data.make_data import make_data
 from april.policy.make_policy import make_policy
-from tests.run.processes import Job, assert_closed, steps_recorded, summary, wait_until
+from tests.run.processes import assert_closed, steps_recorded, summary, wait_until
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 GRPO = EXAMPLES / "grpo.py"
@@ -25,18 +26,15 @@ QUICKSTART = EXAMPLES.parent / "configs/quickstart.toml"
 
 
 @pytest.fixture
-def train(tmp_path, config_file):
+def train(start, tmp_path, config_file):
     """train(*overrides, example=GRPO, into="--checkpoint") -> Job of the example on the small configuration"""
-    jobs = []
+    numbers = itertools.count()
 
     def begin(*overrides, example=GRPO, into="--checkpoint"):
         options = [into, str(tmp_path / "saved"), "--save-every", "2", *overrides]
-        jobs.append(Job([sys.executable, str(example), str(config_file), *options], tmp_path / f"log-{len(jobs)}"))
-        return jobs[-1]
+        return start(f"log-{next(numbers)}", [sys.executable, str(example), str(config_file), *options])
 
-    yield begin
-    for job in jobs:
-        job.end()
+    return begin
 
 
 def test_it_is_short_and_imports_the_public_interface_torch_and_transformers_alone():
@@ -75,19 +73,19 @@ def test_it_trains_all_steps_and_the_run_ends_with_it(train, tmp_path):
 
 @pytest.mark.full
 def test_killed_it_trains_again_what_was_not_durable_and_nothing_else(train, tmp_path):
-    run_dir, steps = tmp_path / "runs/small", ("--schedule.max_steps", "9")
-    job = train(*steps)
+    run_dir = tmp_path / "runs/small"
+    job = train("--schedule.max_steps", "100000")
     wait_until(lambda: steps_recorded(run_dir) >= 3, job)
     job.kill("grpo.py")
-    wait_until(lambda: not job.descendants(), timeout_s=60)
+    wait_until(lambda: not job.descendants())
     done = steps_recorded(run_dir)
-    again = train(*steps)
+    again = train("--schedule.max_steps", str(done + 4))
     assert again.wait() == 0, again.output
     lines = [line for line in again.output.splitlines() if line.startswith("step")]
     first = int(lines[0].removeprefix("step ").partition(":")[0])
     assert first % 2 == 1 and 3 <= first <= done + 1, "behind the newest checkpoint"
     found = assert_closed(run_dir)
-    assert found["state"] == "finished" and found["steps"] == 9 == steps_recorded(run_dir)
+    assert found["state"] == "finished" and found["steps"] == done + 4 == steps_recorded(run_dir)
     assert found["replays"]["different"] == 0
     assert found["replays"]["same"] >= done + 1 - first
 
@@ -100,7 +98,7 @@ def test_trl_trains_on_behaviour_log_probabilities_and_goes_on_from_its_own_chec
     wait_until((tmp_path / "saved/checkpoint-2/trainer_state.json").exists, job)
     wait_until(lambda: steps_recorded(run_dir) >= 4, job)
     job.kill("trl_grpo.py")
-    wait_until(lambda: not job.descendants(), timeout_s=60)
+    wait_until(lambda: not job.descendants())
     part = tmp_path / "saved/checkpoint-6"
     part.mkdir(exist_ok=True)
     (part / "trainer_state.json").write_text('{"global_step": 6, "log_')  # killed while it saved
@@ -135,7 +133,7 @@ SMALL = {
 
 @pytest.mark.full
 @pytest.mark.timeout(600)
-def test_what_trl_s_page_says_runs_in_a_folder_that_has_nothing_else(tmp_path, policy_folder, data_folder):
+def test_what_trl_s_page_says_runs_in_a_folder_that_has_nothing_else(start, tmp_path, policy_folder, data_folder):
     page = (EXAMPLES.parent / "docs/trl.md").read_text()
     for number in SMALL:
         assert page.count(number) == 1, number
@@ -145,18 +143,15 @@ def test_what_trl_s_page_says_runs_in_a_folder_that_has_nothing_else(tmp_path, p
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache/policy").symlink_to(policy_folder)
     (tmp_path / "cache/data").symlink_to(data_folder)
-    job = Job([sys.executable, "train.py"], tmp_path / "log", start=partial(subprocess.Popen, cwd=tmp_path))
-    try:
-        assert job.wait(500) == 0, job.output
-    finally:
-        job.end()
+    job = start("log", [sys.executable, "train.py"], start=partial(subprocess.Popen, cwd=tmp_path))
+    assert job.wait(500) == 0, job.output
     assert assert_closed(tmp_path / "runs/trl")["state"] == "finished"
     assert (tmp_path / "trl-checkpoints/checkpoint-2").is_dir() and (tmp_path / "runs/trl/report.html").is_file()
 
 
 @pytest.mark.full
 @pytest.mark.timeout(1200)
-def test_the_quickstart_s_policy_learns_its_task_under_trl(tmp_path):
+def test_the_quickstart_s_policy_learns_its_task_under_trl(start, tmp_path):
     policy = make_policy(tmp_path / "policy", log=lambda line: None)
     prompts, held_out = make_data(tmp_path / "data")
     overrides = {
@@ -165,11 +160,8 @@ def test_the_quickstart_s_policy_learns_its_task_under_trl(tmp_path):
     }  # fmt: skip
     words = [word for key, value in overrides.items() for word in (f"--{key}", str(value))]
     command = [sys.executable, str(EXAMPLES / "trl_grpo.py"), str(QUICKSTART), "--output", str(tmp_path / "saved")]
-    job = Job([*command, "--save-every", "100", *words], tmp_path / "log")
-    try:
-        assert job.wait(timeout_s=1000) == 0, job.output
-    finally:
-        job.end()
+    job = start("log", [*command, "--save-every", "100", *words])
+    assert job.wait(timeout_s=1000) == 0, job.output
     lines = map(orjson.loads, (tmp_path / "trl/metrics.jsonl").read_bytes().splitlines())
     evaluations = {line["step"]: line["evaluation"]["accuracy"] for line in lines if "evaluation" in line}
     assert evaluations[0] <= 0.6 and evaluations[10] >= 0.85

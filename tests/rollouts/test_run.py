@@ -19,7 +19,7 @@ from april.rollouts.run import Rollouts
 from april.rollouts.weights import canary_of, collect
 from tests.rollouts.books import Books, batch_of
 from tests.rollouts.kill import kill_broker
-from tests.run.processes import Job, assert_closed
+from tests.run.processes import assert_closed
 
 WEIGHTS = {"weight": torch.ones(2)}
 
@@ -184,14 +184,11 @@ def test_the_package_is_imported_without_torch():
 
 
 @pytest.mark.full
-def test_under_torchrun_each_rank_gets_the_batch_and_sharded_weights_are_sent_whole(config_file, tmp_path):
+def test_under_torchrun_each_rank_gets_the_batch_and_sharded_weights_are_sent_whole(start, config_file, tmp_path):
     script = Path(__file__).with_name("ranks.py")
     launch = [sys.executable, "-m", "april.learner.launch", "--nproc-per-node=2"]
-    job = Job([*launch, str(script), str(config_file), str(tmp_path)], tmp_path / "log")
-    try:
-        assert job.wait() == 0, job.output
-    finally:
-        job.end()
+    job = start("log", [*launch, str(script), str(config_file), str(tmp_path)])
+    assert job.wait() == 0, job.output
     seen = orjson.loads((tmp_path / "seen.json").read_bytes())
     of_first, of_second = seen["ranks"]
     assert of_first == of_second == [[step, *to_tensors(batch_of(step), "grpo").input_ids.tolist()] for step in (0, 1)]

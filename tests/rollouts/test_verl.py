@@ -5,7 +5,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from tests.run.processes import Job, assert_closed
+from tests.run.processes import assert_closed
 
 STEPS = Path(__file__).with_name("verl_steps.py")
 PYTHON = Path(__file__).parents[2] / ".venv-verl/bin/python"
@@ -20,20 +20,15 @@ pytestmark = [pytest.mark.verl, pytest.mark.timeout(600)]
 
 
 @pytest.fixture
-def train(tmp_path):
+def train(start, tmp_path):
     """train(config file, killed_at) -> what each step of verl's trainer saw"""
-    jobs = []
 
     def run(file, killed_at=0):
-        log = tmp_path / f"log-{len(jobs)}"
-        jobs.append(Job([str(PYTHON), str(STEPS), str(file), str(tmp_path), str(killed_at)], log))
-        status = jobs[-1].wait(timeout_s=240)
-        assert status == (-9 if killed_at else 0), jobs[-1].output
-        return orjson.loads(next(line for line in jobs[-1].output.splitlines() if line.startswith("[{")))
+        job = start(f"log-{killed_at}", [str(PYTHON), str(STEPS), str(file), str(tmp_path), str(killed_at)])
+        assert job.wait(timeout_s=240) == (-9 if killed_at else 0), job.output
+        return orjson.loads(next(line for line in job.output.splitlines() if line.startswith("[{")))
 
-    yield run
-    for job in jobs:
-        job.end()
+    return run
 
 
 def test_verl_s_advantages_corrections_and_loss_run_on_groups_that_april_has_drawn(train, config_file, tmp_path):

@@ -21,7 +21,7 @@ from tests.rollouts.books import Books
 V0, V1 = Version(0, 0), Version(0, 1)
 CANARY = Canary([1, 2, 3], [-1.0, -2.0], "float32")
 EXTERNAL = ["--weights.transport", "external", "--worker.engine", "sglang", "--engine.url", "http://127.0.0.1:1"]
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 @pytest.fixture

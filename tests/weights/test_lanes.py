@@ -19,6 +19,7 @@ from april.weights.publisher import SILENCE_S, WeightPublisher
 from april.weights.receiver import WeightReceiver
 from april.wire.version import Version
 from tests.listeners import listeners
+from tests.run.processes import wait_until
 from tests.warm import Popen
 
 PATIENCE_S = 60.0
@@ -115,18 +116,21 @@ def test_every_worker_gets_every_version(publisher, worker):
 
 
 class SlowPeer:
-    """Takes 10 s for each bucket, by the clock that it moves on itself; `timeouts_s` is how long each was given."""
+    """Takes 10 s for each bucket, by the clock that it moves on itself; `waits_s` is how long each was given, and
+    `under_way` how many were begun and not awaited, each time that one was begun."""
 
     def __init__(self, monkeypatch):
-        self.time, self.timeouts_s = 1000.0, []
+        self.time, self.waits_s, self.begun, self.under_way = 1000.0, [], 0, []
         monkeypatch.setattr(clock, "now", lambda: self.time)
 
     def broadcast(self, tensors, options):
-        self.timeouts_s.append(options.timeout.total_seconds())
+        self.begun += 1
+        self.under_way.append(self.begun - len(self.waits_s))
+        assert options.timeout.total_seconds() == 1030.0 - self.time
         return self
 
     def wait(self, timeout):
-        assert timeout.total_seconds() == self.timeouts_s[-1]
+        self.waits_s.append(timeout.total_seconds())
         self.time += 10.0
 
 
@@ -134,7 +138,13 @@ def test_the_deadline_of_a_transfer_is_that_of_all_its_buckets_together(monkeypa
     peer = SlowPeer(monkeypatch)
     with pytest.raises(TimeoutError, match=r"weights\.transfer_deadline_s"):
         lane.transfer(peer, [torch.zeros(1)] * 5, "gloo", clock.now() + 30.0)
-    assert peer.timeouts_s == [30.0, 20.0, 10.0]
+    assert peer.waits_s == [30.0, 20.0, 10.0]
+
+
+def test_a_bucket_is_on_its_way_before_the_last_has_arrived(monkeypatch):
+    peer = SlowPeer(monkeypatch)
+    lane.transfer(peer, [torch.zeros(1)] * 3, "gloo", clock.now() + 30.0)
+    assert peer.under_way == [1, 2, 2] and len(peer.waits_s) == 3
 
 
 def test_a_version_larger_than_a_bucket_arrives_whole(publisher, worker):
@@ -200,13 +210,6 @@ def take(receiver):
     staged = []
     wait_until(lambda: staged.append(receiver.take()) or staged[-1])
     return staged[-1]
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "it never came to that"
-        time.sleep(0.01)
 
 
 def test_a_hung_worker_costs_its_own_lane_and_comes_back_when_it_wakes(publisher, worker):
