@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-import orjson
-
+from april.report.run_folder import read_records
 from tests.clusters.hosts import Hosts, end
 from tests.run.processes import APRIL, PATIENCE_S
 
@@ -77,9 +76,7 @@ class Parts:
 
     def steps(self) -> list[dict]:
         """Records of the steps that were trained so far; evaluations stand between them, and are left out."""
-        path = self.run_dir / "metrics.jsonl"
-        records = [orjson.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
-        return [record for record in records if "learner" in record]
+        return read_records(self.run_dir / "metrics.jsonl")
 
     def said(self) -> str:
         return "\n".join(f"==> {log.name}\n{log.read_text()[-3000:]}" for log in sorted(self.logs.glob("*.log")))

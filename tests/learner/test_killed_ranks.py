@@ -42,7 +42,8 @@ class Ranks:
     def log(self) -> list[list]:
         """(start, step, losses) of every report."""
         path = self.folder / "consumed.jsonl"
-        return [orjson.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
+        lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+        return [orjson.loads(line) for line in lines]
 
     def pid(self, rank: int) -> int:
         return int((self.folder / f"pid_{rank}").read_text())
