@@ -2,7 +2,7 @@
 # Installs April for development and runs the tests; further arguments go to pytest.
 #
 #   launch/test.sh          every promise once, in minutes
-#   launch/test.sh --all    everything, on SGLang, vLLM, Megatron-core and Slurm, which are installed beside April, and in a browser
+#   launch/test.sh --all    everything, on SGLang, vLLM, Megatron-core, Slurm and Ray, which are installed beside April, and in a browser
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -22,6 +22,7 @@ if $all; then
     "$root/launch/install-helm.sh"
     "$root/launch/install-prometheus.sh"
     "$root/launch/install-sinks.sh"
+    "$root/launch/install-ray.sh"
 fi
 cd "$root"
 export PATH="$root/.venv/bin:$PATH"

@@ -25,7 +25,7 @@ SERVERS = {
     "megatron": ".venv-megatron/bin/python",
     "browser": "/usr/bin/chromium",
     "slurm": "/usr/sbin/slurmctld",
-    "ray": ".venv/bin/ray",
+    "ray": ".venv-ray/installed",
     "helm": ".venv-helm/helm",
     "kubectl": ".venv-helm/kubectl",
     "prometheus": ".venv-prometheus/usr/bin/prometheus",

@@ -15,9 +15,11 @@ from pathlib import Path
 
 from tests.run.processes import wait_until
 
-PREFIX = "april-test"
+PREFIX = "april-hosts"
+OWNER = os.getpid()
+"""other processes have hosts of their own at the same time"""
 SUBNET = "10.77.0"
-SWITCH = f"{PREFIX}-switch"
+SWITCH = f"{PREFIX}-{OWNER}-switch"
 SLURM = ("slurmctld", "slurmd", "munged", "sbatch")
 SLURM_CONFIG = """
 ClusterName=april
@@ -82,7 +84,7 @@ class Hosts:
     def __init__(self, count: int, state: Path, link: Link | None = None, own: Path | None = None):
         """`own`: a folder that each host has for itself; all else is of one disk."""
         self.own = own
-        self.names = [f"{PREFIX}-{index}" for index in range(count)]
+        self.names = [f"{PREFIX}-{OWNER}-{index}" for index in range(count)]
         self.state, self.link = state, link
         self.switch: subprocess.Popen | None = None
         """what carries frames where links are slow"""
@@ -159,15 +161,20 @@ class Hosts:
         self.switch.stdin.flush()
 
     def remove(self) -> None:
-        """With every process on them, also of an earlier set that was not removed."""
+        """With every process on them, also of an earlier set whose owner is gone."""
         if self.switch:
             self.switch.communicate()
         for line in run("ip", "netns", "list").splitlines():
-            if (name := line.split()[0]).startswith(PREFIX):
+            if (name := line.split()[0]).startswith(PREFIX) and is_free(owner=int(name.split("-")[2])):
                 for process in run("ip", "netns", "pids", name).split():
                     with suppress(ProcessLookupError):
                         os.kill(int(process), signal.SIGKILL)
                 run("ip", "netns", "del", name)
+
+
+def is_free(owner: int) -> bool:
+    """Whether hosts of that process are nobody else's."""
+    return owner == OWNER or not Path(f"/proc/{owner}").exists()
 
 
 @contextmanager

@@ -11,10 +11,11 @@ import pytest
 
 from april.security import keygen
 from tests.clusters.hosts import Hosts, end, hosts, run
-from tests.run.processes import APRIL, assert_closed, steps_recorded, wait_until
+from tests.run.processes import assert_closed, steps_recorded, wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
-RAY = str(Path(APRIL[0]).with_name("ray"))
+BIN = Path(__file__).parents[2] / ".venv-ray/bin"
+RAY, APRIL = str(BIN / "ray"), [str(BIN / "python"), "-m", "april.cli"]
 PORT, STORE_BYTES, CORES = 6380, 80_000_000, 4
 PATIENCE_S = 300.0
 
@@ -29,6 +30,7 @@ class Machines:
         self.made, self.stack = made, stack
         self.starts = 0
         self.environment = os.environ | {
+            "PATH": f"{BIN}:{os.environ['PATH']}",
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": "0" * 64,
             "RAY_API_SERVER_ADDRESS": "http://127.0.0.1:8265",
