@@ -239,17 +239,14 @@ def shard(policy: Model, device: torch.device, bf16: bool = False, trained: bool
 
 
 def full_state(
-    lm: nn.Module,
-    tensors: Iterable[tuple[str, DTensor]],
-    dtype: torch.dtype | None = None,
-    group: dist.ProcessGroup | None = None,
+    lm: nn.Module, tensors: Iterable[tuple[str, DTensor]], dtype: torch.dtype | None = None
 ) -> dict[str, Tensor]:
     """`tensors`, the weights of `lm` by its names, and its buffers, unsharded, on the CPU of rank 0 under their Hugging
     Face names; {} on other ranks. Collective.
 
-    `dtype` and `group` are those of `gathered`. A head that is tied to the embedding is left out.
+    `dtype` is that of `gathered`. A head that is tied to the embedding is left out.
     """
-    state = gathered(tensors, dtype, group)
+    state = gathered(tensors, dtype)
     if dist.get_rank() != 0:
         return {}
     return as_in_files(lm, state)
@@ -261,34 +258,33 @@ def as_in_files(lm: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
     return dict(revert_weight_conversion(lm, state))
 
 
-def gathered(
-    parameters: Iterable[tuple[str, DTensor]],
-    dtype: torch.dtype | None = None,
-    group: dist.ProcessGroup | None = None,
-) -> dict[str, Tensor]:
+def gathered(parameters: Iterable[tuple[str, DTensor]], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
     """These, unsharded, on the CPU of rank 0; {} on other ranks. Collective.
 
-    They are converted to `dtype` before they travel (None: as they are). `group`: the ranks among which they are
-    sharded, rank 0 the first of them; others do nothing; None: all.
+    They are converted to `dtype` before they travel (None: as they are), from the ranks that have a part of one, rank 0
+    among them.
     """
-    if group is not None and 0 not in dist.get_process_group_ranks(group):
-        return {}
     state = {}
     for bucket in buckets(parameters, dtype):
-        state.update(gather_bucket(bucket, dtype, group))
+        group = group_of(bucket[0][1])
+        if 0 in dist.get_process_group_ranks(group):
+            state.update(gather_bucket(bucket, dtype, group))
     return state
 
 
 def buckets(
     parameters: Iterable[tuple[str, DTensor]], dtype: torch.dtype | None
 ) -> Iterator[list[tuple[str, DTensor]]]:
-    """Runs of parameters of one type that travel together, `BUCKET_BYTES` or a single parameter."""
+    """Runs of parameters of one type, on the same ranks, that travel together, `BUCKET_BYTES` or a single parameter."""
     bucket: list[tuple[str, DTensor]] = []
     size = 0
     for name, parameter in parameters:
         parameter_bytes = parameter.numel() * (dtype or parameter.dtype).itemsize
-        mixed = bucket and dtype is None and parameter.dtype != bucket[0][1].dtype
-        if bucket and (mixed or size + parameter_bytes > BUCKET_BYTES):
+        others = bucket and (
+            parameter.device_mesh != bucket[0][1].device_mesh
+            or (dtype is None and parameter.dtype != bucket[0][1].dtype)
+        )
+        if bucket and (others or size + parameter_bytes > BUCKET_BYTES):
             yield bucket
             bucket, size = [], 0
         bucket.append((name, parameter))
@@ -297,8 +293,13 @@ def buckets(
         yield bucket
 
 
+def group_of(parameter: DTensor) -> dist.ProcessGroup:
+    """The ranks that have parts of it: those of its mesh's last dimension. Others may have the same parts."""
+    return parameter.device_mesh.get_group(parameter.device_mesh.ndim - 1)
+
+
 def gather_bucket(
-    bucket: list[tuple[str, DTensor]], dtype: torch.dtype | None, group: dist.ProcessGroup | None = None
+    bucket: list[tuple[str, DTensor]], dtype: torch.dtype | None, group: dist.ProcessGroup
 ) -> dict[str, Tensor]:
     """Unsharded parameters on rank 0, {} elsewhere. Rank r has the r-th `ceil(n / R)` of the n rows, or columns, along
     which one is sharded."""

@@ -25,8 +25,9 @@ SHIPPED = AlgorithmSection().model_dump(include=set(PLAIN_CLIP))
 """what a run does about stale tokens unless it says otherwise"""
 
 
-def make_policy(folder: Path, tied: bool = True, kind=Qwen3Config, intermediate_size: int = 33) -> Path:
-    """A random Qwen3, or another `kind`, of two layers, with weights large enough for gradients that matter."""
+def make_policy(folder: Path, tied: bool = True, kind=Qwen3Config, intermediate_size: int = 33, **more) -> Path:
+    """A random Qwen3, or another `kind`, of two layers, with weights large enough for gradients that matter; `more` is
+    of its configuration."""
     torch.manual_seed(3)
     config = kind(
         vocab_size=VOCAB,
@@ -39,6 +40,7 @@ def make_policy(folder: Path, tied: bool = True, kind=Qwen3Config, intermediate_
         tie_word_embeddings=tied,
         initializer_range=0.3,
         max_position_embeddings=256,
+        **more,
     )
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     (folder / "tokenizer.json").write_text("{}")

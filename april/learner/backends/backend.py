@@ -16,7 +16,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from april.learner.checkpoint import Part
@@ -40,8 +39,6 @@ class Backend(ABC):
     """the type of activations: float32, bfloat16"""
     adapter: dict[str, Any]
     """that is trained in the model's place, as `lora.describe` says it"""
-    gathers_over: dist.ProcessGroup | None = None
-    """the ranks that have a part of each weight, rank 0 among them; None: all"""
 
     @abstractmethod
     def reference(self) -> nn.Module:
@@ -66,4 +63,4 @@ class Backend(ABC):
         They are converted to `dtype` before they travel (None: as they are). A head that is tied to the embedding is
         left out. An adapter is in the weights that it belongs to.
         """
-        return full_state(self.lm, self.tensors(), dtype, self.gathers_over)
+        return full_state(self.lm, self.tensors(), dtype)

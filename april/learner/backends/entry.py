@@ -19,7 +19,8 @@ class BackendEntry:
     """all that it keeps on a device is parameters, buffers and the optimizer's state, so that these may lie on the host
     while others have the device"""
     splits_layers: ClassVar[bool] = False
-    """several ranks may share a layer, `learner.tensor_parallel` of them"""
+    """several ranks may share a layer, `learner.tensor_parallel` of them, and divide its experts, which so many do as
+    `learner.expert_parallel` says"""
 
     @classmethod
     def build(cls, config: Config, device: "torch.device") -> "Backend":
@@ -30,16 +31,18 @@ class BackendEntry:
     @classmethod
     def check(cls, config: Config) -> None:
         """Refuse what it cannot do, before anything is started. Raises ConfigError."""
-        each, ranks = config.learner.tensor_parallel, config.learner.ranks
-        if each > 1 and not cls.splits_layers:
-            raise ConfigError(
-                f"key 'learner.tensor_parallel' = {each} splits layers, which learner.backend = "
-                f"{config.learner.backend!r} does not; leave it out"
-            )
-        if ranks % each:
-            raise ConfigError(
-                f"key 'learner.tensor_parallel' = {each} does not divide learner.ranks = {ranks}; use one that does"
-            )
+        ranks = config.learner.ranks
+        for key in ("tensor_parallel", "expert_parallel"):
+            each = getattr(config.learner, key)
+            if each > 1 and not cls.splits_layers:
+                raise ConfigError(
+                    f"key 'learner.{key}' = {each} splits layers, which learner.backend = "
+                    f"{config.learner.backend!r} does not; leave it out"
+                )
+            if ranks % each:
+                raise ConfigError(
+                    f"key 'learner.{key}' = {each} does not divide learner.ranks = {ranks}; use one that does"
+                )
 
     @classmethod
     def installed(cls) -> str:

@@ -48,7 +48,8 @@ def gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Clipped. Collective."""
     pieces = getattr(trainer.policy, "pieces", None)
     if pieces:
-        return {piece.name: piece.of(piece.parameter.grad).full_tensor().clone() for piece in pieces}
+        found = {piece.name: [parameter.grad for parameter in piece.parameters] for piece in pieces}
+        return {piece.name: piece.of(found[piece.name]).full_tensor().clone() for piece in pieces}
     return {name: parameter.grad.full_tensor().clone() for name, parameter in trainer.policy.trained}
 
 

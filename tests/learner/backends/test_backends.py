@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,10 +10,11 @@ from pathlib import Path
 import orjson
 import pytest
 import torch
+import torch.distributed as dist
 from learner_setup import job, make_config, make_policy, settings, uneven_batch
 from reference import ReferenceLearner
 from safetensors.torch import load_file
-from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from april.config import Config, ConfigError
 from april.config.checks import check
@@ -21,20 +23,38 @@ from april.learner.trainer import Trainer
 
 ROOT = Path(__file__).parents[3]
 PYTHONS = {"fsdp": sys.executable, "megatron": str(ROOT / ".venv-megatron/bin/python")}
-CASES = [("fsdp", 1, 1), ("fsdp", 2, 1), ("megatron", 1, 1), ("megatron", 2, 2), ("megatron", 4, 2)]
-"""back end, ranks, of which so many share a layer"""
-SHORT = ("fsdp", 2, 1)
+CASES = [
+    ("fsdp", 1, 1, 1),
+    ("fsdp", 2, 1, 1),
+    ("megatron", 1, 1, 1),
+    ("megatron", 2, 2, 1),
+    ("megatron", 4, 2, 1),
+    ("megatron", 4, 1, 2),
+    ("megatron", 4, 2, 4),
+]
+"""back end, ranks, of which so many share a layer, and so many divide its experts among them"""
+SHORT = ("fsdp", 2, 1, 1)
+EXPERTS = {"kind": Qwen3MoeConfig, "moe_intermediate_size": 12}
+MIXTURES = {
+    "experts": EXPERTS | {"num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True},
+    "some experts": EXPERTS | {"num_experts": 5, "num_experts_per_tok": 3, "tied": False, "mlp_only_layers": [0]},
+}
+"""the weights of a token's experts add up to 1, or to what they have of all; the latter's first layer has no experts,
+and its second five, which are not divided"""
 MODELS = {
     "tied": {},
     "untied": {"tied": False},
     "qwen2": {"kind": Qwen2Config, "tied": False},
     "llama": {"kind": LlamaConfig},
-}
+} | MIXTURES
 ONE_STEP = {name: (name, {}) for name in MODELS} | {"opob": ("tied", {"advantage": "opob"})}
 """model and keys of [algorithm]; with `opob` the gradient of each response is asked for first"""
 UNCLIPPED = {"grad_clip": 1e9, "microbatch_tokens": 64}
 LEARNS = {"microbatch_tokens": 64, "grad_clip": 0.5, "weight_decay": 0.1}
+KL = {"kl_coef": 0.2}
 STEPS, SAVED_AFTER = 4, 2
+RUNS = ["tied", "experts"]
+"""models that are trained for so many steps, and again from a checkpoint"""
 
 pytestmark = [pytest.mark.xdist_group("backends"), pytest.mark.timeout(600)]
 
@@ -54,25 +74,47 @@ def models(tmp_path_factory):
     return {name: make_policy(folder / name, **made | options) for name, options in MODELS.items()}
 
 
+@pytest.fixture(scope="module")
+def batches(models):
+    return [uneven_batch(step, models["tied"]) for step in range(STEPS)]
+
+
+@pytest.fixture(scope="module")
+def begun(models, batches, tmp_path_factory):
+    """Run folders by model: FSDP2 on one rank has left a checkpoint."""
+    folder = tmp_path_factory.mktemp("begun")
+    dist.init_process_group("cpu:gloo", store=dist.HashStore(), rank=0, world_size=1)
+    for model in RUNS:
+        trainer = Trainer(make_config(models[model], folder / model, algorithm=KL, **LEARNS), torch.device("cpu"))
+        for batch in batches[:SAVED_AFTER]:
+            trainer.step(batch)
+        trainer.save()
+    dist.destroy_process_group()
+    return {model: folder / model for model in RUNS}
+
+
 @pytest.fixture(scope="module", params=[case_of(case) for case in CASES])
-def outcome(request, models, tmp_path_factory):
+def outcome(request, models, batches, begun, tmp_path_factory):
     """{job: (result, config, batches, model)}"""
-    backend, ranks, shares = request.param
+    backend, ranks, shares, own_experts = request.param
     folder = tmp_path_factory.mktemp("suite")
     where = {"backend": backend, "ranks": ranks, "tensor_parallel": shares}
 
     def config(name, model, algorithm=(), **learner):
-        return make_config(models[model], folder / name, algorithm=algorithm, **where, **learner)
+        learner |= where | ({"expert_parallel": own_experts} if model == "experts" else {})
+        return make_config(models[model], folder / name, algorithm=algorithm, **learner)
 
-    batches = [uneven_batch(step, models["tied"]) for step in range(STEPS)]
     jobs = {f"loaded {name}": (config(f"loaded-{name}", name), [], models[name]) for name in MODELS}
     for name, (model, keys) in ONE_STEP.items():
         jobs[f"step {name}"] = (config(f"step-{name}", model, keys, **UNCLIPPED), batches[:1], models[model])
-    whole = config("whole", "tied", algorithm={"kl_coef": 0.2}, **LEARNS)
-    jobs["whole"] = (whole, batches, models["tied"])
-    jobs["resumed"] = (whole, batches, models["tied"])
+    for model in RUNS:
+        whole, taken = (config(f"{name}-{model}", model, algorithm=KL, **LEARNS) for name in ("whole", "taken"))
+        jobs[f"whole {model}"] = jobs[f"resumed {model}"] = (whole, batches, models[model])
+        jobs[f"taken {model}"] = (taken, batches, models[model])
+        shutil.copytree(begun[model], taken.run_dir)
     ordered = [
-        job(c, given, save_after=[SAVED_AFTER] if name == "whole" else []) for name, (c, given, _) in jobs.items()
+        job(c, given, save_after=[SAVED_AFTER] if name.startswith("whole") else [])
+        for name, (c, given, _) in jobs.items()
     ]
     (folder / "jobs.json").write_bytes(orjson.dumps(ordered))
     launch = [PYTHONS[backend], "-m", "april.learner.launch", f"--nproc-per-node={ranks}"]
@@ -128,19 +170,21 @@ def test_logprobs_loss_and_gradients_are_the_reference_s(outcome, expected, case
     assert {name: metrics[name] for name in step.means} == pytest.approx(step.means, rel=1e-4, abs=1e-6)
 
 
-def test_steps_are_the_reference_s_with_clipping_decay_and_divergence(outcome):
-    result, config, batches, folder = outcome["whole"]
+@pytest.mark.parametrize("model", RUNS)
+def test_steps_are_the_reference_s_with_clipping_decay_and_divergence(outcome, model):
+    result, config, batches, folder = outcome[f"whole {model}"]
     reference = ReferenceLearner(folder, settings(config))
     norms = [reference.step(batch.groups, batch.step).grad_norm for batch in batches]
     assert [step["metrics"]["grad_norm"] for step in result["steps"]] == pytest.approx(norms, rel=1e-3)
     assert max(norms) > config.learner.grad_clip
     for name, parameter in reference.lm.named_parameters():
-        off = (result["weights"][name] - parameter.detach()).abs()
+        off = (result["state"][f"model.{name}"] - parameter.detach()).abs()
         assert off.mean() < 1e-3 * config.learner.lr and off.max() < 0.1 * config.learner.lr, name
 
 
-def test_a_resumed_run_is_bitwise_the_same(outcome):
-    whole, resumed = outcome["whole"][0], outcome["resumed"][0]
+@pytest.mark.parametrize("model", RUNS)
+def test_a_resumed_run_is_bitwise_the_same(outcome, model):
+    whole, resumed = outcome[f"whole {model}"][0], outcome[f"resumed {model}"][0]
     assert (whole["restored"], resumed["restored"]) == (0, SAVED_AFTER)
     for kind in ("weights", "state"):
         assert whole[kind].keys() == resumed[kind].keys()
@@ -154,29 +198,49 @@ def untimed(metrics):
     return {name: value for name, value in metrics.items() if not name.endswith(("_s", "tflop_per_s"))}
 
 
-def test_another_back_end_goes_on_from_its_checkpoint(outcome, one_rank):
+@pytest.mark.parametrize("model", RUNS)
+def test_another_back_end_goes_on_from_its_checkpoint(outcome, model, one_rank):
     """With FSDP2 on one rank: weights and moments have one form."""
-    _, config, batches, _ = outcome["resumed"]
-    section = config.learner.model_copy(update={"backend": "fsdp", "ranks": 1, "tensor_parallel": 1})
+    _, config, batches, _ = outcome[f"resumed {model}"]
+    alone = {"backend": "fsdp", "ranks": 1, "tensor_parallel": 1, "expert_parallel": 1}
+    section = config.learner.model_copy(update=alone)
     trainer = Trainer(config.model_copy(update={"learner": section}), torch.device("cpu"))
     assert (trainer.restore(), trainer.optimizer_steps) == (SAVED_AFTER, SAVED_AFTER)
-    expected = outcome["whole"][0]["steps"]
+    whole = outcome[f"whole {model}"][0]
+    expected = whole["steps"]
     for batch, before in zip(batches[SAVED_AFTER:], expected[SAVED_AFTER:], strict=True):
         metrics = trainer.step(batch)
         assert metrics["loss"] == pytest.approx(before["metrics"]["loss"], rel=1e-3, abs=1e-5)
         assert metrics["grad_norm"] == pytest.approx(before["metrics"]["grad_norm"], rel=1e-3)
     state = {name: tensor.full_tensor() for name, tensor in checkpoint.sharded_state(trainer.parts).items()}
-    assert state.keys() == outcome["whole"][0]["state"].keys()
-    for name, value in outcome["whole"][0]["state"].items():
+    assert state.keys() == whole["state"].keys()
+    for name, value in whole["state"].items():
         largest = value.abs().max().item()
         assert (state[name] - value).abs().max().item() <= 1e-3 * largest + 1e-7, name
 
 
+@pytest.mark.parametrize("model", RUNS)
+def test_it_goes_on_from_the_checkpoint_of_another_back_end(outcome, model):
+    """Of FSDP2 on one rank."""
+    whole, taken = outcome[f"whole {model}"][0], outcome[f"taken {model}"][0]
+    assert taken["restored"] == SAVED_AFTER
+    for step, before in zip(taken["steps"], whole["steps"][SAVED_AFTER:], strict=True):
+        assert step["metrics"]["loss"] == pytest.approx(before["metrics"]["loss"], rel=1e-3, abs=1e-5)
+    for name, value in whole["state"].items():
+        largest = value.abs().max().item()
+        assert (taken["state"][name] - value).abs().max().item() <= 1e-3 * largest + 1e-7, name
+
+
 REFUSED = {
     "splits layers": ({"learner": {"tensor_parallel": 2}}, "'learner.tensor_parallel' = 2 splits layers, which"),
+    "divides experts": ({"learner": {"expert_parallel": 2}}, "'learner.expert_parallel' = 2 splits layers, which"),
     "ranks": (
         {"learner": {"backend": "megatron", "ranks": 3, "tensor_parallel": 2}},
-        "does not divide learner.ranks = 3",
+        "'learner.tensor_parallel' = 2 does not divide learner.ranks = 3",
+    ),
+    "ranks of experts": (
+        {"learner": {"backend": "megatron", "ranks": 3, "expert_parallel": 2}},
+        "'learner.expert_parallel' = 2 does not divide learner.ranks = 3",
     ),
     "lora": ({"learner": {"backend": "megatron"}, "lora": {"rank": 4}}, "does not do lora.rank = 4"),
     "critic": ({"learner": {"backend": "megatron"}, "algorithm": {"advantage": "gae"}}, "advantage = 'gae'"),

@@ -1,20 +1,18 @@
 """A policy whose layers lie on several ranks each. Replicas of it have a part of the batch each, and hold the same."""
 
 import math
-from collections.abc import Iterable
-from datetime import timedelta
+from collections.abc import Iterable, Sequence
 
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from april.config import Config
 from april.learner import flops
 from april.learner.backends.backend import Backend
+from april.learner.backends.megatron.groups import make_ready
+from april.learner.backends.megatron.layout import REPLICAS, SHARES, Layout
 from april.learner.backends.megatron.model import MegatronPolicy
-from april.learner.backends.megatron.names import REPLICAS, SHARES
+from april.learner.backends.megatron.piece import Piece, Stack
 from april.learner.checkpoint import MOMENTS, Part
 from april.learner.gradients import adamw
 from april.learner.losses.ranks import Ranks
@@ -27,22 +25,24 @@ OF_OWN_HEADS = ("q_layernorm.weight", "k_layernorm.weight")
 class MegatronPart(Part):
     """In a checkpoint are Hugging Face tensors, so that any back end can go on from it."""
 
-    def tensors_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """It and its moments."""
-        moments = self.optimizer.state.get(parameter, {})
-        return {"model": parameter} | {moment: moments[moment] for moment in MOMENTS if moments}
+    def tensors_of(self, piece: Piece) -> dict[str, Sequence[Tensor]]:
+        """Its parameters and their moments."""
+        states = [self.optimizer.state.get(parameter, {}) for parameter in piece.parameters]
+        return {"model": piece.parameters} | {
+            moment: [state[moment] for state in states] for moment in MOMENTS if all(states)
+        }
 
     def state(self) -> dict[str, Tensor]:
         return {
-            f"{self.prefix}{kind}.{piece.name}": piece.of(tensor)
+            f"{self.prefix}{kind}.{piece.name}": piece.of(tensors)
             for piece in self.model.pieces
-            for kind, tensor in self.tensors_of(piece.parameter).items()
+            for kind, tensors in self.tensors_of(piece).items()
         }
 
     def take(self, state: dict[str, Tensor]) -> None:
         for piece in self.model.pieces:
-            for kind, tensor in self.tensors_of(piece.parameter).items():
-                piece.put(tensor, state[f"{self.prefix}{kind}.{piece.name}"].to_local())
+            for kind, tensors in self.tensors_of(piece).items():
+                piece.put(tensors, state[f"{self.prefix}{kind}.{piece.name}"].to_local())
 
 
 class MegatronBackend(Backend):
@@ -50,23 +50,32 @@ class MegatronBackend(Backend):
         self.config, self.device = config, device
         self.computes_in, self.adapter = "float32", {"rank": 0}
         section = config.learner
-        each = section.tensor_parallel
-        share_layers(each, section.collective_timeout_s)
-        shape = (dist.get_world_size() // each, each)
-        self.mesh = init_device_mesh(device.type, shape, mesh_dim_names=(REPLICAS, SHARES))
-        self.shares, self.ranks = Ranks(self.mesh.get_group(SHARES)), Ranks(self.mesh.get_group(REPLICAS))
-        self.gathers_over = self.shares.group
+        make_ready(section, device)
+        self.layout = layout = Layout.of(section.tensor_parallel, section.expert_parallel, device)
+        self.shares, self.ranks = (Ranks(layout.layers.get_group(dim)) for dim in (SHARES, REPLICAS))
+        self.expert_shares, self.expert_ranks = (Ranks(layout.experts.get_group(dim)) for dim in (SHARES, REPLICAS))
         self.lm = outline(config.model.path, config.sampling.temperature).lm
         self.cost = flops.cost(self.lm)
         self.policy = self.load().train()
         optimizer = adamw([parameter for _, parameter in self.policy.trained], section.lr, section)
         self.part = MegatronPart("", self.policy, optimizer)
-        divided = {id(piece.parameter) for piece in self.policy.pieces if piece.dim is not None}
-        self.whole = [parameter for _, parameter in self.policy.trained if id(parameter) not in divided]
+        pieces = {id(parameter): piece for piece in self.policy.pieces for parameter in piece.parameters}
+        self.experts: list[nn.Parameter] = []
+        self.divided: list[nn.Parameter] = []
+        """others that a rank has a part of"""
+        self.whole: list[nn.Parameter] = []
         """that all ranks of a layer have"""
+        self.seen_in_parts: list[nn.Parameter] = []
+        """of the latter, those whose gradient is the sum of what these ranks see"""
+        for name, parameter in self.policy.trained:
+            piece = pieces[id(parameter)]
+            kind = self.experts if isinstance(piece, Stack) else self.whole if piece.dim is None else self.divided
+            kind.append(parameter)
+            if kind is self.whole and (self.policy.divides_tokens or name.endswith(OF_OWN_HEADS)):
+                self.seen_in_parts.append(parameter)
 
     def load(self) -> MegatronPolicy:
-        return MegatronPolicy(self.lm, self.config.model.path, self.config.sampling.temperature, self.mesh).to(
+        return MegatronPolicy(self.lm, self.config.model.path, self.config.sampling.temperature, self.layout).to(
             self.device
         )
 
@@ -74,22 +83,31 @@ class MegatronBackend(Backend):
         return self.load().requires_grad_(False).eval()
 
     def tensors(self) -> Iterable[tuple[str, Tensor]]:
-        return ((piece.name, piece.of(piece.parameter)) for piece in self.policy.pieces)
+        pieces = self.policy.pieces if self.layout.is_first else ()
+        return ((piece.name, piece.of(piece.parameters)) for piece in pieces)
 
     def rest(self) -> None:
         """Nothing is held."""
 
     def clip(self, most: float) -> float:
-        named = [(name, each.grad) for name, each in self.policy.trained if each.grad is not None]
-        add_up([gradient for name, gradient in named if name.endswith(OF_OWN_HEADS)], self.shares)
-        gradients = [gradient for _, gradient in named]
-        add_up(gradients, self.ranks)
-        twice = {id(parameter.grad) for parameter in self.whole} if self.shares.place else set()
-        counted = [gradient for gradient in gradients if id(gradient) not in twice]
-        norm = self.shares.total(torch.nn.utils.get_total_norm(counted).double().square()).sqrt().item()
+        experts, divided, whole = map(gradients, (self.experts, self.divided, self.whole))
+        add_up(gradients(self.seen_in_parts), self.shares)
+        add_up(whole + divided, self.ranks)
+        add_up(experts, self.expert_ranks)
+        counted = divided if self.shares.place else whole + divided
+        norm = math.sqrt(square(counted, self.shares) + square(experts, self.expert_shares))
         if norm > most and math.isfinite(norm):
-            torch._foreach_mul_(gradients, most / norm)
+            torch._foreach_mul_(experts + divided + whole, most / norm)
         return norm
+
+
+def gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
+def square(gradients: list[Tensor], ranks: Ranks) -> float:
+    """Of the norm of what the ranks have together; they have some, or none has any. Collective."""
+    return ranks.total(torch.nn.utils.get_total_norm(gradients).double().square()).item() if gradients else 0.0
 
 
 def add_up(gradients: list[Tensor], ranks: Ranks) -> None:
@@ -99,13 +117,3 @@ def add_up(gradients: list[Tensor], ranks: Ranks) -> None:
     summed = ranks.total(torch.cat([gradient.flatten() for gradient in gradients]))
     for gradient, found in zip(gradients, summed.split([gradient.numel() for gradient in gradients]), strict=True):
         gradient.copy_(found.view_as(gradient))
-
-
-def share_layers(each: int, timeout_s: float) -> None:
-    """Make Megatron's process groups: neighbouring ranks share layers, `each` of them. Collective."""
-    if parallel_state.model_parallel_is_initialized():
-        if parallel_state.get_tensor_model_parallel_world_size() == each:
-            return
-        parallel_state.destroy_model_parallel()
-    minutes = timedelta(seconds=timeout_s) / timedelta(minutes=1)
-    parallel_state.initialize_model_parallel(each, distributed_timeout_minutes=max(1, math.ceil(minutes)))

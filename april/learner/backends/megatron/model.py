@@ -2,26 +2,33 @@
 
 The layers are those of Megatron's local specification, which runs anywhere, but for three modules that it has for
 accelerators alone or not for packed sequences: attention, rotary embedding and head are April's.
+
+Where a model has experts, the ranks that share a layer divide its tokens between attention and attention: Megatron
+routes each token once, on the rank that has it.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from april.learner.attention import packed_attention
+from april.learner.backends.megatron.experts import check_experts, has_experts, of_experts
 from april.learner.backends.megatron.head import score_tokens
-from april.learner.backends.megatron.names import SHARES, own_rows, pieces
+from april.learner.backends.megatron.layout import SHARES, Layout
+from april.learner.backends.megatron.names import own_rows, pieces
 from april.learner.loading import Files, ModelError
 from april.learner.packing import MicroBatch
 
-ARCHITECTURES = ("qwen3", "qwen2", "llama")
+ARCHITECTURES = ("qwen3", "qwen2", "llama", "qwen3_moe")
 """whose layers Megatron's are, in every detail"""
 
 
@@ -63,14 +70,31 @@ class Rotary(nn.Module):
         return torch.cat([angles, angles], -1)[:, None, None]
 
 
+class Norm(nn.RMSNorm):
+    """Megatron's own refuses tokens that are divided, of which a norm knows nothing."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **unused):
+        super().__init__(hidden_size, eps=eps)
+
+
+class Router(TopKRouter):
+    """Megatron's own asks for a product of Transformer Engine's, also where that is not installed."""
+
+    def gating(self, input: Tensor) -> Tensor:
+        return nn.functional.linear(input, self.weight)
+
+
 class MegatronPolicy(nn.Module):
     """Reads its own part of a Hugging Face folder; `lm` is the outline of that model."""
 
-    def __init__(self, lm: nn.Module, folder: Path, temperature: float, mesh: DeviceMesh):
+    def __init__(self, lm: nn.Module, folder: Path, temperature: float, layout: Layout):
         super().__init__()
-        check_model(lm, folder, mesh[SHARES].size())
-        self.model, self.temperature = make_model(lm, mesh[SHARES].size()), temperature
-        self.pieces = list(pieces(self.model, lm, mesh))
+        mesh, self.shares = layout.layers, layout.shares
+        check_model(lm, folder, layout)
+        self.model, self.temperature = make_model(lm, layout), temperature
+        self.divides_tokens = self.model.config.sequence_parallel
+        """each rank of a layer sees some alone, but for attention"""
+        self.pieces = list(pieces(self.model, lm, layout))
         self.group = mesh.get_group(SHARES)
         vocabulary = lm.get_input_embeddings().weight
         self.own_rows = own_rows(vocabulary, mesh)
@@ -88,9 +112,13 @@ class MegatronPolicy(nn.Module):
         return list(self.model.named_parameters())
 
     def forward(self, micro: MicroBatch, temperature: float | None = None) -> tuple[Tensor, Tensor]:
+        if self.divides_tokens:
+            micro = filled_up(micro, self.shares)
         longest, starts = max(micro.seq_lens), micro.cu_seq_lens
         packed = Packed("thd", starts, starts, max_seqlen_q=longest, max_seqlen_kv=longest, seq_lens=micro.seq_lens)
         hidden = self.model(micro.ids, micro.positions, None, packed_seq_params=packed)
+        if self.divides_tokens:
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=self.group)
         rows = hidden[:, 0][micro.target_rows]
         shared = self.model.share_embeddings_and_output_weights
         head = self.model.shared_embedding_or_output_weight() if shared else self.model.output_layer.weight
@@ -98,9 +126,24 @@ class MegatronPolicy(nn.Module):
         return score_tokens(rows, own, self.first_row, micro.targets, temperature or self.temperature, self.group)
 
 
-def check_model(lm: nn.Module, folder: Path, shares: int) -> None:
+def filled_up(micro: MicroBatch, ranks: int) -> MicroBatch:
+    """With a sequence that nothing is asked of, so that as many tokens are on each of `ranks`."""
+    lacking = -micro.ids.shape[1] % ranks
+    if not lacking:
+        return micro
+    blank, starts = torch.arange(lacking, device=micro.ids.device)[None], micro.cu_seq_lens
+    return replace(
+        micro,
+        ids=torch.cat([micro.ids, torch.zeros_like(blank)], 1),
+        positions=torch.cat([micro.positions, blank], 1),
+        seq_lens=[*micro.seq_lens, lacking],
+        cu_seq_lens=torch.cat([starts, starts[-1:] + lacking]),
+    )
+
+
+def check_model(lm: nn.Module, folder: Path, layout: Layout) -> None:
     """Raises ModelError for one that would be computed wrongly, or cannot be divided among so many ranks."""
-    config = lm.config
+    config, shares = lm.config, layout.shares
     if config.model_type not in ARCHITECTURES:
         raise ModelError(
             f"{folder}: Megatron's layers are those of {', '.join(ARCHITECTURES)}, and the model is "
@@ -108,12 +151,19 @@ def check_model(lm: nn.Module, folder: Path, shares: int) -> None:
         )
     rotary = lm.base_model.rotary_emb
     plain = rotary.attention_scaling == 1 and config.hidden_act == "silu"
-    windows = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    kinds = getattr(config, "layer_types", None)
+    windows = set(kinds) - {"full_attention"} if kinds else getattr(config, "sliding_window", None)
     if not plain or windows or not config.num_key_value_heads:
         raise ModelError(
             f"{folder}: its activation, attention or rotary embedding is not one that Megatron's layers have"
         )
-    sizes = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+    check_experts(lm, folder, layout)
+    with_experts = [has_experts(layer) for layer in lm.base_model.layers]
+    sizes = ["num_attention_heads", "num_key_value_heads"]
+    if any(with_experts) and layout.cuts_experts:
+        sizes.append("moe_intermediate_size")
+    if not all(with_experts):
+        sizes.append("intermediate_size")
     for name in sizes:
         if getattr(config, name) % shares:
             raise ModelError(
@@ -125,9 +175,9 @@ def check_model(lm: nn.Module, folder: Path, shares: int) -> None:
         )
 
 
-def make_model(lm: nn.Module, shares: int) -> GPTModel:
+def make_model(lm: nn.Module, layout: Layout) -> GPTModel:
     """Without values yet."""
-    config, rotary = lm.config, lm.base_model.rotary_emb
+    config, rotary, shares = lm.config, lm.base_model.rotary_emb, layout.shares
     layer = lm.base_model.layers[0]
     has_norms = hasattr(layer.self_attn, "q_norm")
     of_layers = TransformerConfig(
@@ -155,12 +205,11 @@ def make_model(lm: nn.Module, shares: int) -> GPTModel:
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
+        **of_experts(lm, layout),
     )
-    layers = get_gpt_layer_local_spec(qk_layernorm=has_norms, normalization="RMSNorm")
-    layers.submodules.self_attention.submodules.core_attention = PackedAttention
     model = GPTModel(
         config=of_layers,
-        transformer_layer_spec=layers,
+        transformer_layer_spec=layers_of(lm, of_layers),
         vocab_size=shares * -(-config.vocab_size // shares),
         max_sequence_length=config.max_position_embeddings,
         position_embedding_type="rope",
@@ -169,3 +218,18 @@ def make_model(lm: nn.Module, shares: int) -> GPTModel:
     model.rotary_pos_emb = Rotary(rotary.inv_freq)
     model.post_process = False  # it returns what its head would take
     return model
+
+
+def layers_of(lm: nn.Module, config: TransformerConfig) -> TransformerBlockSubmodules:
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
+    block.layer_norm = Norm
+    for layer, spec in zip(lm.base_model.layers, block.layer_specs, strict=True):
+        parts = spec.submodules
+        parts.input_layernorm = parts.pre_mlp_layernorm = Norm
+        attention = parts.self_attention.submodules
+        attention.core_attention = PackedAttention
+        if config.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = Norm
+        if has_experts(layer):
+            parts.mlp.submodules.router = Router
+    return block

@@ -2,82 +2,31 @@
 
 Megatron has queries, keys and values of a layer in one matrix, group by group: the queries of a group, its key, its
 value. It has gate and up projection in one, gate first on each rank. Ranks that share layers have rows of these, and
-of embedding and head; columns of what follows them. All else is whole on each of them.
+of embedding and head; columns of what follows them. All else is whole on each of them, but for experts.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from april.learner.loading import Files, ModelError, check_shape
-from april.learner.model import shape_of_part
+from april.learner.backends.megatron.layout import SHARES, Layout
+from april.learner.backends.megatron.piece import COLUMNS, ROWS, Piece, Stack
+from april.learner.loading import ModelError
 
-ROWS, COLUMNS = 0, 1
-REPLICAS, SHARES = "replicas", "shares"
-"""dimensions of the mesh of ranks: those of SHARES have parts of a layer each"""
 LAYER = "model.layers."
+STACKED = {
+    "mlp.experts.gate_up_proj": ("linear_fc1", ("gate_proj", "up_proj")),
+    "mlp.experts.down_proj": ("linear_fc2", ("down_proj",)),
+}
+"""of experts: where each has it in Megatron's model, and what it is of there"""
 
 
-@dataclass(frozen=True, eq=False)
-class Piece:
-    """A Hugging Face tensor as a part of a parameter."""
-
-    name: str
-    parameter: nn.Parameter
-    whole: Tensor
-    """of which it is a rank's part: a tensor without memory"""
-    dim: int | None
-    """along which the ranks have parts of it; None: each has all"""
-    mesh: DeviceMesh
-    """of REPLICAS and SHARES"""
-    view: Callable[[Tensor], Tensor]
-    """what a tensor like the parameter has of it on this rank, in place; its shape may have more dimensions"""
-
-    def of(self, tensor: Tensor) -> DTensor:
-        """Of one like the parameter: a copy of this rank's part, or that itself."""
-        own = self.view(tensor.detach()).reshape(self.own_shape)
-        if own.storage_offset():
-            own = own.clone()  # torch's writer of checkpoints takes a sharded tensor with an offset for one in memory
-        placements = [Replicate(), Replicate() if self.dim is None else Shard(self.dim)]
-        shape, stride = self.whole.shape, self.whole.stride()
-        return DTensor.from_local(own, self.mesh, placements, run_check=False, shape=shape, stride=stride)
-
-    @torch.no_grad()
-    def put(self, tensor: Tensor, own: Tensor) -> None:
-        """Make `own`, this rank's part, what one like the parameter has of it."""
-        view = self.view(tensor)
-        if own.data_ptr() != view.data_ptr():  # otherwise it is that itself
-            view.copy_(own.reshape(view.shape))
-
-    @property
-    def own_shape(self) -> list[int]:
-        return shape_of_part(self.whole.shape, self.dim, self.mesh.get_local_rank(SHARES), self.mesh[SHARES].size())
-
-    def read(self, files: Files) -> None:
-        """This rank's part of it, into the parameter. Raises ModelError."""
-        if self.name not in files.path_of:
-            raise ModelError(f"{files.folder}: its weights lack {self.name}; give a whole Hugging Face folder")
-        found = files.slices([self.name])[self.name]
-        check_shape(files, self.name, found.get_shape(), self.whole)
-        if self.dim is None:
-            own = found[...]
-        else:
-            each = -(-self.whole.shape[self.dim] // self.mesh[SHARES].size())
-            first = self.mesh.get_local_rank(SHARES) * each
-            span = slice(first, first + self.own_shape[self.dim])
-            own = found[span] if self.dim == ROWS else found[:, span]
-        self.put(self.parameter, own)
-
-
-def pieces(model: nn.Module, lm: nn.Module, mesh: DeviceMesh) -> Iterator[Piece]:
+def pieces(model: nn.Module, lm: nn.Module, layout: Layout) -> Iterator[Piece]:
     """Of all tensors of `lm`, which has no memory, in a `GPTModel`. Raises ModelError for one without a place there."""
-    parameters = dict(model.named_parameters())
-    groups = lm.config.num_key_value_heads // mesh[SHARES].size()
+    parameters, mesh = dict(model.named_parameters()), layout.layers
+    groups = lm.config.num_key_value_heads // layout.shares
     heads = (groups, 2 + lm.config.num_attention_heads // lm.config.num_key_value_heads, -1)
     places: dict[str, tuple[str, int | None, Callable[[Tensor], Tensor]]] = {
         "model.embed_tokens.weight": ("embedding.word_embeddings.weight", ROWS, whole),
@@ -91,6 +40,7 @@ def pieces(model: nn.Module, lm: nn.Module, mesh: DeviceMesh) -> Iterator[Piece]
         "mlp.gate_proj.weight": ("mlp.linear_fc1.weight", ROWS, gate),
         "mlp.up_proj.weight": ("mlp.linear_fc1.weight", ROWS, up),
         "mlp.down_proj.weight": ("mlp.linear_fc2.weight", COLUMNS, whole),
+        "mlp.gate.weight": ("mlp.router.weight", None, whole),
     }
     for kind in ("weight", "bias"):
         for name, of_group in (("q", queries), ("k", keys), ("v", values)):
@@ -99,6 +49,12 @@ def pieces(model: nn.Module, lm: nn.Module, mesh: DeviceMesh) -> Iterator[Piece]
     for name, tensor in lm.named_parameters():
         number, _, rest = name.removeprefix(LAYER).partition(".")
         in_layer = name.startswith(LAYER)
+        if in_layer and rest in STACKED:
+            linear, kinds = STACKED[rest]
+            experts = model.decoder.layers[int(number)].mlp.experts.local_experts
+            stacked = [getattr(expert, linear).weight for expert in experts]
+            yield Stack(name, stacked, tensor, ROWS, layout.experts, whole, kinds, layout.cuts_experts)
+            continue
         place = places.get(rest if in_layer else name)
         found = place and parameters.get(f"decoder.layers.{number}.{place[0]}" if in_layer else place[0])
         if place is None or found is None:
@@ -106,7 +62,7 @@ def pieces(model: nn.Module, lm: nn.Module, mesh: DeviceMesh) -> Iterator[Piece]
         _, dim, view = place
         if view is whole and dim == ROWS:
             view = partial(without_padding, own_rows(tensor, mesh))
-        yield Piece(name, found, tensor, dim, mesh, view)
+        yield Piece(name, [found], tensor, dim, mesh, view)
 
 
 def own_rows(tensor: Tensor, mesh: DeviceMesh) -> int:

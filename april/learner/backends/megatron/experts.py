@@ -1,0 +1,53 @@
+"""What Megatron is told of a model's experts, so that it routes as transformers does: nothing is dropped or added."""
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from april.learner.backends.megatron.layout import Layout
+from april.learner.loading import ModelError
+
+
+def has_experts(layer: nn.Module) -> bool:
+    return hasattr(layer.mlp, "experts")
+
+
+def of_experts(lm: nn.Module, layout: Layout) -> dict[str, Any]:
+    """Arguments of a `TransformerConfig`; none for a model without any.
+
+    Where the weights of the chosen experts add up to 1, their softmax is that of the chosen logits alone.
+    """
+    config, there = lm.config, [int(has_experts(layer)) for layer in lm.base_model.layers]
+    if not any(there):
+        return {}
+    return {
+        "num_moe_experts": config.num_experts,
+        "moe_layer_freq": there,
+        "moe_ffn_hidden_size": config.moe_intermediate_size,
+        "moe_router_topk": config.num_experts_per_tok,
+        "moe_router_pre_softmax": not config.norm_topk_prob,
+        "moe_router_load_balancing_type": "none",
+        "moe_token_dispatcher_type": "alltoall",
+        "expert_model_parallel_size": layout.expert_parallel,
+        "expert_tensor_parallel_size": layout.shares if layout.expert_parallel == 1 else 1,
+        "sequence_parallel": layout.shares > 1,
+    }
+
+
+def check_experts(lm: nn.Module, folder: Path, layout: Layout) -> None:
+    """Raises ModelError for a model whose experts cannot be trained so, or divided."""
+    config, each = lm.config, layout.expert_parallel
+    if not any(map(has_experts, lm.base_model.layers)):
+        if each > 1:
+            raise ModelError(f"{folder}: learner.expert_parallel = {each} divides experts, and the model has none")
+        return
+    if config.num_experts % each:
+        raise ModelError(
+            f"{folder}: learner.expert_parallel = {each} does not divide its num_experts = {config.num_experts}"
+        )
+    if config.norm_topk_prob and config.num_experts_per_tok == 1:
+        raise ModelError(
+            f"{folder}: with norm_topk_prob = true and one expert a token its routers get no gradient, which Megatron "
+            "refuses; use another back end"
+        )

@@ -1,0 +1,69 @@
+"""Experts of a model, which files name one by one, as a back end with a module for each has them."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from learner_setup import make_policy
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import Qwen3MoeConfig
+
+from april.learner.backends.megatron.experts import check_experts
+from april.learner.backends.megatron.layout import REPLICAS, SHARES
+from april.learner.backends.megatron.names import STACKED, whole
+from april.learner.backends.megatron.piece import ROWS, Stack
+from april.learner.loading import Files, ModelError
+from april.learner.model import load, outline
+
+EXPERTS = {"num_experts": 11, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return make_policy(tmp_path / "model", kind=Qwen3MoeConfig, **EXPERTS)
+
+
+def stack(name, expected):
+    """Of experts without values yet."""
+    _, kinds = STACKED[name]
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=(REPLICAS, SHARES))
+    experts = [nn.Parameter(torch.zeros(expected.shape[1:])) for _ in expected]
+    full_name = f"model.layers.1.{name}"
+    return Stack(full_name, experts, expected.to("meta"), ROWS, mesh, whole, kinds, is_cut=False)
+
+
+@pytest.mark.parametrize("name", STACKED)
+def test_experts_are_read_and_given_as_transformers_stacks_them(name, folder, one_rank):
+    expected = load(folder, 1.0).lm.get_parameter(f"model.layers.1.{name}").detach()
+    experts = stack(name, expected)
+    experts.read(Files(folder))
+    assert all(torch.equal(*pair) for pair in zip(experts.parameters, expected, strict=True))
+    assert torch.equal(experts.of(experts.parameters).full_tensor(), expected)
+    experts.put(experts.parameters, expected.flip(0))
+    assert torch.equal(experts.of(experts.parameters).full_tensor(), expected.flip(0))
+
+
+def test_a_folder_without_one_of_them_is_refused(folder, one_rank):
+    name = "mlp.experts.gate_up_proj"
+    expected = load(folder, 1.0).lm.get_parameter(f"model.layers.1.{name}").detach()
+    weights, lost = load_file(folder / "model.safetensors"), "model.layers.1.mlp.experts.7.up_proj.weight"
+    save_file({key: value for key, value in weights.items() if key != lost}, folder / "model.safetensors")
+    with pytest.raises(ModelError, match=f"its weights lack {lost}"):
+        stack(name, expected).read(Files(folder))
+
+
+REFUSED = {
+    "none": ({}, 2, "learner.expert_parallel = 2 divides experts, and the model has none"),
+    "not as many": (EXPERTS, 2, "learner.expert_parallel = 2 does not divide its num_experts = 11"),
+    "one of a weight of 1": (EXPERTS | {"num_experts_per_tok": 1, "norm_topk_prob": True}, 1, "its routers get no"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_model_whose_experts_cannot_be_trained_so_is_refused(what, tmp_path):
+    experts, ranks, why = REFUSED[what]
+    folder = make_policy(tmp_path / "model", **({"kind": Qwen3MoeConfig, **experts} if experts else {}))
+    with pytest.raises(ModelError, match=why):
+        check_experts(outline(folder, 1.0).lm, folder, SimpleNamespace(expert_parallel=ranks))
