@@ -223,7 +223,7 @@ VIEWS = {
     "samples/5/50/1": ".tokens [data-v]",
     "samples/5/50": ".card pre",
     "now": ".fact .note",
-    "timeline": "canvas.lanes",
+    "timeline": "canvas.lanes[aria-label*=over]",
     "compare": ".excerpt",
 }
 """and what is there once they are drawn"""
@@ -241,6 +241,16 @@ def test_every_view_in_every_colour_and_width(serve, open_page, runs_folder, sch
         red = page.evaluate("getComputedStyle(document.documentElement).backgroundColor").split("(")[1].split(",")[0]
         assert (int(red) > 128) == (scheme == "light")
         assert wrong_for_assistance(page) == [], view
+
+
+def test_a_timeline_that_is_not_read_yet_is_fit_for_assistance(serve, open_page, runs_folder):
+    address = serve(runs_folder)
+    page = open_page(f"{address}#/demo/run")
+    page.route(re.compile("/(steps|timeline)([?]|$)"), lambda route: None)
+    page.goto(f"{address}#/demo/timeline")
+    page.locator(".strip").wait_for()
+    assert wrong_for_assistance(page) == []
+    page.unroute_all(behavior="ignoreErrors")
 
 
 def test_lanes_are_zoomed_and_prompts_compared(serve, open_page, runs_folder):

@@ -20,7 +20,7 @@ export async function timelineView(place, { run, address, signal, follow }) {
   let request = new AbortController();
   signal.addEventListener("abort", () => request.abort());
 
-  const strip = h("canvas", { class: "strip", height: 56, tabindex: 0, role: "slider", "aria-label": "The stretch of the run that is shown; arrow keys move it, plus and minus zoom" });
+  const strip = h("canvas", { class: "strip", height: 56, tabindex: 0, role: "slider", "aria-valuemin": 0, "aria-valuemax": 0, "aria-valuenow": 0, "aria-valuetext": "not read yet", "aria-label": "The stretch of the run that is shown; arrow keys move it, plus and minus zoom" });
   const lanes = h("canvas", { class: "lanes", role: "img", "aria-label": "Lanes of the learner and the workers, not read yet" });
   const said = h("p", { class: "said", role: "status" }, "");
   const words = h("div", { class: "hidden" });
