@@ -8,8 +8,6 @@ from enum import StrEnum
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from april.broker.ledger.segments import Segments
 
 
@@ -55,10 +53,11 @@ class Place(NamedTuple):
 
 def places_in(chunks: "array[int] | bytes") -> Iterator[Place]:
     """What `Sample.chunks` says."""
-    record, stretch, content = np.frombuffer(chunks, np.uint64).reshape(-1, PLACE_WORDS).T
-    tokens = content >> WORD
-    columns = (record, stretch >> WORD, stretch & LOW, content & LOW, tokens & (OBSERVED - 1), tokens >= OBSERVED)
-    return map(Place, *(column.tolist() for column in columns))
+    words = iter(memoryview(chunks).cast("B").cast("Q"))
+    for record, stretch, content in zip(words, words, words, strict=True):
+        tokens = content >> WORD
+        observed = tokens >= OBSERVED
+        yield Place(record, stretch >> WORD, stretch & LOW, content & LOW, tokens & (OBSERVED - 1), observed)
 
 
 TO_GENERATE = (SampleState.WAITING, SampleState.PARTIAL)
