@@ -18,12 +18,13 @@ from .stream import PROMPT_TOKENS, Stream, attend, schedule
 
 BATCH_GROUPS = 256
 RSS_EVERY_S = 1.0
-FILL_S = 300.0
+FILL_S = 400.0
 """longest wait for all samples to be in flight"""
-FULL = Stream(1000, 100, chunks_per_s=30_000, processes=4, warmup_s=240, window_s=600)
-"""the warm-up begins when all samples are in flight; every one is replaced in it. Two cores carry both sides up
-to 33,000 chunks a second"""
-QUICK = Stream(100, 20, mean_chunks=4, chunks_per_s=2_000, processes=4, warmup_s=20, window_s=20)
+FULL = Stream(1000, 100, chunks_per_s=30_000, processes=4, joining_s=224, warmup_s=60, window_s=600)
+"""Sessions come over as long as the longest response takes, so that responses end as evenly as they do later; where all
+begin at once, groups end at once. The warm-up begins when all samples are in flight. Two cores carry both sides up to
+33,000 chunks a second"""
+QUICK = Stream(100, 20, mean_chunks=4, chunks_per_s=2_000, processes=4, joining_s=7, warmup_s=20, window_s=20)
 
 
 @dataclass(frozen=True)

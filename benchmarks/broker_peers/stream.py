@@ -52,6 +52,8 @@ class Stream:
     processes: int = 2
     window_s: float = 10.0
     warmup_s: float = 8.0
+    joining_s: float = 0.0
+    """in which sessions come, one after the other"""
 
     def __str__(self) -> str:
         return f"{self.sessions}x{self.sequences}"
@@ -141,6 +143,7 @@ class Session:
     next_beat: float = 0.0
     next_renewal: float = 0.0
     next_tick: float = 0.0
+    joins_at: float = math.inf
     sent_at: float = 0.0
     """of the report under way, 0 for none"""
     reported: int = 0
@@ -253,7 +256,9 @@ def attend(
         for session in itertools.islice(beats, len(sessions)):
             if now >= session.next_beat:
                 session.beat(now)
-            if granting.value and session.held != frontier.value:
+            if granting.value and session.joins_at == math.inf:
+                session.joins_at = now + chance.random() * stream.joining_s
+            if now >= session.joins_at and session.held != frontier.value:
                 session.held = frontier.value
                 session.send(wire.Holding(Version(0, session.held), session.capacity))
             if not session.sent_at and now >= session.next_tick and (session.places or session.scoring):
