@@ -222,6 +222,30 @@ def test_a_launched_run_is_scaled_looked_at_and_stopped(config_file, tmp_path, c
     assert assert_closed(run_dir)["state"] == "stopped"
 
 
+def test_over_ssh_a_machine_that_does_not_answer_holds_nothing_up(config_file, keys, tmp_path):
+    """Workers that it had are started on others, and the run can be looked at and stopped."""
+    ssh = tmp_path / "ssh"
+    ssh.write_text(
+        f'#!/bin/bash\nscript=$(cat); echo "$1 $script" >>{tmp_path}/log; [ ! -e {tmp_path}/lost-$1 ] || exit 255\n'
+        "case $script in *setsid*) echo 4242;; *'kill -0'*) echo runs;; esac\n"
+    )
+    ssh.chmod(0o755)
+    hosts = ["127.0.0.1", "127.0.0.2", "127.0.0.3"]
+    options = ["--launch.hosts", str(hosts), "--launch.ssh", str([str(ssh)]), "--worker.count", "2"]
+    assert main(["launch", str(config_file), "--on", "ssh", "--security.keys", keys, *options]) == 0
+    launcher = command.launcher_of(
+        configuration.load(tmp_path / "runs/small/config.toml", [], inputs=()), LAUNCHERS.find("ssh")
+    )
+    (tmp_path / f"lost-{hosts[1]}").touch()
+    status = dict(line.split(maxsplit=1) for line in launcher.status().splitlines())
+    assert status["worker-0"].endswith("does not answer") and status["worker-1"].endswith("runs")
+    launcher.scale(3)
+    places = {part: host for part, (host, _) in launcher.remembered()["parts"].items()}
+    assert [places[f"worker-{index}"] for index in range(4)] == [hosts[1], hosts[2], hosts[2], hosts[2]]
+    launcher.stop()
+    assert (tmp_path / "log").read_text().count("kill -TERM") == 5, "broker and four workers, one of them in vain"
+
+
 def test_a_part_is_started_again_until_that_brings_nothing(tmp_path):
     """Its keeper ends with the part's own status; one that refuses is not tried twice."""
     counter, sleepy = tmp_path / "starts", "import sys, pathlib; p = pathlib.Path(sys.argv[1]); "
