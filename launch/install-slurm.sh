@@ -11,7 +11,7 @@ case ${1:-} in
     -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; exit ;;
     *) echo "april: argument '$1' is unknown; this script takes none, see --help" >&2; exit 1 ;;
 esac
-if command -v slurmctld slurmd munged ip >/dev/null; then
+if type slurmctld slurmd munged ip >/dev/null 2>&1; then
     echo "april: Slurm is already installed"
 elif [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
     export DEBIAN_FRONTEND=noninteractive

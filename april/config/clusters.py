@@ -21,6 +21,10 @@ class LaunchSection(Section):
     port: int = Field(5555, ge=1024, le=65534, description="of the broker; the learner's ranks meet at the next one")
     account: str = Field("", description="slurm: whom the time is charged to; none: yours by default")
     partition: str = Field("", description="slurm: of the nodes; none: the cluster's default")
+    cpu_partition: str = Field(
+        "",
+        description="slurm: of nodes without accelerators, for broker, scorers and agents; none: as for the others",
+    )
     time: str = Field("", description="slurm: longest job, as its --time; the run goes on in the next; none: no limit")
     image: str = Field("", description="kubernetes: container image with April in it")
     namespace: str = Field("default", description="kubernetes: of all objects")

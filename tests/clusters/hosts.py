@@ -45,12 +45,15 @@ MpiDefault=none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 ReturnToService=2
-SchedulerParameters=batch_sched_delay=0,sched_interval=1
+SchedulerType=sched/backfill
+SchedulerParameters=batch_sched_delay=0,sched_interval=1,bf_interval=1
 SlurmdTimeout=30
 KillWait=5
 SlurmdParameters=config_overrides
 {nodes}
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+PartitionName=first Nodes={first} MaxTime=INFINITE State=UP
+PartitionName=others Nodes={others} MaxTime=INFINITE State=UP
 """
 
 
@@ -198,8 +201,11 @@ def slurm(made: Hosts, cores: int = 8):
     ]
     config = state / "slurm.conf"
     (state / "state").mkdir()
+    first, *others = made.names
     config.write_text(
-        SLURM_CONFIG.format(first=made.names[0], first_address=made.address(0), state=state, nodes="\n".join(nodes))
+        SLURM_CONFIG.format(
+            first=first, others=",".join(others), first_address=made.address(0), state=state, nodes="\n".join(nodes)
+        )
     )
     environment = os.environ | {"SLURM_CONF": str(config)}
     key = state / "munge.key"
@@ -228,7 +234,7 @@ def slurm(made: Hosts, cores: int = 8):
 
         def idle() -> bool:
             told = subprocess.run(
-                made.command(0, "sinfo", "--noheader", "--format=%t %D"),
+                made.command(0, "sinfo", "--noheader", "--partition=main", "--format=%t %D"),
                 capture_output=True,
                 text=True,
                 env=environment,

@@ -1,6 +1,7 @@
 """What is handed to a cluster, and what is refused before it is."""
 
 import re
+import shlex
 import subprocess
 
 import pytest
@@ -9,7 +10,7 @@ import yaml
 from april import config as configuration
 from april.cli import main
 from april.config import ConfigError
-from april.launch.clusters import LAUNCHERS, command
+from april.launch.clusters import LAUNCHERS, command, slurm
 from april.launch.clusters.launcher import FOLDER
 from april.registry import FOLDERS
 from april.security import keygen
@@ -53,22 +54,74 @@ def test_scripts_for_slurm_are_shell_and_start_every_part(files):
     assert "--ntasks=3" in texts["worker.sbatch"]
 
 
-def test_slurm_is_asked_to_end_only_jobs_that_are_left(config_file, keys, monkeypatch):
-    from april.launch.clusters import slurm
+def test_with_nodes_without_accelerators_slurm_s_job_is_heterogeneous_and_gives_them_what_needs_none(files):
+    options = (
+        "--launch.partition", "gpus", "--learner.ranks", "4", "--launch.learner_nodes", "2", "--launch.cores", "3",
+        "--launch.time", "1-0", "--reward.where", "scorer", "--learner.device", "auto",
+    )  # fmt: skip
+    texts = files("slurm", "--launch.cpu_partition", "cpus", *options)
+    assert list(texts) == ["run.sbatch", "worker.sbatch", "scorer.sbatch"]
+    for text in texts.values():
+        subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+    broker, learner = map(asked_of_slurm, texts["run.sbatch"].split("#SBATCH hetjob\n"))
+    assert broker["partition"] == "cpus" and broker["nodes"] == "1" and broker["cpus-per-task"] == "3"
+    assert learner["partition"] == "gpus" and learner["nodes"] == "2" and learner["cpus-per-task"] == "6"
+    assert "gpus-per-node" not in broker and learner["gpus-per-node"] == "2"
+    assert {"time", "requeue", "signal", "output"} <= broker.keys(), "the learner's inherits but its log"
+    assert re.search(r"^april part broker .*logs/broker.log 2>&1 &$", texts["run.sbatch"], re.MULTILINE)
+    assert re.search(r"srun --het-group=1 .*\\\n +'exec april part learner", texts["run.sbatch"])
+    assert asked_of_slurm(texts["worker.sbatch"])["partition"] == "gpus"
+    assert asked_of_slurm(texts["scorer.sbatch"])["partition"] == "cpus"
+    alike = files("slurm", *options)
+    assert "hetjob" not in alike["run.sbatch"] and asked_of_slurm(alike["scorer.sbatch"])["partition"] == "gpus"
 
-    asked = []
 
-    def ask(words, **given):
-        asked.append(words)
-        return "1 2\n3 1" if words[0] == "squeue" else ""
+def asked_of_slurm(script):
+    """Value by option of its #SBATCH lines."""
+    words = (word for line in re.findall("^#SBATCH (.*)", script, re.MULTILINE) for word in shlex.split(line))
+    return dict(word.removeprefix("--").partition("=")[::2] for word in words)
 
-    monkeypatch.setattr(slurm, "ask", ask)
-    config = configuration.load(config_file, ["--security.keys", keys, "--launch.on", "slurm"], inputs=())
-    launcher = command.launcher_of(config, slurm.Slurm)
-    launcher.write()
+
+@pytest.fixture
+def launcher_and_commands(config_file, keys, monkeypatch):
+    """launcher_and_commands(answers, *overrides): a launcher of Slurm's, and the commands that it will have given, each
+    answered by its first word"""
+
+    def make(answers, *overrides):
+        commands = []
+
+        def ask(words, **given):
+            commands.append(words)
+            if isinstance(said := answers.get(words[0], ""), Exception):
+                raise said
+            return said
+
+        monkeypatch.setattr(slurm, "ask", ask)
+        options = ["--security.keys", keys, "--launch.on", "slurm", *overrides]
+        launcher = command.launcher_of(configuration.load(config_file, options, inputs=()), slurm.Slurm)
+        launcher.write()
+        return launcher, commands
+
+    return make
+
+
+def test_slurm_is_asked_to_end_only_jobs_that_are_left_and_a_heterogeneous_one_by_its_first_number(
+    launcher_and_commands,
+):
+    launcher, commands = launcher_and_commands({"squeue": "1 2\n4 2\n3 1"})
     launcher.remember(main="1", holders={"2": "worker", "3": "worker"})
     launcher.stop()
-    assert {words[-1] for words in asked if words[0] == "scancel"} == {"1", "3"}, "scancel fails at one that has ended"
+    assert {words[-1] for words in commands if words[0] == "scancel"} == {"1", "3"}, "scancel fails at others"
+
+
+def test_a_slurm_that_takes_no_heterogeneous_job_is_told_of_with_the_key_that_asks_for_one(launcher_and_commands):
+    said = "sbatch failed: Requested operation not supported on this system"
+    for options, mend in (([], ""), (["--launch.cpu_partition", "cpus"], "; key 'launch.cpu_partition' = 'cpus' asks")):
+        launcher, _ = launcher_and_commands({"sbatch": ConfigError(said)}, *options)
+        with pytest.raises(ConfigError) as refused:
+            launcher.submit()
+        words = str(refused.value).removeprefix(said)
+        assert words.startswith(mend) if mend else not words
 
 
 def test_the_plan_for_ray_names_every_part_and_leaves_restarts_to_it(files):
@@ -167,6 +220,30 @@ def test_a_launched_run_is_scaled_looked_at_and_stopped(config_file, tmp_path, c
         assert main(["launch", "stop", str(run_dir)]) == 0
         wait_until(lambda: " runs" not in status())
     assert assert_closed(run_dir)["state"] == "stopped"
+
+
+def test_over_ssh_a_machine_that_does_not_answer_holds_nothing_up(config_file, keys, tmp_path):
+    """Workers that it had are started on others, and the run can be looked at and stopped."""
+    ssh = tmp_path / "ssh"
+    ssh.write_text(
+        f'#!/bin/bash\nscript=$(cat); echo "$1 $script" >>{tmp_path}/log; [ ! -e {tmp_path}/lost-$1 ] || exit 255\n'
+        "case $script in *setsid*) echo 4242;; *'kill -0'*) echo runs;; esac\n"
+    )
+    ssh.chmod(0o755)
+    hosts = ["127.0.0.1", "127.0.0.2", "127.0.0.3"]
+    options = ["--launch.hosts", str(hosts), "--launch.ssh", str([str(ssh)]), "--worker.count", "2"]
+    assert main(["launch", str(config_file), "--on", "ssh", "--security.keys", keys, *options]) == 0
+    launcher = command.launcher_of(
+        configuration.load(tmp_path / "runs/small/config.toml", [], inputs=()), LAUNCHERS.find("ssh")
+    )
+    (tmp_path / f"lost-{hosts[1]}").touch()
+    status = dict(line.split(maxsplit=1) for line in launcher.status().splitlines())
+    assert status["worker-0"].endswith("does not answer") and status["worker-1"].endswith("runs")
+    launcher.scale(3)
+    places = {part: host for part, (host, _) in launcher.remembered()["parts"].items()}
+    assert [places[f"worker-{index}"] for index in range(4)] == [hosts[1], hosts[2], hosts[2], hosts[2]]
+    launcher.stop()
+    assert (tmp_path / "log").read_text().count("kill -TERM") == 5, "broker and four workers, one of them in vain"
 
 
 def test_a_part_is_started_again_until_that_brings_nothing(tmp_path):

@@ -42,7 +42,7 @@ def test_a_requeued_job_goes_on_with_a_learner_over_two_nodes_and_late_workers(c
     main = orjson.loads((run_dir / "launch/submitted.json").read_bytes())["main"]
 
     def said():
-        return "".join(path.read_text() for path in (run_dir / "launch").glob("*.log"))
+        return "".join(path.read_text() for path in run_dir.glob("l*/*.log"))
 
     try:
         wait_until(lambda: steps_recorded(run_dir) >= 20, timeout_s=600)
@@ -60,3 +60,45 @@ def test_a_requeued_job_goes_on_with_a_learner_over_two_nodes_and_late_workers(c
     names = {path.name for path in (run_dir / "launch").glob("*.log")}
     assert len(names) >= 3, "the run's job, and those of workers that joined it"
     assert os.path.exists(run_dir / "checkpoints/policy")
+
+
+def test_a_heterogeneous_job_that_is_told_in_time_requeues_itself_whole_and_goes_on(cluster, config_file, tmp_path):
+    """Slurm's signal comes a minute before the job's time is over; here it comes sooner."""
+    keygen.make_folder(tmp_path / "keys")
+    run_dir = tmp_path / "runs" / "small"
+    options = {
+        "security.keys": tmp_path / "keys", "schedule.max_steps": 100_000, "data.epochs": 100_000, "worker.count": 1,
+        "worker.device": "cpu", "learner.device": "cpu", "learner.ranks": 2, "launch.learner_nodes": 2,
+        "launch.cores": 1, "launch.memory_gb": 2, "launch.time": "1:00:00", "launch.partition": "others",
+        "launch.cpu_partition": "first",
+    }  # fmt: skip
+    words = [word for key, value in options.items() for word in (f"--{key}", str(value))]
+    cluster(*APRIL, "launch", str(config_file), "--on", "slurm", *words)
+    main = orjson.loads((run_dir / "launch/submitted.json").read_bytes())["main"]
+
+    def components():
+        """(id, state, nodes, time limit) of the run's first job."""
+        told = cluster("squeue", "--noheader", "--jobs", main, "--format=%i %t %N %l")
+        return [tuple(line.split()) for line in told.splitlines()]
+
+    try:
+        wait_until(lambda: steps_recorded(run_dir) >= 5, timeout_s=600)
+        first, learner = components()
+        assert (first[0], learner[0]) == (f"{main}+0", f"{main}+1") and first[3] == learner[3] == "1:00:00"
+        assert first[2] == "april-test-0" and "april-test-0" not in learner[2]
+        assert all(part in cluster(*APRIL, "launch", "status", str(run_dir)) for part in (first[0], learner[0]))
+        assert "trained: reward" in cluster(*APRIL, "launch", "logs", str(run_dir), "broker")
+        cluster("scancel", "--signal=USR1", "--batch", main)
+        wait_until(lambda: [state for _, state, *_ in components()] == ["PD", "PD"], timeout_s=600)
+        assert assert_closed(run_dir)["state"] == "stopped"
+        before = steps_recorded(run_dir)
+        cluster("scontrol", "update", f"JobId={main}", "StartTime=now")  # it would be held for two minutes
+        wait_until(lambda: steps_recorded(run_dir) >= before + 5, timeout_s=600)
+        cluster(*APRIL, "launch", "stop", str(run_dir))
+        wait_until(lambda: not cluster("squeue", "--noheader"), timeout_s=600)
+    except AssertionError as error:
+        said = "".join(path.read_text() for path in run_dir.glob("l*/*.log"))
+        raise AssertionError(f"{error}\n{said}") from None
+    summary = assert_closed(run_dir)
+    assert summary["state"] == "stopped" and summary["starts"]["broker"] == 2
+    assert summary["replays"] == {"same": 0, "different": 0}, "it goes on from the checkpoint of the stop"

@@ -27,6 +27,7 @@ class Launcher:
     def __init__(self, layout: Layout):
         self.layout = layout
         self.folder = layout.config_file.parent / FOLDER
+        self.logs_folder = layout.config_file.parent / "logs"
 
     def files(self) -> dict[str, str]:
         """Text by file name."""
@@ -49,7 +50,7 @@ class Launcher:
 
     def logs(self, part: str) -> str:
         """The last lines of a part's, or of all."""
-        logs = sorted((self.folder.parent / "logs").glob(f"{part or '*'}.log"))
+        logs = sorted(self.logs_folder.glob(f"{part or '*'}.log"))
         if not logs:
             raise ConfigError(f"run {self.layout.name} has no log of {part or 'any part'} yet; `status` says what runs")
         return "\n".join(f"==> {path}\n{last_lines(path)}" for path in logs)

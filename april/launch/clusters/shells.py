@@ -2,13 +2,15 @@
 
 import shlex
 import socket
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from contextlib import suppress
 
 from april.config import ConfigError
 from april.launch.clusters.launcher import Launcher, ask
 from april.words import counted
 
-BROKER, LEARNER = "broker", "learner"
+BROKER, LEARNER, WORKER = "broker", "learner", "worker"
+RUNS, ENDED, SILENT = "runs", "has ended", "is not known: the machine does not answer"
 
 
 class Shells(Launcher):
@@ -40,10 +42,14 @@ class Shells(Launcher):
             for index in range(count):
                 yield self._holder(role, index)
 
-    def _holder(self, role: str, index: int) -> tuple[str, str, str]:
+    def _holder(self, role: str, index: int, but: Collection[str] = ()) -> tuple[str, str, str]:
+        """`but`: machines that get none."""
         others = self.hosts[self.layout.config.launch.learner_nodes :] or self.hosts
+        answering = [host for host in others if host not in but]
+        if not answering:
+            raise ConfigError(f"no machine for a {role} answers: {', '.join(others)}")
         name = f"{role}-{index}"
-        return name, others[index % len(others)], self.layout.holder(role, self._run_dir, name)
+        return name, answering[index % len(answering)], self.layout.holder(role, self._run_dir, name)
 
     @property
     def _run_dir(self) -> str:
@@ -54,11 +60,10 @@ class Shells(Launcher):
 
     def _script(self, part: str, host: str, command: str) -> str:
         """Starts the part, tells its process number, and leaves it alone."""
-        logs = self.folder.parent / "logs"
         lines = [f"# {part} of April's run {self.layout.name}, on {host}", "set -eu", *self.layout.preparations()]
         lines += [
-            f"mkdir -p {shlex.quote(str(logs))}",
-            f"setsid nohup {command} >>{shlex.quote(str(logs / f'{part}.log'))} 2>&1 </dev/null &",
+            f"mkdir -p {shlex.quote(str(self.logs_folder))}",
+            f"setsid nohup {command} >>{shlex.quote(str(self.logs_folder / f'{part}.log'))} 2>&1 </dev/null &",
             "echo $!",
         ]
         return "\n".join(lines) + "\n"
@@ -78,12 +83,15 @@ class Shells(Launcher):
 
     def status(self) -> str:
         return "\n".join(
-            f"{part:12} {host}, process {number} {'runs' if self._runs(host, number) else 'has ended'}"
-            for part, (host, number) in self._started.items()
+            f"{part:12} {host}, process {number} {self._state(part)}" for part, (host, number) in self._started.items()
         )
 
-    def _runs(self, host: str, number: int) -> bool:
-        return ask(self.shell(host), f"kill -0 {number} 2>/dev/null && echo yes || echo no") == "yes"
+    def _state(self, part: str) -> str:
+        host, number = self._started[part]
+        try:
+            return ask(self.shell(host), f"kill -0 {number} 2>/dev/null && echo {RUNS} || echo '{ENDED}'")
+        except ConfigError:
+            return SILENT
 
     def _end(self, part: str) -> None:
         host, number = self._started[part]
@@ -95,20 +103,23 @@ class Shells(Launcher):
             raise ConfigError(
                 f"run {self.layout.name} has not been launched from this folder; `april launch` does that"
             )
+        self._end(BROKER)
         for part in self._started:
-            if not part.startswith(LEARNER):
-                self._end(part)
+            if part != BROKER and not part.startswith(LEARNER):
+                with suppress(ConfigError):  # its machine does not answer: without a broker its parts end by themselves
+                    self._end(part)
         return "the run is stopping: the learner writes a checkpoint, then all parts end"
 
     def scale(self, workers: int | None) -> str:
         workers = self.layout.config.worker.count if workers is None else workers
-        running = [part for part in self._started if part.startswith("worker-") and self._runs(*self._started[part])]
+        states = {part: self._state(part) for part in self._started if part.startswith(f"{WORKER}-")}
+        running = [part for part, state in states.items() if state == RUNS]
+        silent = {self._started[part][0] for part, state in states.items() if state == SILENT}
         for part in running[workers:]:
             self._end(part)
-        missing = workers - len(running)
-        taken = {int(part.removeprefix("worker-")) for part in self._started if part.startswith("worker-")}
-        for index in range(max(0, missing)):
-            self._start(*self._holder("worker", max(taken, default=-1) + 1 + index))
+        next_index = max((int(part.removeprefix(f"{WORKER}-")) for part in states), default=-1) + 1
+        for index in range(max(0, workers - len(running))):
+            self._start(*self._holder(WORKER, next_index + index, but=silent))
         return counted(workers, "worker")
 
 

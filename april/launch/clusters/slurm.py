@@ -1,4 +1,8 @@
-"""Slurm: one job for broker and learner, queued again until the run is over, and jobs of workers that join it."""
+"""Slurm: one job for broker and learner, queued again until the run is over, and jobs of workers that join it.
+
+With `launch.cpu_partition` that one is heterogeneous: the broker's node, where the script runs, and the learner's.
+Slurm starts, signals, requeues and ends both components by the first one's number.
+"""
 
 import os
 import shlex
@@ -24,8 +28,11 @@ class Slurm(Launcher):
             nodes=launch.learner_nodes,
             ranks=layout.ranks_a_node,
             accelerators=layout.learner_accelerators,
+            partition=launch.partition,
+            cpu_partition=launch.cpu_partition,
             again=f"april launch scale {self._run_dir}",
-            broker=layout.broker(f"tcp://FIRST:{launch.port}").replace("FIRST", '"$first"'),
+            learner_log=self._log("learner-%t" if launch.learner_nodes > 1 else "learner"),
+            broker=layout.broker(f"tcp://ADDRESS:{launch.port}").replace("ADDRESS", '"$address"'),
             learner=self._in_each_task(layout.learner(self._run_dir, "$SLURM_PROCID")),
         )
         return {MAIN: main} | {f"{role}.sbatch": self._holders(role, count) for role, count in layout.counts.items()}
@@ -37,14 +44,20 @@ class Slurm(Launcher):
             role=role,
             count=count,
             noun=NOUNS[role],
+            partition=launch.partition if role == "worker" else launch.cpu_partition or launch.partition,
             megabytes_a_core=1024 * launch.memory_gb // launch.cores,
             accelerators=layout.worker_accelerators if role == "worker" else 0,
+            log=self._log(f"{role}-%j-%t"),
             command=self._in_each_task(layout.holder(role, self._run_dir, f"{role}-$SLURM_JOB_ID-$SLURM_PROCID")),
         )
 
     @property
     def _run_dir(self) -> str:
         return shlex.quote(str(self.folder.parent))
+
+    def _log(self, name: str) -> str:
+        """Where srun writes what a part says. %j and %t stand for the numbers of its job and task."""
+        return f"--open-mode=append --output={shlex.quote(str(self.logs_folder / f'{name}.log'))}"
 
     @staticmethod
     def _in_each_task(command: str) -> str:
@@ -53,28 +66,37 @@ class Slurm(Launcher):
 
     def _script(self, template: str, **values: object) -> str:
         launch = self.layout.config.launch
+        asked = {"account": launch.account, "time": launch.time}
         text = (resources.files("april.launch.clusters") / template).read_text()
         return jinja2.Template(text, undefined=jinja2.StrictUndefined, keep_trailing_newline=True).render(
             name=self.layout.name,
             folder=self.folder,
+            logs=shlex.quote(str(self.logs_folder)),
             cores=launch.cores,
             memory_gb=launch.memory_gb,
-            common="\n".join(self._common()),
+            asked=[f"--{option}={value}" for option, value in asked.items() if value],
+            preparations="\n".join(self.layout.preparations()),
             **values,
         )
 
-    def _common(self) -> list[str]:
-        launch = self.layout.config.launch
-        asked = {"account": launch.account, "partition": launch.partition, "time": launch.time}
-        lines = [f"#SBATCH --{option}={value}" for option, value in asked.items() if value]
-        return [*lines, "set -uo pipefail", *self.layout.preparations()]
-
     def submit(self) -> str:
-        main = ask(["sbatch", "--parsable", str(self.folder / MAIN)])
+        main = self._submit_main()
         self.remember(main=main)
         for role in self.layout.counts:
             self._add(role, self.folder / f"{role}.sbatch")
         return f"job {main}, and {', '.join(self.remembered()['holders'])} with workers"
+
+    def _submit_main(self) -> str:
+        cpus = self.layout.config.launch.cpu_partition
+        try:
+            return ask(["sbatch", "--parsable", str(self.folder / MAIN)])
+        except ConfigError as error:
+            if not cpus:
+                raise
+            raise ConfigError(
+                f"{error}; key 'launch.cpu_partition' = {cpus!r} asks for a heterogeneous job, which needs such a "
+                "partition and Slurm's sched/backfill: name another one, or leave it out"
+            ) from None
 
     def _add(self, role: str, script: object, *options: str) -> str:
         job = ask(["sbatch", "--parsable", *options, str(script)], environment=outside_of_jobs())
@@ -128,9 +150,11 @@ class Slurm(Launcher):
         return {job: number for job, number in self._processes().items() if job in jobs}
 
     def _processes(self) -> dict[str, int]:
-        """By job, of all that wait or run; scancel fails at one that has ended."""
-        told = ask(["squeue", "--noheader", "--jobs", ",".join(self._jobs), "--Format=JobID:20,NumTasks:12"])
-        return {job: int(number) for job, number in map(str.split, told.splitlines())}
+        """By job, of all that wait or run; scancel fails at one that has ended. squeue adds the further components of a
+        heterogeneous job, which have numbers of their own and are asked by the first one's."""
+        jobs = self._jobs
+        told = ask(["squeue", "--noheader", "--jobs", ",".join(jobs), "--Format=JobID:20,NumTasks:12"])
+        return {job: int(number) for job, number in map(str.split, told.splitlines()) if job in jobs}
 
 
 def outside_of_jobs() -> dict[str, str]:
