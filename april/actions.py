@@ -103,7 +103,10 @@ def part_command(options, overrides: list[str]) -> int:
     config = configuration.load(options.config, overrides, inputs=())
     across = Across(options.nodes, options.node, options.meeting) if options.nodes > 1 else None
     files = [str(path) for path in options.config]
-    return keep(options.role, config, [*files, *overrides], options.connect, options.name, options.restarts, across)
+    return keep(
+        options.role, config, [*files, *overrides], options.connect, options.name, options.restarts, across,
+        options.accelerators,
+    )  # fmt: skip
 
 
 def quickstart_command(options, overrides: list[str]) -> int:

@@ -89,6 +89,7 @@ def build_parser() -> argparse.ArgumentParser:
     part.add_argument("config", type=Path, nargs="+", help="TOML file of the run; of several, later ones win")
     part.add_argument("--connect", default="", metavar="ADDRESS", help="the broker's, or the run's folder")
     part.add_argument("--name", default="", help="unique among those of its role [default HOST-PID]")
+    part.add_argument("--accelerators", default="", metavar="FIRST:END", help="of this machine's, from 0 [default all]")
     part.add_argument("--restarts", type=int, help="most in a row [default the section's max_restarts]")
     part.add_argument("--nodes", type=int, default=1, help="machines of the learner [default 1]")
     part.add_argument("--node", type=int, default=0, help="which of them this is, from 0 [default 0]")

@@ -139,6 +139,20 @@ def nodes_of(devices: Sequence[str], nodes: Mapping[str, int]) -> list[int]:
     return sorted({nodes[device] for device in devices if device in nodes})
 
 
+def of_span(span: str, devices: Sequence[str]) -> list[str]:
+    """Those of `devices`, which are `visible_devices`, that FIRST:END means; none where there are none at all. Raises
+    ConfigError."""
+    first, _, end = span.partition(":")
+    if not (first.isdecimal() and end.isdecimal() and int(first) < int(end)):
+        raise ConfigError(f"option '--accelerators' = {span!r} is no span; give it as FIRST:END, 0:2 for the first two")
+    if devices and int(end) > len(devices):
+        raise ConfigError(
+            f"option '--accelerators' = {span!r} goes beyond the {len(devices)} that are here; start fewer parts with "
+            "accelerators on this machine, or name more machines"
+        )
+    return list(devices[int(first) : int(end)])
+
+
 def environment_of(devices: Sequence[str]) -> dict[str, str]:
     """What a part's environment says of its devices; nothing of none, so that it stays as it is."""
     return dict.fromkeys(VARIABLES, ",".join(devices)) if devices else {}

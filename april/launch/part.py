@@ -15,6 +15,7 @@ from typing import Any
 
 from april.config import Config, ConfigError
 from april.connections.address import ADDRESS_FILE
+from april.launch.devices import environment_of, of_span, visible_devices
 from april.processes import clock
 from april.processes.lifetime import REFUSED, RUN_FAILED, STEP_ASIDE, STEPPED_ASIDE, SUPERVISED
 from april.processes.restarts import STEADY_S, delay_s
@@ -77,8 +78,10 @@ def keep(
     name: str = "",
     restarts: int | None = None,
     across: Across | None = None,
+    accelerators: str = "",
 ) -> int:
-    """Exit status. `restarts`: most of them without use in between; none: as the configuration says."""
+    """Exit status. `restarts`: most of them without use in between; none: as the configuration says. `accelerators`:
+    FIRST:END of those that are here; none: all."""
     if role != "broker" and not connect:
         raise ConfigError("option '--connect' is not given; name the broker as tcp://HOST:PORT, or the run's folder")
     sections = {"broker": config.broker, "learner": config.learner, "scorer": config.scorer, "agents": config.agent}
@@ -93,6 +96,7 @@ def keep(
         threads=getattr(limits, "threads", 1),
         run_dir=follows,
         leave_s=config.learner.hung_s + STOP_S if role == "broker" else LEAVE_S,
+        devices=of_span(accelerators, visible_devices()) if accelerators else (),
     )
     return keeper.run()
 
@@ -112,12 +116,14 @@ class Keeper:
         threads: int = 1,
         run_dir: Path | None = None,
         leave_s: float = LEAVE_S,
+        devices: Sequence[str] = (),
     ):
         """`run_dir`: where the broker is looked for, and followed when it moves; none: it stays where it is.
-        `leave_s`: longest wait once it was asked to leave."""
+        `leave_s`: longest wait once it was asked to leave. `devices`: that it sees; none: all."""
         self.name, self.command, self.max_restarts, self.say = name, list(command), max_restarts, say
         self.address_file = run_dir / ADDRESS_FILE if run_dir else None
-        self.environment = os.environ | {SUPERVISED: str(os.getpid()), "OMP_NUM_THREADS": str(threads)}
+        own = {SUPERVISED: str(os.getpid()), "OMP_NUM_THREADS": str(threads)}
+        self.environment = os.environ | own | environment_of(devices)
         self.leave_s = leave_s
         self.restarts = 0
         self._leave_by: float | None = None

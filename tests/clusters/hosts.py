@@ -69,6 +69,11 @@ def run(*command: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
+def name_of(index: int) -> str:
+    """Of a host."""
+    return f"{PREFIX}-{OWNER}-{index}"
+
+
 @dataclass(frozen=True)
 class Link:
     """Of each host, to all others; as fast as the machine where `Hosts` is given none."""
@@ -87,7 +92,7 @@ class Hosts:
     def __init__(self, count: int, state: Path, link: Link | None = None, own: Path | None = None):
         """`own`: a folder that each host has for itself; all else is of one disk."""
         self.own = own
-        self.names = [f"{PREFIX}-{OWNER}-{index}" for index in range(count)]
+        self.names = [name_of(index) for index in range(count)]
         self.state, self.link = state, link
         self.switch: subprocess.Popen | None = None
         """what carries frames where links are slow"""

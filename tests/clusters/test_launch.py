@@ -10,6 +10,7 @@ import yaml
 from april import config as configuration
 from april.cli import main
 from april.config import ConfigError
+from april.launch import devices
 from april.launch.clusters import LAUNCHERS, command, slurm
 from april.launch.clusters.launcher import FOLDER
 from april.registry import FOLDERS
@@ -240,10 +241,49 @@ def test_over_ssh_a_machine_that_does_not_answer_holds_nothing_up(config_file, k
     status = dict(line.split(maxsplit=1) for line in launcher.status().splitlines())
     assert status["worker-0"].endswith("does not answer") and status["worker-1"].endswith("runs")
     launcher.scale(3)
-    places = {part: host for part, (host, _) in launcher.remembered()["parts"].items()}
+    places = {part: host for part, (host, *_) in launcher.remembered()["parts"].items()}
     assert [places[f"worker-{index}"] for index in range(4)] == [hosts[1], hosts[2], hosts[2], hosts[2]]
     launcher.stop()
     assert (tmp_path / "log").read_text().count("kill -TERM") == 5, "broker and four workers, one of them in vain"
+
+
+def test_over_ssh_each_part_has_accelerators_of_its_own_and_those_of_an_ended_one_are_given_again(
+    config_file, keys, tmp_path
+):
+    ssh = tmp_path / "ssh"
+    ssh.write_text(
+        f"#!/bin/bash\nscript=$(cat)\ncase $script in *setsid*) wc -l <{tmp_path}/count; echo >>{tmp_path}/count;;\n"
+        f"*'kill -0'*) [[ $script == *'kill -0 3 '* ]] && echo has ended || echo runs;; esac\n"
+    )
+    ssh.chmod(0o755)
+    (tmp_path / "count").touch()
+    options = (
+        "--launch.hosts", "['127.0.0.1', '127.0.0.2']", "--launch.ssh", str([str(ssh)]), "--learner.device", "auto",
+        "--worker.device", "auto", "--worker.engine", "sglang", "--engine.servers", "2", "--learner.ranks", "2",
+        "--worker.count", "3",
+    )  # fmt: skip
+    assert main(["launch", str(config_file), "--on", "ssh", "--security.keys", keys, *options]) == 0
+    folder = tmp_path / "runs/small" / FOLDER
+
+    def seen(part):
+        return re.findall("--accelerators ([0-9:]+)", (folder / f"{part}.sh").read_text())
+
+    assert seen("broker") == [] and seen("learner") == ["0:2"]
+    assert [seen(f"worker-{index}") for index in range(3)] == [["0:2"], ["2:4"], ["4:6"]]
+    launcher = command.launcher_of(
+        configuration.load(tmp_path / "runs/small/config.toml", [], inputs=()), LAUNCHERS.find("ssh")
+    )
+    launcher.scale(4)
+    assert launcher.remembered()["parts"]["worker-3"][2:] == [2, 4], "worker-1, which was process 3, has ended"
+    assert launcher.remembered()["parts"]["worker-4"][2:] == [6, 8]
+
+
+def test_a_part_sees_the_accelerators_of_its_span_and_is_refused_more_than_there_are():
+    assert devices.of_span("2:4", ["0", "1", "5", "6"]) == ["5", "6"]
+    assert devices.of_span("2:4", []) == [], "on a machine without accelerators `auto` is the processor"
+    for span, here, said in (("2", "0", "is no span"), ("3:3", "0", "is no span"), ("0:2", "0", "the 1 that are here")):
+        with pytest.raises(ConfigError, match=said):
+            devices.of_span(span, [here])
 
 
 def test_a_part_is_started_again_until_that_brings_nothing(tmp_path):

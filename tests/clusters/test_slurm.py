@@ -9,7 +9,7 @@ import orjson
 import pytest
 
 from april.security import keygen
-from tests.clusters.hosts import hosts, slurm
+from tests.clusters.hosts import hosts, name_of, slurm
 from tests.run.processes import APRIL, assert_closed, steps_recorded, wait_until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1800)]
@@ -85,7 +85,7 @@ def test_a_heterogeneous_job_that_is_told_in_time_requeues_itself_whole_and_goes
         wait_until(lambda: steps_recorded(run_dir) >= 5, timeout_s=600)
         first, learner = components()
         assert (first[0], learner[0]) == (f"{main}+0", f"{main}+1") and first[3] == learner[3] == "1:00:00"
-        assert first[2] == "april-test-0" and "april-test-0" not in learner[2]
+        assert first[2] == name_of(0) and name_of(0) not in learner[2]
         assert all(part in cluster(*APRIL, "launch", "status", str(run_dir)) for part in (first[0], learner[0]))
         assert "trained: reward" in cluster(*APRIL, "launch", "logs", str(run_dir), "broker")
         cluster("scancel", "--signal=USR1", "--batch", main)

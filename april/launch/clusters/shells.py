@@ -2,8 +2,10 @@
 
 import shlex
 import socket
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable
 from contextlib import suppress
+from dataclasses import dataclass
+from operator import attrgetter
 
 from april.config import ConfigError
 from april.launch.clusters.launcher import Launcher, ask
@@ -11,6 +13,17 @@ from april.words import counted
 
 BROKER, LEARNER, WORKER = "broker", "learner", "worker"
 RUNS, ENDED, SILENT = "runs", "has ended", "is not known: the machine does not answer"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Of a part that is started, or has been."""
+
+    host: str
+    accelerators: range
+    """of that machine's, from 0; of no other part that runs there"""
+    number: int = 0
+    """of its process"""
 
 
 class Shells(Launcher):
@@ -31,96 +44,125 @@ class Shells(Launcher):
         """Of the first machine, for the others."""
         raise NotImplementedError
 
-    def places(self) -> Iterator[tuple[str, str, str]]:
-        """(part, machine, command) of all that is started first."""
+    def places(self) -> dict[str, Place]:
+        """Of all that is started first, by part."""
         layout, launch = self.layout, self.layout.config.launch
-        yield BROKER, self.hosts[0], layout.broker(self.bind())
+        places = {BROKER: Place(self.hosts[0], range(0))}
         for node in range(launch.learner_nodes):
             part = f"{LEARNER}-{node}" if launch.learner_nodes > 1 else LEARNER
-            yield part, self.hosts[node], layout.learner(self._run_dir, str(node))
+            places[part] = Place(self.hosts[node], range(layout.learner_accelerators))
         for role, count in layout.counts.items():
             for index in range(count):
-                yield self._holder(role, index)
+                places[f"{role}-{index}"] = self._place(role, index, places.values())
+        return places
 
-    def _holder(self, role: str, index: int, but: Collection[str] = ()) -> tuple[str, str, str]:
-        """`but`: machines that get none."""
-        others = self.hosts[self.layout.config.launch.learner_nodes :] or self.hosts
-        answering = [host for host in others if host not in but]
+    def _place(self, role: str, index: int, others: Collection[Place], but: Collection[str] = ()) -> Place:
+        """Of one more, beside others; `but`: machines that get none."""
+        hosts = self.hosts[self.layout.config.launch.learner_nodes :] or self.hosts
+        answering = [host for host in hosts if host not in but]
         if not answering:
-            raise ConfigError(f"no machine for a {role} answers: {', '.join(others)}")
-        name = f"{role}-{index}"
-        return name, answering[index % len(answering)], self.layout.holder(role, self._run_dir, name)
+            raise ConfigError(f"no machine for a {role} answers: {', '.join(hosts)}")
+        host, wanted = answering[index % len(answering)], self.layout.worker_accelerators if role == WORKER else 0
+        return Place(host, first_free([other.accelerators for other in others if other.host == host], wanted))
+
+    def _command(self, part: str, place: Place) -> str:
+        role, _, index = part.partition("-")
+        if role == BROKER:
+            return self.layout.broker(self.bind())
+        if role == LEARNER:
+            command = self.layout.learner(self._run_dir, index)
+        else:
+            command = self.layout.holder(role, self._run_dir, part)
+        seen = place.accelerators
+        return command + (f" --accelerators {seen.start}:{seen.stop}" if seen else "")
 
     @property
     def _run_dir(self) -> str:
         return shlex.quote(str(self.folder.parent))
 
     def files(self) -> dict[str, str]:
-        return {f"{part}.sh": self._script(part, host, command) for part, host, command in self.places()}
+        return {f"{part}.sh": self._script(part, place) for part, place in self.places().items()}
 
-    def _script(self, part: str, host: str, command: str) -> str:
+    def _script(self, part: str, place: Place) -> str:
         """Starts the part, tells its process number, and leaves it alone."""
-        lines = [f"# {part} of April's run {self.layout.name}, on {host}", "set -eu", *self.layout.preparations()]
+        lines = [f"# {part} of April's run {self.layout.name}, on {place.host}", "set -eu"]
+        lines += self.layout.preparations()
+        log = shlex.quote(str(self.logs_folder / f"{part}.log"))
         lines += [
             f"mkdir -p {shlex.quote(str(self.logs_folder))}",
-            f"setsid nohup {command} >>{shlex.quote(str(self.logs_folder / f'{part}.log'))} 2>&1 </dev/null &",
+            f"setsid nohup {self._command(part, place)} >>{log} 2>&1 </dev/null &",
             "echo $!",
         ]
         return "\n".join(lines) + "\n"
 
     def submit(self) -> str:
-        for part, host, command in self.places():
-            self._start(part, host, command)
-        return "\n".join(f"{part:12} {host}, process {number}" for part, (host, number) in self._started.items())
+        for part, place in self.places().items():
+            self._start(part, place)
+        return "\n".join(f"{part:12} {place.host}, process {place.number}" for part, place in self._started.items())
 
-    def _start(self, part: str, host: str, command: str) -> None:
-        number = ask(self.shell(host), self._script(part, host, command))
-        self.remember(parts=self._started | {part: [host, int(number)]})
+    def _start(self, part: str, place: Place) -> None:
+        number, seen = int(ask(self.shell(place.host), self._script(part, place))), place.accelerators
+        parts = self.remembered().get("parts", {})
+        self.remember(parts=parts | {part: [place.host, number, seen.start, seen.stop]})
 
     @property
-    def _started(self) -> dict[str, tuple[str, int]]:
-        return self.remembered().get("parts", {})
+    def _started(self) -> dict[str, Place]:
+        parts = self.remembered().get("parts", {})
+        return {part: Place(host, range(*seen or [0]), number) for part, (host, number, *seen) in parts.items()}
 
     def status(self) -> str:
         return "\n".join(
-            f"{part:12} {host}, process {number} {self._state(part)}" for part, (host, number) in self._started.items()
+            f"{part:12} {place.host}, process {place.number} {self._state(place)}"
+            for part, place in self._started.items()
         )
 
-    def _state(self, part: str) -> str:
-        host, number = self._started[part]
+    def _state(self, place: Place) -> str:
         try:
-            return ask(self.shell(host), f"kill -0 {number} 2>/dev/null && echo {RUNS} || echo '{ENDED}'")
+            return ask(self.shell(place.host), f"kill -0 {place.number} 2>/dev/null && echo {RUNS} || echo '{ENDED}'")
         except ConfigError:
             return SILENT
 
-    def _end(self, part: str) -> None:
-        host, number = self._started[part]
-        ask(self.shell(host), f"kill -TERM {number} 2>/dev/null || true")
+    def _end(self, place: Place) -> None:
+        ask(self.shell(place.host), f"kill -TERM {place.number} 2>/dev/null || true")
 
     def stop(self) -> str:
         """The broker ends the run in order; workers that have not reached it yet would wait for it."""
-        if BROKER not in self._started:
+        started = self._started
+        if BROKER not in started:
             raise ConfigError(
                 f"run {self.layout.name} has not been launched from this folder; `april launch` does that"
             )
-        self._end(BROKER)
-        for part in self._started:
+        self._end(started[BROKER])
+        for part, place in started.items():
             if part != BROKER and not part.startswith(LEARNER):
                 with suppress(ConfigError):  # its machine does not answer: without a broker its parts end by themselves
-                    self._end(part)
+                    self._end(place)
         return "the run is stopping: the learner writes a checkpoint, then all parts end"
 
     def scale(self, workers: int | None) -> str:
         workers = self.layout.config.worker.count if workers is None else workers
-        states = {part: self._state(part) for part in self._started if part.startswith(f"{WORKER}-")}
+        started = self._started
+        states = {part: self._state(place) for part, place in started.items() if part.startswith(f"{WORKER}-")}
         running = [part for part, state in states.items() if state == RUNS]
-        silent = {self._started[part][0] for part, state in states.items() if state == SILENT}
+        silent = {started[part].host for part, state in states.items() if state == SILENT}
         for part in running[workers:]:
-            self._end(part)
+            self._end(started[part])
+        there = [place for part, place in started.items() if states.get(part) != ENDED]
         next_index = max((int(part.removeprefix(f"{WORKER}-")) for part in states), default=-1) + 1
-        for index in range(max(0, workers - len(running))):
-            self._start(*self._holder(WORKER, next_index + index, but=silent))
+        for index in range(next_index, next_index + max(0, workers - len(running))):
+            there.append(self._place(WORKER, index, there, but=silent))
+            self._start(f"{WORKER}-{index}", there[-1])
         return counted(workers, "worker")
+
+
+def first_free(taken: Iterable[range], count: int) -> range:
+    """The first so many numbers in a row, from 0, that are in none of `taken`."""
+    begin = 0
+    for other in sorted(filter(None, taken), key=attrgetter("start")):
+        if begin + count <= other.start:
+            break
+        begin = max(begin, other.stop)
+    return range(begin, begin + count) if count else range(0)
 
 
 class Local(Shells):
