@@ -25,6 +25,10 @@ class Copies(Protocol):
     on_disks: int
     """disks that each file is on, if there are so many"""
 
+    @property
+    def retries(self) -> int | None:
+        """Calls of this rank into a store, if there is one, that were tried again."""
+
     def add(self, step: int, folder: Path, written: Sequence[Sequence[str]], sums: Sums) -> None:
         """Make those of a checkpoint that has just been written; all are there then. `written`: files by rank; `folder`
         has `sums` but for their list."""
@@ -52,6 +56,7 @@ class OnNextDisk:
     """Each file goes to the next disk, if there is one: any one of them may be lost."""
 
     on_disks = 2
+    retries = None
 
     def __init__(self, disks: Disks):
         self.disks = disks
@@ -89,6 +94,10 @@ class InStore:
             raise refused(error) from None
         if disks.rank == 0:
             log.info("checkpoints lie in %s, too, before the broker hears of them", stored.url)
+
+    @property
+    def retries(self) -> int:
+        return self.stored.objects.retries
 
     def add(self, step: int, folder: Path, written: Sequence[Sequence[str]], sums: Sums) -> None:
         others = sums.keys() - {name for names in written for name in names} if self.disks.rank == 0 else set()

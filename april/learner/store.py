@@ -53,6 +53,8 @@ class Store:
         self.directory, self.keep = directory, keep
         self.kept_besides: set[int] = set()
         """steps that stay, too, however old, as rank 0 says"""
+        self.figures: dict[str, float] = {}
+        """of its writing, for the metrics of a step"""
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self.disks = Disks(directory, self.group)
         self.copies: Copies = InStore(stored, self.disks) if stored else OnNextDisk(self.disks)
@@ -81,20 +83,23 @@ class Store:
         written.result()
         rank = self.disks.rank
         own = [path.name for path in partial.glob(f"__{rank}_*")] + [METADATA_FILE] * (rank == 0)
-        told = self.disks.told(({name: checkpoint.digest_of(partial / name) for name in own}, self.kept_besides))
-        named = {name: digest for digests, _ in told for name, digest in digests.items()}
+        digests = {name: checkpoint.digest_of(partial / name) for name in own}
+        told = self.disks.told((digests, self.kept_besides, self.copies.retries))
+        named = {name: digest for digests, *_ in told for name, digest in digests.items()}
         self.disks.carry(self.disks.from_first(METADATA_FILE), partial, named)
         said = orjson.dumps(progress)
         named[PROGRESS_FILE] = hashlib.sha256(said).hexdigest()
         if self.disks.leads:
             (partial / PROGRESS_FILE).write_bytes(said)
-        by_rank = [sorted(digests.keys() - {METADATA_FILE}) for digests, _ in told]
+        by_rank = [sorted(digests.keys() - {METADATA_FILE}) for digests, *_ in told]
         self.copies.add(progress["step"], partial, by_rank, named)
         if self.disks.leads:
             checkpoint.write_checksums(partial, named)
             checkpoint.replace_folder(partial, folder(self.directory, progress["step"]))
         self.disks.meet()
-        _, besides = told[0]
+        _, besides, _ = told[0]
+        if retries := [of_rank for *_, of_rank in told if of_rank is not None]:
+            self.figures = {"checkpoint_store_retries": sum(retries)}
         self.prune(besides)
 
     def prune(self, besides: Collection[int]) -> None:

@@ -214,7 +214,10 @@ def test_the_best_stays_in_the_store_and_what_is_exported_is_there_whole(config,
     diary = Keeper(policy_folder, 6, best=best_of)
     diary.directory = config.run_dir / "checkpoints"
     stored.objects.write("policy/of-a-run-before", b"")
-    loop.run(config, Trainer(config, torch.device("cpu")), diary, diary)
+    trainer = Trainer(config, torch.device("cpu"))
+    trainer.checkpoints.copies.stored.objects.retries = 3
+    loop.run(config, trainer, diary, diary)
+    assert diary.metrics[-1]["checkpoint_store_retries"] == 3
     assert kept == [[1], [2], [2, 3], [2, 4], [2, 4, 5], [2, 4, 6]] and stored.steps() == {4, 6}
     of_steps = {step: tensors for (_, step), tensors in diary.weights.items()}
     for name, step in (("best", 4), ("policy", 6)):
