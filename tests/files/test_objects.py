@@ -8,6 +8,7 @@ from pathlib import Path
 import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.registry import known_implementations
 
 from april.files.objects import ObjectStore, StoreError, StoreLacks, StoreRefused
 from tests.stores import KINDS
@@ -143,7 +144,7 @@ def test_no_secret_is_in_an_error(shaky, monkeypatch, caplog):
 )
 def test_a_store_that_cannot_be_used_says_why_at_the_first_call(url, said, monkeypatch):
     lacking = {"class": "absentfs.AbsentFileSystem", "err": "Install absentfs"}
-    monkeypatch.setitem(fsspec.registry.known_implementations, "absent", lacking)
+    monkeypatch.setitem(known_implementations, "absent", lacking)
     with pytest.raises(StoreError, match=said) as caught:
         ObjectStore(url).tried_once().probe()
     assert str(caught.value).startswith(f"{url}/")
