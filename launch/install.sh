@@ -89,7 +89,7 @@ install_all() {
 extras=${1:-dev}
 case $extras in
     -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; exit ;;
-    *[!a-z,]*) fail "extras '$extras' are not a list of names; use dev, all, or for example learner,report" ;;
+    *[!a-z0-9,]*) fail "extras '$extras' are not a list of names; use dev, all, or for example learner,report" ;;
 esac
 
 [ -e "$root/.venv" ] || make_venv

@@ -23,6 +23,7 @@ if $all; then
     "$root/launch/install-prometheus.sh"
     "$root/launch/install-sinks.sh"
     "$root/launch/install-ray.sh"
+    "$root/launch/install-store.sh"
 fi
 cd "$root"
 export PATH="$root/.venv/bin:$PATH"

@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 pytest.register_assert_rewrite("april.workers.engines.conformance", "april.broker.conformance")
-pytest_plugins = ["tests.run.fixtures"]
+pytest_plugins = ["tests.run.fixtures", "tests.stores"]
 
 from april.policy.model import EOS, VOCABULARY, build_model, save_policy  # noqa: E402
 
@@ -30,6 +30,7 @@ SERVERS = {
     "kubectl": ".venv-helm/kubectl",
     "prometheus": ".venv-prometheus/usr/bin/prometheus",
     "sinks": ".venv-sinks/installed",
+    "store": ".venv-store/installed",
 }
 """marks of tests that need an environment of their own, or a program, and where it is"""
 

@@ -218,6 +218,23 @@ def test_an_adapter_s_parameters_are_counted_before_anything_starts(config_file,
     assert f"{2 * (64 + 64 + 160 + 64)} trained parameters, 1.5% of the model's" in said, said
 
 
+def test_a_store_of_checkpoints_is_tried_before_anything_starts(config_file, tmp_path, capsys):
+    store = f"file://{tmp_path}/store"
+    for url, status, sentence in (
+        (store, 0, f"store      checkpoints can be written to {store}"),
+        ("none-such://bucket", 2, "missing: key 'learner.checkpoint_store': none-such://bucket/"),
+        (f"file://{config_file}/in-a-file", 2, "cannot be written"),
+        ("s3://key:secret@bucket/runs", 2, "key 'learner.checkpoint_store' = 's3://…' has credentials or options"),
+        ("memory://runs", 2, "ends with its process"),
+        ("bucket/runs", 2, "'bucket/runs' is no URL of a folder; give one as s3://bucket/folder"),
+        ("file://relative/runs", 2, "is no URL of a folder"),
+    ):
+        assert cli.main(["run", str(config_file), "--dry-run", "--learner.checkpoint_store", url]) == status, url
+        said = "".join(capsys.readouterr())
+        assert sentence in said and "secret" not in said, said
+    assert list((tmp_path / "store").iterdir()) == [], "nothing is left of the trial"
+
+
 def test_what_is_missing_is_said_all_at_once(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     files = [str(FOLDER / "base.toml"), *map(str, COMBINATIONS[0])]

@@ -10,7 +10,7 @@ import mmap
 import os
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import orjson
@@ -28,6 +28,7 @@ from april.broker.telemetry.lives import Lives
 from april.broker.telemetry.past import read_lines
 from april.config import Config
 from april.formats.metrics import is_step
+from april.formats.stored import StoredCheckpoints
 
 log = logging.getLogger(__name__)
 
@@ -84,18 +85,19 @@ def rebuild(
         raise Damaged(f"{error}, or go on without what follows it: {CHOICE}") from None
 
 
-def check_whole(run_dir: Path, journal: Journal, ledger: Ledger) -> None:
-    """Raises JournalError where the run folder proves that the journal has lost what was once in it."""
-    if lost := losses(run_dir, journal, ledger):
+def check_whole(run_dir: Path, journal: Journal, ledger: Ledger, stored: Collection[int] = ()) -> None:
+    """Raises JournalError where the run folder proves that the journal has lost what was once in it, or a checkpoint in
+    a store does; `stored`: their steps."""
+    if lost := losses(run_dir, journal, ledger, stored):
         raise JournalError(
             f"journal {journal.folder} has lost acknowledged facts: {'; '.join(lost)}; restore it from a copy, or go "
             f"on without them: {CHOICE}"
         )
 
 
-def losses(run_dir: Path, journal: Journal, ledger: Ledger) -> list[str]:
+def losses(run_dir: Path, journal: Journal, ledger: Ledger, stored: Collection[int] = ()) -> list[str]:
     """What else was in a journal that `ledger` was rebuilt from."""
-    found, step, checkpoints = [], last_step(run_dir / "metrics.jsonl"), checkpoints_of(run_dir)
+    found, step, checkpoints = [], last_step(run_dir / "metrics.jsonl"), {*checkpoints_of(run_dir), *stored}
     if (missing := journal.noted - journal.end) > 0:
         found.append(f"it ends at {journal.end} and was on disk up to {journal.noted}, {missing} bytes further")
     if step > ledger.frontier:
@@ -126,19 +128,20 @@ def checkpoints_of(run_dir: Path) -> dict[int, Path]:
     return {int(name[1]): path for name, path in found if name}
 
 
-def accept_loss(config: Config) -> list[str]:
+def accept_loss(config: Config, stored: StoredCheckpoints | None = None) -> list[str]:
     """Make what is left of a run's journal the whole of it. What was given up for that, one sentence each.
 
-    What is cut off is kept beside it, and so are checkpoints that nothing leads to any more. Raises JournalError where
-    that is not enough to go on from.
+    What is cut off is kept beside it, and so are checkpoints that nothing leads to any more, also `stored` ones. Raises
+    JournalError where that is not enough to go on from, and StoreError.
     """
+    in_store = stored.steps() if stored else set()
     run_dir, folder = config.run_dir, journal_of(config.run_dir)
     said = list(cut_damage(folder))
     ledger, journal, note = Ledger(ledger_rules(config)), Journal(folder), SyncNote(folder)
     try:
         rebuild(ledger, journal, SnapshotStore(folder))
         journal.noted = note.position
-        said += losses(run_dir, journal, ledger)
+        said += losses(run_dir, journal, ledger, in_store)
         note.write(journal.end)
     finally:
         journal.close()
@@ -148,6 +151,9 @@ def accept_loss(config: Config) -> list[str]:
     for step, path in checkpoints_of(run_dir).items():
         if step > ledger.next_step:
             path.rename(path.with_suffix(".beyond"))
+    for step in in_store:
+        if stored and step > ledger.next_step:
+            stored.set_aside(step, "beyond")
     return said
 
 

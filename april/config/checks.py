@@ -42,6 +42,7 @@ def check(config: Config, inputs: Collection[str] = INPUTS) -> None:
     check_algorithm(config.algorithm, imported=False)
     check_critic(config)
     check_lora(config.lora)
+    check_checkpoint_store(config.learner.checkpoint_store)
     check_sharing(config)
     backend = shipped(config, "learner.backend")
     if backend:
@@ -114,6 +115,27 @@ def check_minibatches(config: Config) -> None:
             f"{config.schedule.rollout_batch_size} groups of a batch, each of which is in one minibatch; set it to at "
             "most schedule.rollout_batch_size"
         )
+
+
+def check_checkpoint_store(url: str) -> None:
+    """Refuse what leads nowhere, or to no disk, and what a run's files must not show."""
+    scheme, colon, rest = url.partition("://")
+    own, at, _ = rest.partition("/")[0].rpartition("@")
+    key = f"key 'learner.checkpoint_store' = '{scheme}://…'"
+    if not url:
+        return
+    if (at and ":" in own) or "?" in rest:
+        raise ConfigError(
+            f"{key} has credentials or options in it, which the run's files would show; leave them to the environment "
+            "of each part"
+        )
+    if not (colon and scheme and rest.strip("/")) or "::" in url or (scheme in ("file", "local") and rest[0] != "/"):
+        raise ConfigError(
+            f"key 'learner.checkpoint_store' = {url!r} is no URL of a folder; give one as s3://bucket/folder or "
+            "file:///folder, or leave it out"
+        )
+    if scheme == "memory":
+        raise ConfigError(f"{key} ends with its process; give a store that outlives the run's machines")
 
 
 def check_sampling(config: Config) -> None:

@@ -186,6 +186,14 @@ class LearnerSection(Section):
     max_nonfinite: int = Field(3, ge=1, description="batches in a row without a finite loss before the run fails")
     checkpoint_every: int = Field(10, ge=1, description="steps between checkpoints; the last step has one too")
     keep_checkpoints: int = Field(2, ge=1, description="checkpoints kept")
+    checkpoint_store: str = Field(
+        "",
+        description="URL of fsspec's where checkpoints lie, each run's under its name, as s3://bucket/folder; none: on "
+        "the learner's disks alone",
+    )
+    checkpoint_store_timeout_s: float = Field(
+        120.0, gt=0, description="longest wait for that store while nothing moves; each call is tried four times (s)"
+    )
     threads: int = Field(1, ge=1, description="CPU threads of a rank")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: an accelerator where there is one")
     collective_timeout_s: float = Field(600.0, gt=0, description="longest wait in a collective (seconds)")

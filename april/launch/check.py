@@ -28,7 +28,9 @@ from april.data.formats import ARROW, PARQUET, data_files, kind_of
 from april.data.tokenizer import import_without_torch
 from april.environments import ENVIRONMENTS
 from april.environments.turns import turn_end_ids
+from april.files.objects import StoreError
 from april.filters.filters import GroupFilters
+from april.formats.stored import refused, store_of
 from april.launch import TARGETS
 from april.launch.adapter import adapter_parameters
 from april.launch.devices import check_nodes, numa_nodes, place
@@ -114,6 +116,7 @@ def look(config: Config, devices: Sequence[str], parameters: int, found: Finding
     trained = passes(adapter_parameters, config) if readable and config.lora.is_set else parameters
     critic = parameters if needs_values(config.algorithm, imported=False) else 0
     found.facts["disk"] = passes(check_room, config, (trained or 0) + (critic or 0)) or ""
+    found.facts["store"] = passes(check_store, config) or ""
     found.facts["installed"] = ", ".join(filter(None, (installed, backend)))
     import_without_torch()  # what somebody's own parts import is there by now
     book = passes(open_prompts, config) if readable else None
@@ -228,6 +231,18 @@ def check_room(config: Config, trained: int) -> str:
             f"the one that is written take {size(needed)}; make room, give another folder, or keep fewer"
         )
     return f"{size(free)} free for the run, of which checkpoints take {size(needed)}"
+
+
+def check_store(config: Config) -> str:
+    """That its checkpoints can be written to their store from here, and read; where that is. Raises ConfigError."""
+    if not config.learner.checkpoint_store:
+        return ""
+    objects = store_of(config).tried_once()
+    try:
+        objects.probe()
+    except StoreError as error:
+        raise refused(error) from None
+    return f"checkpoints can be written to {objects.url}"
 
 
 def unused_roles(config: Config) -> set[str]:

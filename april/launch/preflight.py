@@ -22,7 +22,9 @@ from april.broker.submitted import open_prompts
 from april.broker.telemetry.recorder import read_summary
 from april.config import Config, ConfigError
 from april.config.paths import anchor
+from april.files.objects import StoreError
 from april.files.replace import replace_file
+from april.formats.stored import refused, stored_checkpoints
 from april.formats.versions import FILE, RUN_FOLDER
 from april.launch.check import Findings, look
 from april.launch.rehearsal import Rehearsal
@@ -46,12 +48,16 @@ def examine(config: Config, devices: Sequence[str], patience_s: float) -> Findin
     return found
 
 
-def make_run_folder(config: Config) -> Config:
-    """A run never writes into another's folder: a taken name gets a number. The configuration with its name."""
+def make_run_folder(config: Config, asks: bool = True) -> Config:
+    """A run never writes into another's folder: a taken name gets a number. The configuration with its name.
+    `asks`: the store of checkpoints, too, whether the name is taken."""
     name, number = config.run.name, 1
     while True:
         named = config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
         try:
+            if asks and is_stored(named):
+                named.run.dir.mkdir(parents=True, exist_ok=True)
+                raise FileExistsError
             named.run_dir.mkdir(parents=True)
             RUN_FOLDER.claim(named.run_dir, new=True)
             return named
@@ -64,6 +70,15 @@ def make_run_folder(config: Config) -> Config:
             raise ConfigError(
                 f"key 'run.dir' = {str(config.run.dir)!r} cannot be written ({error.strerror}); give a writable folder"
             ) from None
+
+
+def is_stored(config: Config) -> bool:
+    """Whether a run of that name has checkpoints in the store. Raises ConfigError."""
+    stored = stored_checkpoints(config, once=True)
+    try:
+        return stored is not None and bool(stored.objects.names())
+    except StoreError as error:
+        raise refused(error) from None
 
 
 @contextlib.contextmanager
@@ -96,6 +111,8 @@ def check_resume(config: Config, accept_loss: bool = False) -> list[str]:
         given_up = check_journal(config, accept_loss)
     except JournalError as error:
         raise ConfigError(f"run {config.run.name} cannot be resumed: {error}") from None
+    except StoreError as error:
+        raise refused(error) from None
     summary = read_summary(run_dir / "summary.json")
     exported = config.exported_policy.is_dir()
     if exported and summary.get("state") == "finished" and summary.get("steps", 0) >= config.schedule.max_steps:
@@ -112,15 +129,15 @@ def check_resume(config: Config, accept_loss: bool = False) -> list[str]:
 def check_journal(config: Config, accept_loss: bool) -> list[str]:
     """That no other broker has it, that it is of this configuration, and that it is whole; or what was given up of it.
     Raises JournalError."""
-    folder = journal_of(config.run_dir)
+    folder, stored = journal_of(config.run_dir), stored_checkpoints(config, once=True)
     with contextlib.closing(Journal(folder)) as journal:
         if recorded := recorded_header(folder):
             check_header(recorded, make_header(config, open_prompts(config)))
         if not accept_loss:
             ledger = Ledger(ledger_rules(config))
             rebuild(ledger, journal, SnapshotStore(folder), SyncNote(folder).position)
-            check_whole(config.run_dir, journal, ledger)
-    return recovery.accept_loss(config) if accept_loss else []
+            check_whole(config.run_dir, journal, ledger, stored.steps() if stored else ())
+    return recovery.accept_loss(config, stored) if accept_loss else []
 
 
 def read_toml(path: Path) -> dict:

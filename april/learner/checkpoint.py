@@ -6,7 +6,6 @@ and so does whoever goes on from it. Where ranks have disks of their own, each d
 checksums of all: `store.py` writes, finds and restores checkpoints on one disk or several.
 """
 
-import hashlib
 import logging
 import re
 import shutil
@@ -26,6 +25,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from april.config import ConfigError
 from april.files.disk import sync
+from april.formats.stored import CHECKSUMS_FILE, digest_of, listed, listing
 from april.learner.lora import save_adapter
 from april.learner.model import Policy, gathered
 
@@ -33,7 +33,6 @@ log = logging.getLogger(__name__)
 
 COMPLETE_NAME = re.compile(r"step_(\d{6,})")
 PROGRESS_FILE = "progress.json"
-CHECKSUMS_FILE = "SHA256SUMS"
 STEPS = "optimizer_steps"
 WEIGHT_FILES = re.compile(r".*\.(safetensors|bin|pt|pth|gguf|index\.json)")
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -107,22 +106,19 @@ def others_than(named: Mapping[str, str], source: Path) -> list[str]:
 def checksums(source: Path) -> dict[str, str]:
     """By name, as the list of them says; none where it cannot be right, or is not there."""
     sums = source / CHECKSUMS_FILE
-    lines = sums.read_text(errors="replace").splitlines() if sums.exists() else []
-    named = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+    named = listed(sums.read_text(errors="replace")) if sums.exists() else {}
     return named if PROGRESS_FILE in named else {}
 
 
-def digest_of(path: Path) -> str:
-    """SHA-256 in hexadecimal; nothing of a file that cannot be read."""
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError:
-        return ""
-
-
 def write_checksums(source: Path, named: Mapping[str, str]) -> None:
-    (source / CHECKSUMS_FILE).write_text("".join(f"{digest}  {name}\n" for name, digest in sorted(named.items())))
+    (source / CHECKSUMS_FILE).write_text(listing(named))
+
+
+def begin_folder(source: Path, named: Mapping[str, str]) -> None:
+    """Have there be one for the files of such a list, with nothing but the list, in the place of what is there."""
+    shutil.rmtree(source, ignore_errors=True)
+    source.mkdir(parents=True)
+    write_checksums(source, named)
 
 
 def folder(directory: Path, step: int) -> Path:

@@ -70,6 +70,10 @@ class Disks:
         dist.all_gather_object(said, own, self.group)
         return said  # type: ignore[return-value]
 
+    def meet(self) -> None:
+        """Wait for all ranks. Collective."""
+        dist.barrier(self.group)
+
     def copies(self, names: Sequence[Sequence[str]]) -> list[Move]:
         """Between ranks: the files that each has written go to the disk after its own, if there is one."""
         moves = []
@@ -100,7 +104,7 @@ class Disks:
                 self._send(folder / move.name, move.target)
             elif self.rank == move.target:
                 self._receive(folder / move.name, move.source, sums[move.name])
-        dist.barrier(self.group)
+        self.meet()
 
     def _send(self, path: Path, rank: int) -> None:
         size = path.stat().st_size

@@ -58,15 +58,16 @@ def nowhere(sums: Mapping[str, str], held: Sequence[Held | None]) -> list[str]:
     return sorted(sums.keys() - whole)
 
 
-def lacking(disks: Mapping[str, Sequence[int]], needed: Sequence[Collection[str]]) -> list[Move]:
-    """Moves after which each disk has what it needs of these files, and each file is on two disks if there are two.
+def lacking(disks: Mapping[str, Sequence[int]], needed: Sequence[Collection[str]], copies: int = 2) -> list[Move]:
+    """Moves after which each disk has what it needs of these files, and each file is on so many disks, one or two, if
+    there are so many.
 
     `disks`: those that have a file, by its name; `needed`: names, by disk.
     """
     moves = []
     for name, holders in sorted(disks.items()):
         targets = [disk for disk, names in enumerate(needed) if name in names and disk not in holders]
-        if len(needed) > 1 and len(holders) + len(targets) < 2:
+        if len(needed) > 1 and len(holders) + len(targets) < copies:
             targets.append((holders[0] + 1) % len(needed))
         moves += [Move(name, holders[i % len(holders)], target) for i, target in enumerate(targets)]
     return moves

@@ -75,6 +75,7 @@ def run(
         metrics = trainer.step(batch, ready)
         keep_pace(config, began, metrics["tokens"])
         metrics |= costs | {"wait_s": wait_s, "train_s": time.perf_counter() - began} | release.finish()
+        metrics |= trainer.checkpoints.figures
         nonfinite_in_a_row = nonfinite_in_a_row + 1 if metrics["nonfinite"] else 0
         if source:
             report(config, source, batch, metrics)

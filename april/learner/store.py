@@ -1,15 +1,17 @@
-"""The learner's checkpoints, on one disk that all its ranks see, or on several.
+"""The learner's checkpoints, on one disk that all its ranks see, or on several, and perhaps in an object store.
 
 On one disk a checkpoint is on disk once. With several each rank writes its files on its own disk, and another rank
 copies them to the next disk. Then any one disk may be lost. Each disk has the small files and the checksums of all.
+With an object store each rank puts its files there instead (`copies.py`), and all disks may be lost.
 
 store = Store(directory, keep, timeout_s)
 store.start(step, parts, adapter)               # in threads, beside the training
-step = store.completed()                        # on every disk
-found = store.newest()                          # at the start: the newest that the disks hold together
+step = store.completed()                        # on every disk, and its copies where they have to be
+found = store.newest()                          # at the start: the newest that disks and copies hold together
 store.restore(found, parts)                     # each disk is brought what its ranks read
 """
 
+import hashlib
 import logging
 import platform
 import shutil
@@ -23,9 +25,11 @@ import orjson
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from april.formats.stored import StoredCheckpoints
 from april.learner import checkpoint
 from april.learner.background import in_background
 from april.learner.checkpoint import CHECKSUMS_FILE, PROGRESS_FILE, STEPS, Part, folder
+from april.learner.copies import Copies, InStore, OnNextDisk
 from april.learner.disks import Disks
 from april.learner.holdings import Found, Held, found_in, lacking, nowhere
 
@@ -43,14 +47,18 @@ class Store:
     group of their own. `step` is also the position in the broker's stream: the next batch that the learner asks for.
     """
 
-    def __init__(self, directory: Path, keep: int, timeout_s: float):
+    def __init__(self, directory: Path, keep: int, timeout_s: float, stored: StoredCheckpoints | None = None):
         """Keep the newest `keep`. Collective."""
+        timeout_s += stored.objects.patience_s if stored else 0
         self.directory, self.keep = directory, keep
         self.kept_besides: set[int] = set()
         """steps that stay, too, however old, as rank 0 says"""
+        self.figures: dict[str, float] = {}
+        """of its writing, for the metrics of a step"""
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self.disks = Disks(directory, self.group)
-        if self.disks.rank == 0 and self.disks.count > 1:
+        self.copies: Copies = InStore(stored, self.disks) if stored else OnNextDisk(self.disks)
+        if self.disks.rank == 0 and self.disks.count > 1 and not stored:
             said = "the ranks see %d disks; each file of a checkpoint lies on two, and what is exported on that of %s"
             log.info(said, self.disks.count, platform.node())
         self._writing: tuple[int, Future] | None = None
@@ -75,24 +83,30 @@ class Store:
         written.result()
         rank = self.disks.rank
         own = [path.name for path in partial.glob(f"__{rank}_*")] + [METADATA_FILE] * (rank == 0)
-        told = self.disks.told(({name: checkpoint.digest_of(partial / name) for name in own}, self.kept_besides))
-        named = {name: digest for digests, _ in told for name, digest in digests.items()}
-        moves = self.disks.copies([sorted(digests.keys() - {METADATA_FILE}) for digests, _ in told])
-        moves += self.disks.from_first(METADATA_FILE)
-        self.disks.carry(moves, partial, named)
+        digests = {name: checkpoint.digest_of(partial / name) for name in own}
+        told = self.disks.told((digests, self.kept_besides, self.copies.retries))
+        named = {name: digest for digests, *_ in told for name, digest in digests.items()}
+        self.disks.carry(self.disks.from_first(METADATA_FILE), partial, named)
+        said = orjson.dumps(progress)
+        named[PROGRESS_FILE] = hashlib.sha256(said).hexdigest()
         if self.disks.leads:
-            (partial / PROGRESS_FILE).write_bytes(orjson.dumps(progress))
-            named[PROGRESS_FILE] = checkpoint.digest_of(partial / PROGRESS_FILE)
+            (partial / PROGRESS_FILE).write_bytes(said)
+        by_rank = [sorted(digests.keys() - {METADATA_FILE}) for digests, *_ in told]
+        self.copies.add(progress["step"], partial, by_rank, named)
+        if self.disks.leads:
             checkpoint.write_checksums(partial, named)
             checkpoint.replace_folder(partial, folder(self.directory, progress["step"]))
-        dist.barrier(self.group)
-        _, besides = told[0]
+        self.disks.meet()
+        _, besides, _ = told[0]
+        if retries := [of_rank for *_, of_rank in told if of_rank is not None]:
+            self.figures = {"checkpoint_store_retries": sum(retries)}
         self.prune(besides)
 
     def prune(self, besides: Collection[int]) -> None:
-        """Remove what need not be kept, on every disk."""
+        """Remove what need not be kept, on every disk and of the copies."""
         if self.disks.leads:
             checkpoint.prune(self.directory, self.keep, besides)
+        self.copies.prune(self.keep, besides)
 
     def completed(self, wait: bool = False) -> int | None:
         """Step of the checkpoint that was started last, once, when it is on disk. Raises what went wrong."""
@@ -110,12 +124,13 @@ class Store:
                 return self._made_ready(found, own)
             if self.disks.leads and own:
                 checkpoint.set_aside(self.directory, step, nowhere(own.sums, held) or [CHECKSUMS_FILE])
+            self.copies.set_aside(step)
         return None
 
     def _steps(self) -> set[int]:
-        """Of all disks. Collective."""
+        """Of all disks and copies. Collective."""
         there = checkpoint.steps(self.directory) if self.disks.leads else []
-        return {step for each in self.disks.told(there) for step in each}
+        return {step for each in self.disks.told(there) for step in each} | self.copies.steps()
 
     def find(self, step: int) -> Found | None:
         """The checkpoint of `step`, with its small files on every disk, None where it is not whole. It is read from end
@@ -129,22 +144,23 @@ class Store:
         source = folder(self.directory, found.step)
         if own and own.sums == found.sums:
             for name in own.damaged:
-                log.error("%s is damaged; its copy on another disk is taken", source / name, extra={"step": found.step})
+                log.error("%s is damaged; its copy is taken", source / name, extra={"step": found.step})
                 (source / name).unlink()
         if self.disks.leads and self.disks.own not in found.listed:
             if own:
                 log.warning("%s is not of the checkpoint that is gone on from; it is replaced", source)
-            shutil.rmtree(source, ignore_errors=True)
-            source.mkdir(parents=True)
-            checkpoint.write_checksums(source, found.sums)
-        dist.barrier(self.group)
+            checkpoint.begin_folder(source, found.sums)
+        self.disks.meet()
         self._bring(found, SMALL_FILES, [SMALL_FILES] * self.disks.count)
+        self.copies.mend(found, source)
         return found
 
     def _look(self, step: int) -> tuple[Held | None, list[Held | None]]:
-        """What this rank holds of a checkpoint, which is its share of what is on its disk, and what each does.
-        Collective."""
-        own = self._held(folder(self.directory, step))
+        """What this rank holds of a checkpoint: its share of what is on its disk, and what a copy has brought; and what
+        each rank does. Collective."""
+        source = folder(self.directory, step)
+        own = self._held(source)
+        own = self.copies.bring(step, source, own, self.disks.told(own))
         return own, self.disks.told(own)
 
     def _held(self, source: Path) -> Held | None:
@@ -170,6 +186,6 @@ class Store:
         checkpoint.read(source, state, parts)
 
     def _bring(self, found: Found, names: Collection[str], needed: Sequence[Collection[str]]) -> None:
-        """Of these files to each disk what it needs, and of all of them a second copy."""
-        moves = lacking({name: found.disks[name] for name in names}, needed)
+        """Of these files to each disk what it needs, and of all of them a second copy if disks have those."""
+        moves = lacking({name: found.disks[name] for name in names}, needed, self.copies.on_disks)
         self.disks.carry(self.disks.between_ranks(moves), folder(self.directory, found.step), found.sums)

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from april.config import Config
+from april.formats.stored import stored_checkpoints
 from april.learner import checkpoint, flops
 from april.learner.backends import BACKENDS
 from april.learner.batch import Batch, TrainSample
@@ -125,7 +126,9 @@ class Trainer:
         bf16, estimator = uses_bf16(section, device), self.objective.estimator
         self.critic = Critic(config, device, bf16, estimator) if self.objective.needs_values else None
         self.parts = [self.part] + ([self.critic.part] if self.critic else [])
-        self.checkpoints = Store(self.directory, section.keep_checkpoints, section.collective_timeout_s)
+        self.checkpoints = Store(
+            self.directory, section.keep_checkpoints, section.collective_timeout_s, stored_checkpoints(config)
+        )
         self.step_count = 0
         self.seen: SeenTokens | None = None
         """how the last step has seen its tokens, where its samples are kept"""
@@ -443,14 +446,22 @@ class Trainer:
         if found:
             self.checkpoints.restore(found, [self.part])
             self.write_model(self.config.exported_best)
+            self._copy(self.config.exported_best)
 
     def export(self) -> None:
         """Write the policy as a Hugging Face folder, `checkpoints/policy`, and an adapter alone as well, into
         `checkpoints/adapter`; the others do not wait for rank 0."""
         self.write_model(self.config.exported_policy)
+        self._copy(self.config.exported_policy)
         if self.config.lora.is_set:
             path, adapter = self.config.model.path, self.backend.adapter
             checkpoint.export_adapter(self.policy, adapter, path, self.config.exported_adapter)
+            self._copy(self.config.exported_adapter)
+
+    def _copy(self, exported: Path) -> None:
+        """To where checkpoints have their copies, if that takes more than them; the others do not wait for rank 0."""
+        if dist.get_rank() == 0:
+            self.checkpoints.copies.export(exported)
 
     def write_model(self, out_dir: Path) -> None:
         """The weights at hand as a Hugging Face folder, in the type of the one they began as. Collective."""

@@ -10,8 +10,9 @@ from april.broker import recovery
 from april.broker.journal.files import JournalError
 from april.cli import main
 from april.config import ConfigError
+from april.formats.stored import stored_checkpoints
 from april.formats.versions import RUN_FOLDER
-from april.launch.preflight import check_resume
+from april.launch.preflight import check_resume, is_stored, make_run_folder
 from tests.broker.conversation import FakeLearner, FakeWorker, make_batch
 from tests.broker.test_steps import metrics_lines, train
 
@@ -87,6 +88,32 @@ def test_bytes_that_were_acknowledged_and_are_gone_are_a_sentence_and_a_choice(t
     assert lines(trained) == [1, 2] and (trained.config.run_dir / "checkpoints/step_000003.beyond").is_dir()
     assert check_resume(trained.config) == said[:0] + [line for line in said if not line.startswith("given up")]
     go_on(trained, from_step=2)
+
+
+def test_a_checkpoint_in_a_store_proves_it_too_and_is_set_aside_there(trained, tmp_path):
+    config = with_store(trained.config, f"file://{tmp_path}/store")
+    stored = stored_checkpoints(config)
+    assert stored.steps() == set() and not is_stored(config)
+    for step in (1, 4):
+        stored.complete(step, {"progress.json": f"{step}"})
+    sentence = "there is a checkpoint of step 4, and it has 3 batches"
+    with pytest.raises(ConfigError, match=f"has lost acknowledged facts: {sentence}"):
+        check_resume(config)
+    assert f"given up: {sentence}" in check_resume(config, accept_loss=True)
+    assert stored.steps() == {1} and any(name.endswith("SHA256SUMS.beyond") for name in stored.objects.names())
+    assert not [line for line in check_resume(config) if "given up" in line]
+    assert make_run_folder(elsewhere(config, tmp_path)).run.name == f"{config.run.name}-2", "another run has the name"
+    with pytest.raises(ConfigError, match=r"key 'learner.checkpoint_store': none-such://bucket/small cannot be listed"):
+        check_resume(with_store(config, "none-such://bucket"))
+
+
+def with_store(config, url):
+    learner = config.learner.model_copy(update={"checkpoint_store": url})
+    return config.model_copy(update={"learner": learner})
+
+
+def elsewhere(config, folder):
+    return config.model_copy(update={"run": config.run.model_copy(update={"dir": folder / "elsewhere"})})
 
 
 @pytest.mark.parametrize("proof", ["synced", "metrics.jsonl", "checkpoints"])

@@ -2,7 +2,8 @@
 
 In its folder: `config.json`; `pid_RANK` of each live rank; `consumed.jsonl`, a line for each report, as
 [start of the ranks, step, [loss, that of the critic]]. With a file `own_disks` each rank has a disk of its own, at each
-start the next one: rank 0 is where rank 1 was, whose disk is empty, and the one of rank 0 is lost.
+start one that is as many further as it says. With 1 rank 0 is where rank 1 was, whose disk is empty, and the one of
+rank 0 is lost. With 2 all are.
 """
 
 import os
@@ -49,7 +50,7 @@ def main(folder: Path) -> None:
     (folder / f"pid_{rank}").write_text(str(os.getpid()))
     restart = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     if (folder / "own_disks").exists():
-        config = on_disk(config, rank + restart)
+        config = on_disk(config, rank + restart * int((folder / "own_disks").read_text()))
     stream = RecordedStream(config.model.path, folder / "consumed.jsonl", restart) if rank == 0 else None
     loop.run(config, Trainer(config, device), stream, stream)
     process_group.leave()

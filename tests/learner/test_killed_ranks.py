@@ -22,14 +22,19 @@ FOLLOWED_S = 20
 
 
 class Ranks:
-    """Two ranks under torchrun, which may be restarted three times, on the recorded stream."""
+    """Two ranks under torchrun, which may be restarted three times, on the recorded stream.
 
-    def __init__(self, policy: Path, folder: Path, trained: dict, own_disks: bool = False):
+    `next_disk`: each rank has a disk of its own, at each start the one so many further; with 2 there is none of those
+    before, and checkpoints are in a store. 0: they share one.
+    """
+
+    def __init__(self, policy: Path, folder: Path, trained: dict, next_disk: int = 0):
         folder.mkdir()
-        self.folder, self.own_disks = folder, own_disks
-        if own_disks:
-            (folder / "own_disks").touch()
-        config = make_config(policy, folder / "run", **trained, checkpoint_every=2, collective_timeout_s=3600)
+        self.folder, self.next_disk = folder, next_disk
+        if next_disk:
+            (folder / "own_disks").write_text(f"{next_disk}")
+        store = {"checkpoint_store": f"file://{folder}/store"} if next_disk == 2 else {}
+        config = make_config(policy, folder / "run", **trained, **store, checkpoint_every=2, collective_timeout_s=3600)
         (folder / "config.json").write_bytes(orjson.dumps(config.model_dump(mode="json")))
         launch = ["-m", "april.learner.launch", "--nproc-per-node=2", "--max-restarts=3"]
         script = Path(__file__).with_name("recorded_run.py")
@@ -62,7 +67,8 @@ class Ranks:
 
     def checkpoints(self, rank: int, start: int) -> Path:
         """Where that rank sees them after so many starts."""
-        return self.folder / (f"disk_{rank + start}" if self.own_disks else "") / "run" / "checkpoints"
+        disk = f"disk_{rank + self.next_disk * start}" if self.next_disk else ""
+        return self.folder / disk / "run" / "checkpoints"
 
     def weights(self, start: int = 0) -> dict:
         """After so many starts."""
@@ -79,23 +85,25 @@ def is_alive(pid: int) -> bool:
 @pytest.mark.parametrize(
     "how",
     [
-        ({}, True),
-        full(({}, False)),
-        full(({"lora": {"rank": 3, "embedding": True}}, False)),
-        full(({"algorithm": {"advantage": "gae"}, "critic": {"lr": 1e-3}}, True)),
+        ({}, 1),
+        full(({}, 2)),
+        full(({}, 0)),
+        full(({"lora": {"rank": 3, "embedding": True}}, 0)),
+        full(({"algorithm": {"advantage": "gae"}, "critic": {"lr": 1e-3}}, 1)),
     ],
     ids=[
         "the model on disks that are lost",
+        "the model in a store, all disks lost",
         "the model",
         "an adapter and embedding",
         "with a critic on disks that are lost",
     ],
 )
 def test_killed_and_unkilled_learners_have_one_loss_curve(policy_folder, tmp_path, how):
-    trained, own_disks = how
+    trained, next_disk = how
     unharmed = Ranks(policy_folder, tmp_path / "unharmed", trained)
     unharmed.finish()
-    killed = Ranks(policy_folder, tmp_path / "killed", trained, own_disks)
+    killed = Ranks(policy_folder, tmp_path / "killed", trained, next_disk)
     for start, (victim, after) in enumerate([(1, 3), (0, 5)]):
         killed.wait_until(lambda start=start, after=after: [start, after - 1] in [line[:2] for line in killed.log()])
         for rank in range(2):

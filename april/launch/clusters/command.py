@@ -31,7 +31,7 @@ def launch(paths: Sequence[Path], overrides: list[str], dry_run: bool, resume: b
         config, _ = resolve(config, resumed=resume)
         preflight.examine(config, promised_devices(config), STARTING_S).refuse()
     if not resume:
-        config = preflight.make_run_folder(config)
+        config = preflight.make_run_folder(config, asks=kind.sees_files)
     launcher = launcher_of(config, kind)
     launcher.layout.config_file.write_text(config.to_toml())
     (config.run_dir / ADDRESS_FILE).unlink(missing_ok=True)
