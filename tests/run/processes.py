@@ -64,10 +64,14 @@ class Job:
 
 
 def wait_until(condition, job=None, timeout_s=PATIENCE_S):
+    """A job may have come to it before it ended, and a test may be away until its time is over: it looks once more."""
     deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"it never came to that:\n{job.output if job else ''}"
-        assert job is None or job.process.poll() is None, f"the job has ended:\n{job.output}"
+    while True:
+        is_late, has_ended = time.monotonic() > deadline, job is not None and job.process.poll() is not None
+        if condition():
+            return
+        assert not is_late, f"it never came to that:\n{job.output if job else ''}"
+        assert not has_ended, f"the job has ended:\n{job.output}"
         time.sleep(0.05)
 
 
