@@ -75,6 +75,11 @@ def wait_until(condition, job=None, timeout_s=PATIENCE_S):
         time.sleep(0.05)
 
 
+def both_workers_are_there(job) -> bool:
+    """With the first weights, as `april run` says it before its first step is over."""
+    return all(f"worker-{index} has the weights 0.0" in job.output for index in (0, 1))
+
+
 def steps_recorded(run_dir: Path) -> int:
     return len(read_records(run_dir / "metrics.jsonl"))
 
