@@ -33,6 +33,9 @@ SERVERS = {
 }
 """marks of tests that need an environment of their own, or a program, and where it is"""
 
+HAVE_HOSTS = {"slurm", "ray"}
+"""marks of tests that make namespaces of the same names, and remove those that they find"""
+
 GUESSING_STEPS = 60
 FILLER, ANSWERS = ",", "01"
 
@@ -78,16 +81,17 @@ def pytest_sessionfinish(session):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """What needs a server or a program is full and of one process (there is one for all), left out where it lacks."""
+    """What needs a server or a program is full, left out where it lacks, and of one process (there is one for all, and
+    one for all that make hosts); xdist takes two groups of a test for a third one."""
     missing = [mark for mark, program in SERVERS.items() if not (config.rootpath / program).exists()]
     left_out = [item for item in items if any(item.get_closest_marker(mark) for mark in missing)]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
     for item in items:
-        for mark in SERVERS:
-            if item.get_closest_marker(mark):
-                item.add_marker(pytest.mark.full)
-                item.add_marker(pytest.mark.xdist_group(mark))
+        needed = [mark for mark in SERVERS if item.get_closest_marker(mark)]
+        if needed:
+            item.add_marker(pytest.mark.full)
+            item.add_marker(pytest.mark.xdist_group("hosts" if HAVE_HOSTS & {*needed} else needed[0]))
 
 
 @pytest.fixture(scope="session")
