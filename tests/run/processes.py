@@ -5,6 +5,7 @@ import signal
 import sys
 import time
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from subprocess import DEVNULL, TimeoutExpired
 
@@ -58,9 +59,16 @@ class Job:
             os.kill(pid, signal.SIGKILL)
 
     def end(self):
-        for pid, _ in self.descendants():
-            os.kill(pid, signal.SIGKILL)
+        """With what is started meanwhile; who dies with his parent may be gone before his turn comes."""
+        wait_until(lambda: not self._kill_all())
         self.process.wait()
+
+    def _kill_all(self):
+        found = self.descendants()
+        for pid, _ in found:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return found
 
 
 def wait_until(condition, job=None, timeout_s=PATIENCE_S):
