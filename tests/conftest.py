@@ -79,16 +79,17 @@ def pytest_sessionfinish(session):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """What needs a server or a program is full and of one process (there is one for all), left out where it lacks."""
+    """What needs a server or a program is full and of one process (there is one for all), left out where it lacks; of a
+    test with two groups xdist makes a third one."""
     missing = [mark for mark, program in SERVERS.items() if not (config.rootpath / program).exists()]
     left_out = [item for item in items if any(item.get_closest_marker(mark) for mark in missing)]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
     for item in items:
-        for mark in SERVERS:
-            if item.get_closest_marker(mark):
-                item.add_marker(pytest.mark.full)
-                item.add_marker(pytest.mark.xdist_group(mark))
+        needed = [mark for mark in SERVERS if item.get_closest_marker(mark)]
+        if needed:
+            item.add_marker(pytest.mark.full)
+            item.add_marker(pytest.mark.xdist_group(needed[0]))
 
 
 @pytest.fixture(scope="session")

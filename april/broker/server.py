@@ -114,7 +114,6 @@ class Server:
         self.address_file: Path = config.run_dir / ADDRESS_FILE
         self._bind(config.broker.bind)
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        replace_file(self.address_file, self.address.encode())
         self.exporter = start_exporter(config)
         self._photographer, self._sync_times = Photographer(), SyncTimes()
         self._leave_s = max(LEAVE_S, config.learner.load_s)
@@ -160,6 +159,7 @@ class Server:
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGINT, self._on_signal)
         signal.signal(STEP_ASIDE, self._on_signal)
+        self._say_where()
         log.info("broker of run %s at %s", self.service.config.run.name, self.address)
         over_since = None
         memory.settle()
@@ -178,6 +178,12 @@ class Server:
             self.address_file.unlink(missing_ok=True)
         finally:
             self.close()
+
+    def _say_where(self) -> None:
+        """In the run folder. Whoever finds it there may tell the broker to leave, too."""
+        replace_file(self.address_file, self.address.encode())
+        if self.exporter:
+            replace_file(self.config.run_dir / HTTP_FILE, self.exporter.address.encode())
 
     @property
     def steps_aside(self) -> bool:
@@ -369,7 +375,7 @@ def probe_disk(folder: Path) -> None:
 
 
 def start_exporter(config: Config) -> Exporter | None:
-    """Serve /metrics and /health as `operations.http` says, and leave the address in the run folder."""
+    """Serve /metrics and /health as `operations.http` says."""
     wanted = config.operations.http_address
     if wanted is None:
         return None
@@ -380,7 +386,6 @@ def start_exporter(config: Config) -> Exporter | None:
             f"key 'operations.http' = {config.operations.http!r} cannot be used ({error}); give a free address of "
             "this machine, or none"
         ) from None
-    replace_file(config.run_dir / HTTP_FILE, exporter.address.encode())
     log.info("metrics and health at %s", exporter.address)
     if not is_loopback(wanted[0]):
         log.warning("%s can be read by whoever reaches this machine; it shows figures and names only", exporter.address)

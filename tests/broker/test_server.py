@@ -1,6 +1,7 @@
 """An answer leaves after the sync that covers it, also while the next messages are being handled already."""
 
 import os
+import signal
 import threading
 import time
 import uuid
@@ -8,10 +9,12 @@ import uuid
 import pytest
 
 from april import wire
-from april.broker.server import OUTBOX_MESSAGES, Server
+from april.broker import server as module
+from april.broker.server import HTTP_FILE, OUTBOX_MESSAGES, Server
 from april.broker.views.metrics import Photographer
 from april.config import load
 from april.connections import sockets
+from april.connections.address import ADDRESS_FILE
 from april.connections.broker import BrokerConnection
 from april.processes import clock
 from april.processes.lifetime import STEP_ASIDE
@@ -158,3 +161,26 @@ def test_a_broker_that_is_told_to_step_aside_stops_nobody(server, connect):
     server._on_signal(STEP_ASIDE, None)
     server.serve_once()
     assert server.steps_aside and not server.service.run.over and not server.service.ledger.draining
+
+
+def test_whoever_finds_a_broker_in_its_run_folder_may_tell_it_to_leave(config_file, monkeypatch):
+    found, write = [], module.replace_file
+
+    def too_early(*_):
+        raise AssertionError("a signal would have killed it")
+
+    def write_and_tell(path, data):
+        write(path, data)
+        if path.name in (ADDRESS_FILE, HTTP_FILE):
+            found.append(path.name)
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(module, "replace_file", write_and_tell)
+    signals = (signal.SIGTERM, signal.SIGINT, STEP_ASIDE)
+    before = [signal.signal(number, too_early) for number in signals]
+    try:
+        Server(load(config_file)).serve()
+    finally:
+        for number, handler in zip(signals, before, strict=True):
+            signal.signal(number, handler)
+    assert found == [ADDRESS_FILE, HTTP_FILE], "who waits for the second finds both"

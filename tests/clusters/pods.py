@@ -48,7 +48,7 @@ HOSTS = 8
 PORT = 6443
 ACCOUNT = "/run/secrets/kubernetes.io/serviceaccount"
 """which /var/run leads to"""
-PROBE = "import sys, urllib.request; urllib.request.urlopen(sys.argv[1], timeout=5)"
+PROBE = "import sys, urllib.request; urllib.request.urlopen(sys.argv[1], timeout=60)"
 
 
 @dataclass

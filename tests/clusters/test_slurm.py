@@ -10,10 +10,12 @@ import pytest
 
 from april.security import keygen
 from tests.clusters.hosts import hosts, name_of, slurm
+from tests.run.gate import GATE
 from tests.run.processes import APRIL, assert_closed, steps_recorded, wait_until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1800)]
-STEPS = 300
+STEPS, HELD_AT = 60, 30
+"""a checkpoint lies below, and behind the place where the job is queued again"""
 
 
 @pytest.fixture
@@ -29,26 +31,35 @@ def cluster():
         yield on_first
 
 
-def test_a_requeued_job_goes_on_with_a_learner_over_two_nodes_and_late_workers(cluster, config_file, tmp_path):
+def test_a_requeued_job_goes_on_with_a_learner_over_two_nodes_and_late_workers(
+    cluster, config_file, run_dir, tmp_path, gate
+):
     keygen.make_folder(tmp_path / "keys")
-    run_dir = tmp_path / "runs" / "small"
+    held = gate.hold(HELD_AT)
     options = {
         "security.keys": tmp_path / "keys", "schedule.max_steps": STEPS, "worker.count": 1, "worker.device": "cpu",
         "learner.ranks": 2, "learner.device": "cpu", "learner.checkpoint_every": 25, "data.epochs": 1000,
         "launch.learner_nodes": 2, "launch.cores": 1, "launch.memory_gb": 2,
+        "launch.environment": f"{{{GATE} = '{os.environ[GATE]}'}}",
     }  # fmt: skip
     words = [word for key, value in options.items() for word in (f"--{key}", str(value))]
-    cluster(*APRIL, "launch", str(config_file), "--on", "slurm", *words)
+    cluster(*APRIL, "launch", str(config_file), "--on", "slurm", *words, *held)
     main = orjson.loads((run_dir / "launch/submitted.json").read_bytes())["main"]
+
+    def logs():
+        """One of each job."""
+        return list((run_dir / "launch").glob("*.log"))
 
     def said():
         return "".join(path.read_text() for path in run_dir.glob("l*/*.log"))
 
     try:
-        wait_until(lambda: steps_recorded(run_dir) >= 20, timeout_s=600)
+        wait_until(lambda: steps_recorded(run_dir) >= HELD_AT, timeout_s=600)
         cluster(*APRIL, "launch", "scale", str(run_dir), "workers=2")
+        wait_until(lambda: len(logs()) >= 3)  # the run's job, and those of workers that have joined it
         cluster("scontrol", "requeue", main)
         wait_until(lambda: "PENDING" in cluster(*APRIL, "launch", "status", str(run_dir)))
+        gate.open()
         cluster("scontrol", "update", f"JobId={main}", "StartTime=now")  # it would be held for two minutes
         wait_until(lambda: steps_recorded(run_dir) >= STEPS, timeout_s=600)
         wait_until(lambda: main not in cluster("squeue", "--noheader", "--format=%A"))
@@ -57,8 +68,6 @@ def test_a_requeued_job_goes_on_with_a_learner_over_two_nodes_and_late_workers(c
     summary = assert_closed(run_dir)
     assert summary["steps"] == STEPS and summary["state"] == "finished"
     assert summary["replays"]["different"] == 0 and summary["starts"]["broker"] == 2
-    names = {path.name for path in (run_dir / "launch").glob("*.log")}
-    assert len(names) >= 3, "the run's job, and those of workers that joined it"
     assert os.path.exists(run_dir / "checkpoints/policy")
 
 

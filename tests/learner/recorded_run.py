@@ -1,9 +1,9 @@
 """Run under torchrun by the tests of killed ranks: a learner on a recorded stream of deliveries.
 
-In its folder: `config.json`; `pid_RANK` of each live rank; `consumed.jsonl`, a line for each report, as
-[start of the ranks, step, [loss, that of the critic]]. With a file `own_disks` each rank has a disk of its own, at each
-start one that is as many further as it says. With 1 rank 0 is where rank 1 was, whose disk is empty, and the one of
-rank 0 is lost. With 2 all are.
+In its folder: `config.json`; `held.json`, steps by start: that of a start has no batch, until its ranks are killed;
+`pid_RANK` of each live rank; `consumed.jsonl`, a line for each report, as [start of the ranks, step, [loss, that of the
+critic]]. With a file `own_disks` each rank has a disk of its own, at each start one that is as many further as it says.
+With 1 rank 0 is where rank 1 was, whose disk is empty, and the one of rank 0 is lost. With 2 all are.
 """
 
 import os
@@ -21,20 +21,19 @@ from april.learner.trainer import Trainer
 from april.processes.lifetime import end
 
 STEPS = 9
-PAUSE_S = 0.15
-"""before each batch, so that there is time to be killed in"""
 
 
 class RecordedStream(Diary):
     """Batch k is always the same; reports outlive the process."""
 
-    def __init__(self, policy: Path, log: Path, restart: int):
+    def __init__(self, policy: Path, log: Path, restart: int, held: list[int]):
         consumed = {orjson.loads(line)[1] for line in log.read_bytes().splitlines()} if log.exists() else set()
         super().__init__(policy, STEPS, branch=restart, frontier=max(consumed, default=-1) + 1)
-        self.log, self.restart = log, restart
+        self.log, self.restart, self.held = log, restart, held[restart : restart + 1]
 
     def fetch(self, step):
-        time.sleep(PAUSE_S)
+        while step in self.held:
+            time.sleep(0.05)
         return super().fetch(step)
 
     def consumed(self, step, metrics, discarded=""):
@@ -51,7 +50,8 @@ def main(folder: Path) -> None:
     restart = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     if (folder / "own_disks").exists():
         config = on_disk(config, rank + restart * int((folder / "own_disks").read_text()))
-    stream = RecordedStream(config.model.path, folder / "consumed.jsonl", restart) if rank == 0 else None
+    held = orjson.loads((folder / "held.json").read_bytes())
+    stream = RecordedStream(config.model.path, folder / "consumed.jsonl", restart, held) if rank == 0 else None
     loop.run(config, Trainer(config, device), stream, stream)
     process_group.leave()
     end(0)

@@ -17,5 +17,13 @@ def kill_broker(run):
 
 def brokers_of(pid):
     children = Path(f"/proc/{pid}/task").glob("*/children")
-    pids = [int(pid) for file in children for pid in file.read_text().split()]
-    return [pid for pid in pids if b"broker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    pids = [int(pid) for file in children for pid in content(file).split()]
+    return [pid for pid in pids if b"april.cli\0broker" in content(Path(f"/proc/{pid}/cmdline"))]
+
+
+def content(file):
+    """Nothing of a process or a thread that has ended."""
+    try:
+        return file.read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""

@@ -91,14 +91,15 @@ def test_killed_it_trains_again_what_was_not_durable_and_nothing_else(train, tmp
 
 
 @pytest.mark.full
-def test_trl_trains_on_behaviour_log_probabilities_and_goes_on_from_its_own_checkpoint(train, tmp_path):
-    run_dir = tmp_path / "runs/small"
-    trl = partial(train, "--schedule.max_steps", "7", example=EXAMPLES / "trl_grpo.py", into="--output")
+def test_trl_trains_on_behaviour_log_probabilities_and_goes_on_from_its_own_checkpoint(train, run_dir, tmp_path, gate):
+    words = ["--schedule.max_steps", "7", *gate.hold_rewards(4)]
+    trl = partial(train, *words, example=EXAMPLES / "trl_grpo.py", into="--output")
     job = trl()
     wait_until((tmp_path / "saved/checkpoint-2/trainer_state.json").exists, job)
     wait_until(lambda: steps_recorded(run_dir) >= 4, job)
     job.kill("trl_grpo.py")
     wait_until(lambda: not job.descendants())
+    gate.open()
     part = tmp_path / "saved/checkpoint-6"
     part.mkdir(exist_ok=True)
     (part / "trainer_state.json").write_text('{"global_step": 6, "log_')  # killed while it saved

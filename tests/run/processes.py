@@ -5,6 +5,7 @@ import signal
 import sys
 import time
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from subprocess import DEVNULL, TimeoutExpired
 
@@ -58,17 +59,33 @@ class Job:
             os.kill(pid, signal.SIGKILL)
 
     def end(self):
-        for pid, _ in self.descendants():
-            os.kill(pid, signal.SIGKILL)
+        """With what is started meanwhile; who dies with his parent may be gone before his turn comes."""
+        wait_until(lambda: not self._kill_all())
         self.process.wait()
+
+    def _kill_all(self):
+        found = self.descendants()
+        for pid, _ in found:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return found
 
 
 def wait_until(condition, job=None, timeout_s=PATIENCE_S):
+    """A job may have come to it before it ended, and a test may be away until its time is over: it looks once more."""
     deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"it never came to that:\n{job.output if job else ''}"
-        assert job is None or job.process.poll() is None, f"the job has ended:\n{job.output}"
+    while True:
+        is_late, has_ended = time.monotonic() > deadline, job is not None and job.process.poll() is not None
+        if condition():
+            return
+        assert not is_late, f"it never came to that:\n{job.output if job else ''}"
+        assert not has_ended, f"the job has ended:\n{job.output}"
         time.sleep(0.05)
+
+
+def both_workers_are_there(job) -> bool:
+    """With the first weights, as `april run` says it before its first step is over."""
+    return all(f"worker-{index} has the weights 0.0" in job.output for index in (0, 1))
 
 
 def steps_recorded(run_dir: Path) -> int:

@@ -24,8 +24,9 @@ from april.cli import main
 from april.report.facts import ledger_of
 from april.report.run_folder import read_records, read_run
 from tests.conftest import write_config
+from tests.run.gate import Gate
 from tests.run.journal import events, events_and_arrays, with_payloads
-from tests.run.processes import APRIL, Job, assert_closed, wait_until
+from tests.run.processes import APRIL, Job, assert_closed, both_workers_are_there, wait_until
 
 pytestmark = pytest.mark.xdist_group("main_job")
 NOTEBOOK = Path(__file__).parents[2] / "docs/notebooks/a-run.ipynb"
@@ -33,18 +34,32 @@ SETTINGS = ["--seed", "1", "--sampling.max_response_tokens", "64", "--learner.lr
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory, policy_folder, data_folder):
-    """A run of three steps that came to its end by itself, each of its processes started as a user's are."""
+def gate(tmp_path_factory):
+    """Of the run that the tests look at: its first step is not over before both workers are there."""
     folder = tmp_path_factory.mktemp("main_job")
-    config = write_config(folder, policy_folder, data_folder)
-    job = Job([*APRIL, "run", str(config), *SETTINGS], folder / "output", start=Popen)
+    with pytest.MonkeyPatch.context() as environment:
+        yield Gate(folder / "gate", folder / "runs" / "small", environment)
+
+
+@pytest.fixture(scope="module")
+def settings(gate):
+    return [*SETTINGS, *gate.hold(0)]
+
+
+@pytest.fixture(scope="module")
+def finished(gate, settings, policy_folder, data_folder):
+    """A run of three steps that came to its end by itself, each of its processes started as a user's are."""
+    config = write_config(gate.file.parent, policy_folder, data_folder)
+    job = Job([*APRIL, "run", str(config), *settings], gate.file.with_name("output"), start=Popen)
     try:
+        wait_until(lambda: both_workers_are_there(job), job)
+        gate.open()
         status = job.wait()
         assert status == 0, job.output
         wait_until(lambda: job.descendants() == [])
     finally:
         job.end()
-    return folder / "runs" / "small", job.output
+    return gate.run_dir, job.output
 
 
 def test_the_run_folder_holds_what_it_promises(finished):
@@ -203,7 +218,7 @@ def test_a_finished_run_is_not_resumed_for_nothing(finished, capsys):
 
 
 def test_a_resume_of_a_journal_with_its_end_cut_off_is_a_sentence(
-    finished, policy_folder, data_folder, tmp_path, capsys
+    finished, settings, policy_folder, data_folder, tmp_path, capsys
 ):
     """It ends with a whole record, and looks whole; nothing of the folder is another afterwards."""
     run_dir = tmp_path / "runs" / "small"
@@ -213,19 +228,19 @@ def test_a_resume_of_a_journal_with_its_end_cut_off_is_a_sentence(
     os.truncate(run_dir / "journal" / f"{0:020d}.msgpack", ends[-2])
     before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
     config = write_config(tmp_path, policy_folder, data_folder)
-    assert main(["run", str(config), *SETTINGS, "--resume", "--schedule.max_steps", "4"]) == 2
+    assert main(["run", str(config), *settings, "--resume", "--schedule.max_steps", "4"]) == 2
     sentence = capsys.readouterr().err
     assert f"was on disk up to {ends[-1]}, {ends[-1] - ends[-2]} bytes further" in sentence
     assert "--accept-loss" in sentence and sentence.count("\n") == 1
     assert {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()} == before
 
 
-def test_resume_goes_on_from_journal_and_checkpoints(finished, start, policy_folder, data_folder, tmp_path):
+def test_resume_goes_on_from_journal_and_checkpoints(finished, settings, start, policy_folder, data_folder, tmp_path):
     """The finished run is copied, then trained for one more step from its journal and checkpoints."""
     run_dir, _ = finished
     shutil.copytree(run_dir, tmp_path / "runs" / "small")
     config = write_config(tmp_path, policy_folder, data_folder)
-    command = [*APRIL, "run", str(config), *SETTINGS, "--resume", "--schedule.max_steps", "4"]
+    command = [*APRIL, "run", str(config), *settings, "--resume", "--schedule.max_steps", "4"]
     job = start("output", command)
     assert job.wait() == 0, job.output
     assert "resumed with a changed key: schedule.max_steps: 3 -> 4" in job.output

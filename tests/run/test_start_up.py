@@ -13,6 +13,7 @@ from april.broker.telemetry.evaluation import describe_evaluation
 from april.broker.telemetry.failed_share import failed_share
 from april.config import ConfigError
 from april.connections.address import ADDRESS_FILE, address_at
+from april.files.replace import replace_file
 from april.launch import preflight
 from april.launch.start_up import StartUp
 
@@ -48,7 +49,7 @@ def test_each_thing_that_comes_about_before_the_first_step_is_said_once():
 
 
 def test_a_part_that_starts_beside_its_broker_finds_it_in_the_run_folder(tmp_path):
-    late = threading.Timer(0.2, (tmp_path / ADDRESS_FILE).write_text, ["tcp://127.0.0.1:5"])
+    late = threading.Timer(0.2, replace_file, [tmp_path / ADDRESS_FILE, b"tcp://127.0.0.1:5"])
     late.start()
     assert address_at(str(tmp_path), 30.0) == "tcp://127.0.0.1:5"
     assert address_at("tcp://10.0.0.5:5555", 0.0) == "tcp://10.0.0.5:5555"

@@ -5,6 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from april.report.run_folder import read_records
+from tests.run.processes import assert_closed, both_workers_are_there, wait_until
 from tests.run.test_main_job import versions_with_true_logprobs
 
 STUCK_ENGINE = """
@@ -33,10 +34,13 @@ def stuck(tmp_path):
 
 
 @pytest.mark.full
-def test_nothing_is_trained_that_other_weights_have_sampled(finish_run, stuck, run_dir, policy_folder):
+def test_nothing_is_trained_that_other_weights_have_sampled(start_run, stuck, run_dir, policy_folder, gate):
     """Each worker leaves at its second try of a new version, and has it when it is started again."""
-    _, summary = finish_run(*stuck)
-    assert summary["steps"] == 3
+    job = start_run(*stuck, *gate.hold(0))
+    wait_until(lambda: both_workers_are_there(job), job)
+    gate.open()
+    assert job.wait() == 0, job.output
+    assert assert_closed(run_dir)["steps"] == 3
     models = {0: AutoModelForCausalLM.from_pretrained(policy_folder, dtype=torch.float32)}
     assert {0, 1, 2} <= versions_with_true_logprobs(run_dir, policy_folder, models)
     steps = read_records(run_dir / "metrics.jsonl")

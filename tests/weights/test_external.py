@@ -109,7 +109,7 @@ def test_an_engine_that_does_not_stop_is_named(make):
 
 
 def test_weights_that_never_come_end_the_lane_and_the_engine_has_none(make):
-    publisher, receiver = make(transfer_deadline_s=0.5)
+    publisher, receiver = make(transfer_deadline_s=3.0)
     worker = receiver("w0")
     joined(publisher)
     in_thread(publisher.announce, V1)

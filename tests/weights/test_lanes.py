@@ -57,8 +57,20 @@ class LaneWorker:
 
 
 @pytest.fixture
-def publisher():
-    publisher = WeightPublisher(WeightsSection(publish_deadline_s=8.0, transfer_deadline_s=6.0), "test", "cpu")
+def patience(monkeypatch):
+    """Deadlines that no worker misses which only waits for a core."""
+    monkeypatch.setattr("april.weights.publisher.SILENCE_S", PATIENCE_S)
+    return WeightsSection(publish_deadline_s=PATIENCE_S, transfer_deadline_s=PATIENCE_S)
+
+
+IMPATIENCE = WeightsSection(publish_deadline_s=8.0, transfer_deadline_s=6.0)
+"""of a learner whose worker is killed or hangs"""
+impatient = pytest.mark.parametrize("patience", [IMPATIENCE], ids=["impatient"])
+
+
+@pytest.fixture
+def publisher(patience):
+    publisher = WeightPublisher(patience, "test", "cpu")
     yield publisher
     publisher.close()
 
@@ -159,6 +171,7 @@ def test_a_late_joiner_gets_the_newest_version(publisher, worker):
     assert worker("w0").await_version(Version(0, 1)) == total(1)
 
 
+@impatient
 def test_a_killed_worker_does_not_keep_the_others_from_their_weights(publisher, worker):
     victim, other = worker("w0", "w1")
     publisher.publish(Version(0, 0), weights(0))
@@ -212,6 +225,7 @@ def take(receiver):
     return staged[-1]
 
 
+@impatient
 def test_a_hung_worker_costs_its_own_lane_and_comes_back_when_it_wakes(publisher, worker):
     hung, other = worker("w0", "w1")
     publisher.publish(Version(0, 0), weights(0))
@@ -225,6 +239,7 @@ def test_a_hung_worker_costs_its_own_lane_and_comes_back_when_it_wakes(publisher
     assert [each.await_version(Version(0, 2)) for each in (hung, other)] == [total(2)] * 2
 
 
+@impatient
 def test_a_worker_that_slept_between_two_publishes_gets_a_new_lane(publisher, worker):
     sleeper = worker("w0")
     publisher.publish(Version(0, 0), weights(0))

@@ -13,6 +13,8 @@ from april.workers.engines.base import Request
 from april.workers.engines.conformance.driving import V0, Stream, drive, join, prompt
 
 PATIENCE_S = 600.0
+HUNG_S = 4.0
+"""of silence, for which a server that is done harm to is given up; its successor has longer for its first request"""
 LONG = [Request(i, prompt(3 + i, seed=i), 600, temperature=0.0) for i in range(6)]
 
 
@@ -84,9 +86,12 @@ def assert_samples_survive(engine, model, harm: Callable[[], None], server: str)
     """Every sample that runs when the server is done harm to fails with a sentence, and goes on from what had arrived
     of it once the server has been started again."""
     before = drive(engine, LONG, tokens=240, begun=range(6))
-    sampled = engine.generated_tokens
-    harm()
-    chunks, failures = run_until(lambda: not engine.live, engine)
+    sampled, patience_s, engine.stall_s = engine.generated_tokens, engine.stall_s, HUNG_S
+    try:
+        harm()
+        chunks, failures = run_until(lambda: not engine.live, engine)
+    finally:
+        engine.stall_s = patience_s
     chunks += engine.step()
     failures += engine.failures()
     assert {key for key, _ in failures} == {request.id for request in LONG}

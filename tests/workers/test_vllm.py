@@ -39,7 +39,7 @@ def settings(tiny_model, tmp_path_factory):
 @pytest.fixture(scope="module")
 def engine(settings):
     """On a server of its own, which the tests do harm to."""
-    options = {"slots": 16, "chunk_tokens": 16, "stream_tokens": 4, "stall_s": 20.0}
+    options = {"slots": 16, "chunk_tokens": 16, "stream_tokens": 4}
     engine = VLLMEngine(settings.model, VOCABULARY, 640, server=SGLangServer(settings), **options)
     yield engine
     engine.close()
