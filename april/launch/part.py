@@ -129,6 +129,8 @@ class Keeper:
         self._leave_by: float | None = None
         """when it is killed, once it was asked to leave"""
         self._child: subprocess.Popen | None = None
+        self._asked: tuple[int, subprocess.Popen | None] | None = None
+        """the last signal, and the process that was sent it"""
 
     def run(self) -> int:
         leave = (signal.SIGTERM, signal.SIGINT, STEP_ASIDE)
@@ -151,6 +153,8 @@ class Keeper:
         began, address = clock.now(), self._address()
         self._child = subprocess.Popen(self.command, env=self.environment, start_new_session=True)
         moved_at = None
+        if self._asked and self._asked[1] is not self._child:
+            self._pass_on(self._asked[0])  # it came while the process was being started
         while self._child.poll() is None:
             now = clock.now()
             if self._leave_by is not None and now >= self._leave_by:
@@ -194,6 +198,10 @@ class Keeper:
     def _on_signal(self, number: int, frame: object) -> None:
         """Asked to leave: so is the part. Asked again: at once."""
         self._leave_by = clock.now() + (self.leave_s if self._leave_by is None else 0.0)
+        self._pass_on(number)
+
+    def _pass_on(self, number: int) -> None:
+        self._asked = number, self._child
         if self._child and self._child.poll() is None:
             self._child.send_signal(number)
 

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import signal
 import subprocess
 
 import pytest
@@ -298,6 +299,20 @@ def test_a_part_is_started_again_until_that_brings_nothing(tmp_path):
         command = ["python3", "-c", program, str(counter), str(status)]
         assert Keeper("part", command, restarts, said.append).run() == status
         assert len(counter.read_text()) == starts, said
+
+
+def test_a_part_that_is_asked_to_leave_while_it_is_being_started_leaves(monkeypatch):
+    from april.launch import part
+
+    start = subprocess.Popen
+
+    def start_late(*words, **given):
+        signal.raise_signal(signal.SIGTERM)
+        return start(*words, **given)
+
+    monkeypatch.setattr(part.subprocess, "Popen", start_late)
+    keeper = part.Keeper("part", ["sleep", "60"], 0, lambda text: None, leave_s=20.0)
+    assert keeper.run() == part.shell_status(-signal.SIGTERM), "it was asked, and not killed"
 
 
 def test_a_part_follows_a_broker_that_has_moved(tmp_path):
