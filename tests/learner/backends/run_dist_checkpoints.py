@@ -5,6 +5,7 @@ folder (`model`). Then Megatron's own writer saves it (`saved`), in one after th
 has Transformer Engine's name of the norm before experts.
 """
 
+import queue
 import sys
 from pathlib import Path
 
@@ -58,9 +59,11 @@ def state_of(model, lm, number: int, form: dict[str, bool]) -> dict:
 
 
 def write_without_accelerator() -> None:
-    """Megatron's writer waits for CUDA, and its processes ask psutil, which it does not require, for their memory."""
+    """Megatron's writer waits for CUDA, its processes ask psutil, which it does not require, for their memory, and the
+    one that keeps what they say outlives this."""
     torch.cuda.synchronize = lambda: None
     filesystem_async._process_memory = lambda: 0
+    filesystem_async._results_queue = queue.Queue()
 
 
 if __name__ == "__main__":
