@@ -380,9 +380,10 @@ def keygen_command(options, overrides: list[str]) -> int:
 
 
 def convert_weights_command(options, overrides: list[str]) -> int:
-    from april.learner.convert_weights import to_model
+    from april.learner.convert_weights import convert
 
-    print(f"step {to_model(options.run, options.step, options.out)} is in {options.out}")
+    what = convert(options.source, options.to, options.step, options.model, options.out)
+    print(f"{what} is in {options.out}")
     return 0
 
 

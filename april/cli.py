@@ -208,11 +208,27 @@ def build_parser() -> argparse.ArgumentParser:
     keygen.add_argument("--name", help="of that peer and its key file, unique in the allow-list")
 
     weights = add(
-        commands, "convert-weights", actions.convert_weights_command, "a checkpoint of a run as a Hugging Face folder"
+        commands, "convert-weights", actions.convert_weights_command,
+        "a checkpoint of a run as a Hugging Face folder; these to and from a back end's own checkpoints",
+    )  # fmt: skip
+    weights.add_argument(
+        "source",
+        type=Path,
+        metavar="SOURCE",
+        help="a run folder, a Hugging Face folder, or a back end's own checkpoint",
     )
-    weights.add_argument("run", type=Path, help="a run folder, such as runs/quickstart")
-    weights.add_argument("--step", type=int, help="of its checkpoint [default the newest]")
-    weights.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="a new folder for the model")
+    weights.add_argument(
+        "--to",
+        default="huggingface",
+        metavar="FORM",
+        help="that, or a back end's own by its name [default huggingface]",
+    )
+    weights.add_argument("--step", type=int, help="of a run's checkpoint [default the newest]")
+    weights.add_argument(
+        "--model", type=Path, metavar="FOLDER",
+        help="of a back end's own checkpoint: the Hugging Face folder with its configuration and tokenizer",
+    )  # fmt: skip
+    weights.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="a new folder for the weights")
 
     policy = add(
         commands, "make-policy", actions.make_policy_command, "make the quickstart's policy (about a minute, cached)"

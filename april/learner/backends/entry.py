@@ -4,12 +4,15 @@ An entry is a class, named in `learner.backend`. What it leaves out has the answ
 all that the learner has.
 """
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from april.config import Config, ConfigError
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor, nn
 
     from april.learner.backends.backend import Backend
 
@@ -21,6 +24,9 @@ class BackendEntry:
     splits_layers: ClassVar[bool] = False
     """several ranks may share a layer, `learner.tensor_parallel` of them, and divide its experts, which so many do as
     `learner.expert_parallel` says"""
+
+    own_files: ClassVar[Sequence[str]] = ()
+    """of which a checkpoint in a form of its own has one; none: it has no such form"""
 
     @classmethod
     def build(cls, config: Config, device: "torch.device") -> "Backend":
@@ -49,3 +55,15 @@ class BackendEntry:
         """What it is made of here, with the version; empty where there is nothing to say. Raises ConfigError where that
         is not installed."""
         return ""
+
+    @classmethod
+    def write_own(cls, folder: Path, out_dir: Path) -> None:
+        """Fill an empty folder: the weights of a Hugging Face folder as a checkpoint in its own form. Raises
+        ConfigError and ModelError."""
+        raise NotImplementedError(f"{cls.__name__} has no write_own(folder, out_dir)")
+
+    @classmethod
+    def read_own(cls, source: Path, folder: Path) -> "tuple[nn.Module, dict[str, Tensor]]":
+        """Of a checkpoint in its own form: the outline of a Hugging Face folder's model, and its weights by name.
+        Raises ConfigError and ModelError."""
+        raise NotImplementedError(f"{cls.__name__} has no read_own(source, folder)")

@@ -2,6 +2,7 @@
 
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from april.config import Config, ConfigError
@@ -10,14 +11,18 @@ from april.learner.backends.entry import BackendEntry
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor, nn
 
     from april.learner.backends.backend import Backend
 
 PACKAGE = "megatron-core"
+LATEST = "latest_checkpointed_iteration.txt"
+"""of a folder that has checkpoints in folders"""
 
 
 class MegatronEntry(BackendEntry):
     splits_layers = True
+    own_files = ("metadata.json", LATEST)
 
     @classmethod
     def build(cls, config: Config, device: "torch.device") -> "Backend":
@@ -56,3 +61,21 @@ class MegatronEntry(BackendEntry):
             return f"{PACKAGE} {version(PACKAGE)}"
         except PackageNotFoundError:
             return PACKAGE
+
+    @classmethod
+    def write_own(cls, folder: Path, out_dir: Path) -> None:
+        cls.installed()
+        from april.learner.backends.megatron import dist_checkpoints
+
+        dist_checkpoints.write(folder, out_dir)
+
+    @classmethod
+    def read_own(cls, source: Path, folder: Path) -> "tuple[nn.Module, dict[str, Tensor]]":
+        if (source / LATEST).is_file():
+            raise ConfigError(
+                f"{source} has checkpoints in folders; give one of them, such as {source / 'iter_0000100'}"
+            )
+        cls.installed()
+        from april.learner.backends.megatron import dist_checkpoints
+
+        return dist_checkpoints.read(source, folder)

@@ -23,7 +23,7 @@ def of_experts(lm: nn.Module, layout: Layout) -> dict[str, Any]:
         return {}
     return {
         "num_moe_experts": config.num_experts,
-        "moe_layer_freq": there,
+        "moe_layer_freq": 1 if all(there) else there,
         "moe_ffn_hidden_size": config.moe_intermediate_size,
         "moe_router_topk": config.num_experts_per_tok,
         "moe_router_pre_softmax": not config.norm_topk_prob,
