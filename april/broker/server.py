@@ -159,7 +159,7 @@ class Server:
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGINT, self._on_signal)
         signal.signal(STEP_ASIDE, self._on_signal)
-        self._say_where()
+        self.say_where()
         log.info("broker of run %s at %s", self.service.config.run.name, self.address)
         over_since = None
         memory.settle()
@@ -179,8 +179,8 @@ class Server:
         finally:
             self.close()
 
-    def _say_where(self) -> None:
-        """In the run folder. Whoever finds it there may tell the broker to leave, too."""
+    def say_where(self) -> None:
+        """In the run folder, once it serves: whoever finds it there may tell the broker to leave, too."""
         replace_file(self.address_file, self.address.encode())
         if self.exporter:
             replace_file(self.config.run_dir / HTTP_FILE, self.exporter.address.encode())

@@ -28,6 +28,7 @@ WINDOW = 100
 def serving(config):
     """A server that runs in a thread; whatever it raises is raised here at the end."""
     server, over, failures = Server(config), threading.Event(), []
+    server.say_where()
 
     def run():
         try:
