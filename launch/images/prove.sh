@@ -10,7 +10,7 @@
 # APRIL_LEND     further files and folders that the build may read, as a mirror of packages on this machine's disk
 # TORCH_INDEX    as in the recipe
 # SERVER         as in the recipe; none where it is not given
-# STORAGE_DRIVER  overlay, or vfs where the kernel has no overlays: then each layer takes the disk of all before it
+# STORAGE_DRIVER  vfs, or overlay where the kernel has it: with vfs each layer takes the disk of all before it
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
@@ -28,7 +28,7 @@ if ! { command -v mmdebstrap && command -v buildah; } >/dev/null; then
 fi
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-builder() { buildah --root "$work/images" --runroot "$work/run" --storage-driver "${STORAGE_DRIVER:-overlay}" "$@"; }
+builder() { buildah --root "$work/images" --runroot "$work/run" --storage-driver "${STORAGE_DRIVER:-vfs}" "$@"; }
 
 began=$SECONDS
 mmdebstrap --quiet --variant=minbase bookworm "$work/base.tar"
