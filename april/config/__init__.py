@@ -4,7 +4,7 @@
 that names the key, the value and the mend.
 """
 
-from april.config.checks import check_address, is_loopback
+from april.config.addresses import check_address, is_loopback
 from april.config.data import DataSection, SourceSection
 from april.config.loading import load
 from april.config.overrides import OVERRIDES, describe_keys, known_keys
