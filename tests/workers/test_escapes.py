@@ -245,9 +245,13 @@ TOGETHER = {
 
 def test_memory_of_all_processes_is_bounded_by_the_kernel_where_that_is_permitted(monkeypatch):
     monkeypatch.setattr(sandbox.Watch, "exceeded", lambda watch: "")
-    text = (
-        "import os\nfor _ in range(2):\n    if os.fork() == 0:\n        x = bytearray(700 << 20); os._exit(0)\n"
-        "for _ in range(2):\n    os.wait()"
+    text = (  # the first has its memory until the second is over
+        "import os\n(full, says), (over, ends) = os.pipe(), os.pipe()\n"
+        "if os.fork() == 0:\n    x = bytearray(700 << 20)\n"
+        "    os.write(says, b'.'); os.close(ends); os.read(over, 1); os._exit(0)\n"
+        "os.read(full, 1)\n"
+        "if os.fork() == 0:\n    x = bytearray(700 << 20); os._exit(0)\n"
+        "os.wait(); os.close(ends); os.wait()"
     )
     parent, _ = control_group.place()
     assert sandbox.run(text, b"", sandbox.Limits(wall_s=60.0)).exceeded == ("memory" if parent else "")
