@@ -27,7 +27,6 @@ CASES = [
     ("fsdp", 1, 1, 1),
     ("fsdp", 2, 1, 1),
     ("megatron", 1, 1, 1),
-    ("megatron", 2, 2, 1),
     ("megatron", 4, 2, 1),
     ("megatron", 4, 1, 2),
     ("megatron", 4, 2, 4),
