@@ -64,9 +64,7 @@ save_policy(build_model(hidden_size=64, layers=1, seed=0), Path(sys.argv[1]))
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--static", action="store_true", help="only what needs no run of the suite")
-    arguments.add_argument(
-        "--blind", action="store_true", help="only the planted faults, the whole short form against each: hours"
-    )
+    arguments.add_argument("--blind", action="store_true", help="only the planted faults, by the short form")
     given = arguments.parse_args()
     if given.blind:
         rows = [mutants_caught(blind=True)]
@@ -235,7 +233,7 @@ def suite(name: str, *options: str) -> Row:
 
 
 def mutants_caught(blind: bool = False) -> Row:
-    """Planted faults that their tests, or any test, have caught."""
+    """Planted faults that their tests have caught, or any test of the short form."""
     with tempfile.TemporaryDirectory() as folder:
         told = Path(folder) / "verdicts.json"
         command = [sys.executable, "-m", "tests.mutants", "--json", str(told), *(["--blind"] if blind else [])]

@@ -11,12 +11,13 @@ import orjson
 
 from tests.mutants import runner
 from tests.mutants.catalogue import BadMutant, Mutant, load
+from tests.mutants.runner import Choice, Tree
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__.partition(": ")[2])
     parser.add_argument("names", nargs="*", metavar="NAME", help="some of them; all if none is named")
-    parser.add_argument("--blind", action="store_true", help="the whole short form against each, not its own test")
+    parser.add_argument("--blind", action="store_true", help="any test of the short form, not just its own")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="at a time; one a processor")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where the verdicts are written")
     parser.add_argument("--log", action="store_true", help="print what pytest said of each")
@@ -43,33 +44,39 @@ def choose(names: list[str]) -> list[Mutant]:
 
 
 def judge(mutants: list[Mutant], blind: bool, jobs: int, with_log: bool) -> dict[str, str]:
-    """What became of each: caught, survived, or not judged, since its test does not pass without it either."""
+    """What became of each: caught, survived, or not judged, since its test does not pass without it either.
+
+    Blind, one that its own test does not catch in the short form is held against all that is there: whichever test
+    catches a fault first, the short form has caught it.
+    """
     runner.import_heavy()
-    limit_s = runner.BLIND_LIMIT_S if blind else runner.LIMIT_S
-    tests = None if blind else {mutant.caught_by for mutant in mutants}
-    verdicts: dict[str, str] = {}
     with tempfile.TemporaryDirectory(prefix="april-mutants-") as folder:
-        trees = [runner.Tree(Path(folder) / str(number)) for number in range(max(1, min(jobs, len(mutants))))]
-        unmutated = runner.run_unmutated(tests, limit_s * (1 if blind else 2), trees[0])
-        print(f"without a fault: {len(unmutated.outcomes)} tests, {unmutated.seconds:.0f} s", flush=True)
-        if with_log or unmutated.verdict != "survived":
-            print(unmutated.log)
-        if blind:
-            fit = mutants if unmutated.verdict == "survived" else []
-        else:
-            fit = [mutant for mutant in mutants if unmutated.has_passed(mutant.caught_by)]
-        for mutant in mutants:
-            if mutant not in fit:
-                verdicts[mutant.name] = "not judged"
-                print(
-                    f"NOT JUDGED {mutant.name}: {'the suite' if blind else mutant.caught_by} does not pass without it"
-                )
-        for mutant, result in runner.run_all(fit, blind, limit_s, trees):
-            verdicts[mutant.name] = result.verdict
-            by = result.failed[0] if result.failed else "no test" if blind else mutant.caught_by
-            print(f"{verdicts[mutant.name].upper():<10} {mutant.name} by {by} in {result.seconds:.1f} s", flush=True)
-            if with_log:
-                print(result.log)
+        trees = [Tree.of_source(Path(folder) / "0")]
+        trees += [trees[0].copy(Path(folder) / str(number)) for number in range(1, min(jobs, len(mutants)))]
+        own = {mutant: Choice(frozenset([mutant.caught_by]), short=blind) for mutant in mutants}
+        verdicts = hold_against(own, trees, with_log)
+        if blind and (left := [mutant for mutant in mutants if verdicts[mutant.name] != "caught"]):
+            print(f"{len(left)} against the whole short form", flush=True)
+            verdicts |= hold_against(dict.fromkeys(left, Choice(short=True)), trees, with_log)
+    return verdicts
+
+
+def hold_against(choices: dict[Mutant, Choice], trees: list[Tree], with_log: bool) -> dict[str, str]:
+    """Each mutant against its tests, if these pass without it, one at a time in each tree."""
+    unmutated = runner.run_unmutated(Choice.all_of(choices.values()), trees)
+    print(f"without a fault: {len(unmutated.outcomes)} tests, {unmutated.seconds:.0f} s", flush=True)
+    if with_log or unmutated.failed:
+        print(unmutated.log)
+    fit = [mutant for mutant, choice in choices.items() if unmutated.has_passed(choice)]
+    verdicts = {mutant.name: "not judged" for mutant in choices if mutant not in fit}
+    for name in verdicts:
+        print(f"NOT JUDGED {name}: its tests do not pass without it")
+    for mutant, result in runner.run_all(fit, choices, trees):
+        verdicts[mutant.name] = result.verdict
+        by = result.failed[0] if result.failed else "no test"
+        print(f"{result.verdict.upper():<10} {mutant.name} by {by} in {result.seconds:.1f} s", flush=True)
+        if with_log:
+            print(result.log)
     return verdicts
 
 

@@ -4,6 +4,8 @@ A process that has imported what is heavy, and nothing of April, forks a child f
 and the tests from its copy, also in the processes that it starts, and runs pytest there.
 """
 
+import compileall
+import gc
 import importlib
 import os
 import shutil
@@ -14,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from py_compile import PycInvalidationMode
 
 import orjson
 import pytest
@@ -36,13 +39,51 @@ LINKED = (".venv", ".venv-sglang", ".venv-vllm", ".venv-verl", ".venv-megatron")
 LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "runs", "build", "dist")
 TEST_LIMIT_S = 60
 """a test that takes longer has failed: most faults that hang a program are found by that"""
-LIMIT_S, BLIND_LIMIT_S = 300.0, 7200.0
-"""a child that takes longer is killed, and has told nothing"""
-SHORT_FORM = ("-m", "not full", "--ignore=tests/mutants", "--ignore=tests/test_promises.py")
-"""without the tests that read the source text: they would see any change of it"""
+SHORT = ("-m", "not full")
+READERS = ("--ignore=tests/mutants", "--ignore=tests/test_promises.py")
+"""tests that read the source text: they would see any change of it"""
 WAIT_S = 0.02
 OUTCOMES, LOG = "outcomes.json", "log"
 NOT_COLLECTED = "not collected"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which tests are run."""
+
+    tests: frozenset[str] | None = None
+    """node ids; None: all that do not read the source text"""
+    short: bool = False
+    """only those of the short form"""
+
+    @classmethod
+    def all_of(cls, choices: Iterable["Choice"]) -> "Choice":
+        """Of choices in one form."""
+        choices = list(choices)
+        named = [choice.tests for choice in choices if choice.tests is not None]
+        return cls(frozenset().union(*named) if len(named) == len(choices) else None, choices[0].short)
+
+    def split(self, parts: int) -> list["Choice"]:
+        """By files into as many as have one. All tests are one part."""
+        if self.tests is None:
+            return [self]
+        files = sorted({test.split("::")[0] for test in self.tests})
+        of_parts = [set(files[number::parts]) for number in range(min(parts, len(files)))]
+        return [
+            Choice(frozenset(test for test in self.tests if test.split("::")[0] in part), self.short)
+            for part in of_parts
+        ]
+
+    @property
+    def limit_s(self) -> float:
+        """A child that takes longer is killed, and has told nothing."""
+        return 7200 if self.tests is None else 300 + 5 * len(self.tests)
+
+    def arguments(self) -> list[str]:
+        """Of pytest, that stands in the tree."""
+        files = READERS if self.tests is None else {test.split("::")[0] for test in self.tests}
+        there = sorted(file for file in files if file in READERS or Path(file).exists())
+        return [*(SHORT if self.short else ()), *there]
 
 
 @dataclass(frozen=True)
@@ -63,10 +104,14 @@ class Result:
             return "caught"
         return "survived" if self.outcomes and NOT_COLLECTED not in self.outcomes.values() else "broken"
 
-    def has_passed(self, test: str) -> bool:
-        """Whether it ran, with all its parameters where the node id names none, and nothing of it failed."""
-        found = [outcome for node, outcome in self.outcomes.items() if node == test or node.startswith(f"{test}[")]
-        return bool(found) and set(found) == {"passed"}
+    def has_passed(self, choice: Choice) -> bool:
+        """Whether they ran, with all parameters where a node id names none, and nothing of them failed."""
+        if choice.tests is None:
+            return self.verdict == "survived"
+        return all(self.outcomes_of(test) == {"passed"} for test in choice.tests)
+
+    def outcomes_of(self, test: str) -> set[str]:
+        return {outcome for node, outcome in self.outcomes.items() if node == test or node.startswith(f"{test}[")}
 
 
 @dataclass(eq=False)
@@ -74,7 +119,7 @@ class Outcomes:
     """A plugin of pytest that writes down what has become of each test."""
 
     path: Path
-    wanted: set[str] | None = None
+    wanted: frozenset[str] | None = None
     """node ids, those of parametrised tests without their parameters if all are meant; None for all"""
     seen: dict[str, str] = field(default_factory=dict)
 
@@ -97,7 +142,7 @@ class Outcomes:
 
 @dataclass(eq=False)
 class SharedPolicy:
-    """A plugin of pytest by which one child makes the tests' policy, in seconds, and the others copy it."""
+    """A plugin of pytest by which one child of a tree makes the tests' policy, in seconds, and the others copy it."""
 
     made: Path
 
@@ -113,16 +158,33 @@ class SharedPolicy:
         conftest.make_policy = make_policy
 
 
+@dataclass(frozen=True)
 class Tree:
     """A copy of April, its tests and what they read, in a folder of its own."""
 
-    def __init__(self, folder: Path):
-        self.folder = folder
-        self.root = folder / "april"
-        shutil.copytree(ROOT, self.root, ignore=LEFT_OUT)
+    folder: Path
+
+    @property
+    def root(self) -> Path:
+        return self.folder / "april"
+
+    @classmethod
+    def of_source(cls, folder: Path) -> "Tree":
+        """Compiled. Bytecode is compared with the source by its hash: a fault is seen however soon it is planted."""
+        tree = cls(folder)
+        shutil.copytree(ROOT, tree.root, ignore=LEFT_OUT)
         for name in LINKED:
             if (ROOT / name).exists():
-                (self.root / name).symlink_to((ROOT / name).resolve())
+                (tree.root / name).symlink_to((ROOT / name).resolve())
+        compileall.compile_dir(tree.root / "april", quiet=2, invalidation_mode=PycInvalidationMode.CHECKED_HASH)
+        return tree
+
+    def copy(self, folder: Path) -> "Tree":
+        shutil.copytree(self.root, folder / "april", symlinks=True)
+        return Tree(folder)
+
+
+Judged = tuple[Mutant, Result]
 
 
 @dataclass
@@ -131,9 +193,7 @@ class Job:
 
     tree: Tree
     mutant: Mutant | None
-    tests: set[str] | None
-    """node ids; None: the whole short form"""
-    limit_s: float
+    choice: "Choice"
 
     def start(self) -> None:
         if self.mutant:
@@ -145,10 +205,10 @@ class Job:
         sys.stdout.flush()
         self.pid = os.fork()
         if not self.pid:
-            run_pytest(self.tree, self.tests, first_failure=self.mutant is not None)
+            run_pytest(self.tree, self.choice, self.mutant is None)
 
     def is_over(self) -> bool:
-        if time.monotonic() - self.began > self.limit_s:
+        if time.monotonic() - self.began > self.choice.limit_s:
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
         return os.waitpid(self.pid, os.WNOHANG)[0] == self.pid
@@ -167,8 +227,9 @@ class Job:
         return Result(outcomes, time.monotonic() - self.began, log)
 
 
-def run_pytest(tree: Tree, tests: set[str] | None, first_failure: bool) -> None:
-    """In a child: become a pytest that stands in the tree, and may end with the first failure. Does not return."""
+def run_pytest(tree: Tree, choice: Choice, whole: bool) -> None:
+    """In a child: become a pytest that stands in the tree. Not `whole`, it ends with the first failure, and leaves no
+    bytecode. Does not return."""
     status = 70
     try:
         os.setsid()
@@ -178,17 +239,15 @@ def run_pytest(tree: Tree, tests: set[str] | None, first_failure: bool) -> None:
         os.dup2(log, 2)
         os.chdir(tree.root)
         os.environ["PYTHONPATH"] = str(tree.root)
-        sys.dont_write_bytecode = True
-        os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+        if not whole:
+            sys.dont_write_bytecode = True
+            os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
         forget("tests")
         sys.path[:] = [str(tree.root), *(path for path in sys.path if path and Path(path) != ROOT)]
         importlib.invalidate_caches()
-        chosen = (
-            SHORT_FORM if tests is None else sorted(filter(os.path.exists, {test.split("::")[0] for test in tests}))
-        )
-        options = ["-q", "-p", "no:cacheprovider", f"--timeout={TEST_LIMIT_S}", *(["-x"] if first_failure else [])]
-        plugins = [Outcomes(tree.folder / OUTCOMES, tests), SharedPolicy(tree.folder.parent / "policy")]
-        status = pytest.main([*options, *chosen], plugins=plugins)
+        options = ["-q", "-p", "no:cacheprovider", f"--timeout={TEST_LIMIT_S}", *([] if whole else ["-x"])]
+        plugins = [Outcomes(tree.folder / OUTCOMES, choice.tests), SharedPolicy(tree.folder / "policy")]
+        status = pytest.main([*options, *choice.arguments()], plugins=plugins)
         home = Path(sys.modules["april"].__file__)
         if not home.is_relative_to(tree.root):
             raise RuntimeError(f"the tests took April from {home}, not from the copy")
@@ -208,18 +267,17 @@ def import_heavy() -> None:
             importlib.import_module(name)
     if early := [name for name in sys.modules if name.partition(".")[0] == "april"]:
         raise RuntimeError(f"{early[0]} is imported already, so that no child would see a fault in it")
+    gc.freeze()
 
 
-def run_all(
-    mutants: Iterable[Mutant], blind: bool, limit_s: float, trees: list[Tree]
-) -> Iterator[tuple[Mutant, Result]]:
-    """Each mutant with what has become of its test or, `blind`, of all, as they come; one at a time in each tree."""
+def run_all(mutants: Iterable[Mutant], choices: dict[Mutant, Choice], trees: list[Tree]) -> Iterator[Judged]:
+    """Each mutant with what has become of its tests, as they come; one at a time in each tree."""
     waiting, free, working = list(mutants), list(trees), []
     try:
         while waiting or working:
             while waiting and free:
                 mutant = waiting.pop(0)
-                job = Job(free.pop(), mutant, None if blind else {mutant.caught_by}, limit_s)
+                job = Job(free.pop(), mutant, choices[mutant])
                 job.start()
                 working.append(job)
             for job in [job for job in working if job.is_over()]:
@@ -232,12 +290,23 @@ def run_all(
             job.finish()
 
 
-def run_unmutated(tests: set[str] | None, limit_s: float, tree: Tree) -> Result:
-    job = Job(tree, None, tests, limit_s)
-    job.start()
+def run_unmutated(choice: Choice, trees: list[Tree]) -> Result:
+    """What becomes of the tests without a fault, a part of their files in each tree."""
+    jobs = [Job(tree, None, part) for tree, part in zip(trees, choice.split(len(trees)), strict=False)]
+    for job in jobs:
+        job.start()
+    results, working = [], list(jobs)
     try:
-        while not job.is_over():
+        while working:
+            for job in [job for job in working if job.is_over()]:
+                working.remove(job)
+                results.append(job.finish())
             time.sleep(WAIT_S)
     finally:
-        result = job.finish()
-    return result
+        for job in working:
+            job.finish()
+    return Result(
+        {test: outcome for result in results for test, outcome in result.outcomes.items()},
+        max(result.seconds for result in results),
+        "".join(result.log for result in results),
+    )
