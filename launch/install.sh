@@ -7,6 +7,7 @@
 # APRIL_TORCH         what to install as torch (default torch==2.13.0)
 # APRIL_TORCH_INDEX   package index for torch alone, for example the one with its CPU wheels
 # APRIL_ALLOW_CUDA=1  accept CUDA packages on a machine without an accelerator
+# PIP_COMPILE=1       compile all that is installed now, not each module when it is first imported
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -14,6 +15,7 @@ venv_python=$root/.venv/bin/python
 torch=${APRIL_TORCH:-torch==2.13.0}
 torch_index=${APRIL_TORCH_INDEX:-}
 devices=${APRIL_DEVICES_DIR:-/dev}   # another folder only in tests
+export PIP_COMPILE=${PIP_COMPILE:-0}
 
 say() { echo "april: $*"; }
 fail() { echo "april: $*" >&2; exit 1; }

@@ -13,17 +13,13 @@ if [ "${1:-}" = --all ]; then
 fi
 "$root/launch/install.sh" dev
 if $all; then
-    "$root/launch/install-sglang.sh" &    # beside the other: both wait for the network and the disk most of the time
-    "$root/launch/install-vllm.sh"
-    "$root/launch/install-megatron.sh"
-    wait "$!"
-    "$root/launch/install-browser.sh"
-    "$root/launch/install-slurm.sh"
-    "$root/launch/install-helm.sh"
-    "$root/launch/install-prometheus.sh"
-    "$root/launch/install-sinks.sh"
-    "$root/launch/install-ray.sh"
-    "$root/launch/install-store.sh"
+    begun=()
+    for one in sglang vllm megatron; do    # beside each other: all wait for the network and the disk most of the time
+        "$root/launch/install-$one.sh" &
+        begun+=("$!")
+    done
+    for one in browser slurm helm prometheus sinks ray store; do "$root/launch/install-$one.sh"; done
+    for one in "${begun[@]}"; do wait "$one"; done
 fi
 cd "$root"
 export PATH="$root/.venv/bin:$PATH"

@@ -5,6 +5,7 @@
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+export PIP_COMPILE=${PIP_COMPILE:-0}   # modules are compiled when they are first imported
 
 # make_upon NAME WHAT PACKAGES...: .venv-NAME, installed once.
 make_upon() {

@@ -7,6 +7,7 @@ ARG BASE=docker.io/library/debian:bookworm-slim@sha256:88200866dfff7ea7f5cbcb6ec
 
 FROM ${BASE} AS build
 ARG TORCH_INDEX=
+ENV PIP_COMPILE=1
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends ca-certificates python3 python3-venv \
     && rm -rf /var/lib/apt/lists/*

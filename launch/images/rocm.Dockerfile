@@ -9,6 +9,7 @@ ARG BASE=docker.io/library/debian:bookworm-slim@sha256:88200866dfff7ea7f5cbcb6ec
 FROM ${BASE} AS build
 ARG TORCH_INDEX
 RUN test -n "${TORCH_INDEX}" || { echo "give --build-arg TORCH_INDEX, the index of torch's ROCm wheels" >&2; exit 1; }
+ENV PIP_COMPILE=1
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends ca-certificates python3 python3-venv \
     && rm -rf /var/lib/apt/lists/*
