@@ -21,6 +21,7 @@ from april.policy.make_policy import make_policy
 from april.report.run_folder import read_records
 
 STEPS, SEEDS = 8, 3
+LEARNING_STEPS = 10
 RANKS = ["--learner.ranks", "1"]
 ADAPTERS = "trl", "slime", "openrlhf", "areal"
 """whose own time is measured, over a step of TRL's with April"""
@@ -65,6 +66,17 @@ def run_example(name: str, output: list[str], folder: Path, overrides: list[str]
     command = [sys.executable, str(ROOT / f"examples/{name}.py"), str(configuration_file(folder)), *chosen, *overrides]
     execute(command, folder / f"{name}.log", threads)
     return steps_of_run(folder / name)
+
+
+def learned(folder: Path, overrides: list[str], threads: int) -> list[Row]:
+    """Held-out accuracy before TRL's trainer has trained on April's rollouts, and after it."""
+    run_example("trl_grpo", ["--output", str(folder / "trl")], folder, overrides, threads)
+    found = [
+        line["evaluation"]["accuracy"]
+        for line in read_records(folder / "trl_grpo/metrics.jsonl")
+        if "evaluation" in line
+    ]
+    return [Row(f"trl_heldout_{when}", [found[at]], "accuracy") for when, at in (("first", 0), ("last", -1))]
 
 
 def adapter_seconds(adapter: str, configuration: Path, tokens: int, threads: int) -> float:
@@ -120,14 +132,19 @@ def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--steps", type=int, default=STEPS, help=f"of each run [default {STEPS}]")
     arguments.add_argument("--seeds", type=int, default=SEEDS, help=f"of each [default {SEEDS}]")
+    arguments.add_argument("--learns", action="store_true", help="only whether TRL's trainer learns the task, once")
     arguments.add_argument("--threads", type=int, default=CORES, help=f"of TRL's training [default {CORES}]")
     options = arguments.parse_args()
     steps, seeds = (3, 1) if options.quick else (options.steps, options.seeds)
     measured: dict[str, list[float]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as name:
         policy = make_policy(ROOT / "cache/policy")
-        prompts, _ = make_data(Path(name, "data"))
+        prompts, held_out = make_data(Path(name, "data"))
         inputs = ["--model.path", str(policy), "--data.path", str(prompts)]
+        if options.learns:
+            tested = ["--data.eval_path", str(held_out), "--evaluation.prompts", "256"]
+            of_run = [*inputs, *tested, "--schedule.max_steps", str(3 if options.quick else LEARNING_STEPS)]
+            return report(learned(Path(name), of_run, options.threads), options.json)
         for seed in range(seeds):
             folder = Path(name, str(seed))
             folder.mkdir()

@@ -10,19 +10,15 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-import orjson
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from april.config import ConfigError, load
-from april.data.make_data import make_data
-from april.policy.make_policy import make_policy
 from tests.run.processes import assert_closed, steps_recorded, summary, wait_until
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 GRPO = EXAMPLES / "grpo.py"
-QUICKSTART = EXAMPLES.parent / "configs/quickstart.toml"
 
 
 @pytest.fixture
@@ -148,24 +144,6 @@ def test_what_trl_s_page_says_runs_in_a_folder_that_has_nothing_else(start, tmp_
     assert job.wait(500) == 0, job.output
     assert assert_closed(tmp_path / "runs/trl")["state"] == "finished"
     assert (tmp_path / "trl-checkpoints/checkpoint-2").is_dir() and (tmp_path / "runs/trl/report.html").is_file()
-
-
-@pytest.mark.full
-@pytest.mark.timeout(1200)
-def test_the_quickstart_s_policy_learns_its_task_under_trl(start, tmp_path):
-    policy = make_policy(tmp_path / "policy", log=lambda line: None)
-    prompts, held_out = make_data(tmp_path / "data")
-    overrides = {
-        "run.dir": tmp_path, "run.name": "trl", "model.path": policy, "data.path": prompts, "data.eval_path": held_out,
-        "evaluation.prompts": 256, "schedule.max_steps": 10,
-    }  # fmt: skip
-    words = [word for key, value in overrides.items() for word in (f"--{key}", str(value))]
-    command = [sys.executable, str(EXAMPLES / "trl_grpo.py"), str(QUICKSTART), "--output", str(tmp_path / "saved")]
-    job = start("log", [*command, "--save-every", "100", *words])
-    assert job.wait(timeout_s=1000) == 0, job.output
-    lines = map(orjson.loads, (tmp_path / "trl/metrics.jsonl").read_bytes().splitlines())
-    evaluations = {line["step"]: line["evaluation"]["accuracy"] for line in lines if "evaluation" in line}
-    assert evaluations[0] <= 0.6 and evaluations[10] >= 0.85
 
 
 @pytest.mark.parametrize("batch_size", [None, 2])
