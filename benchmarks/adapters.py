@@ -71,11 +71,8 @@ def run_example(name: str, output: list[str], folder: Path, overrides: list[str]
 def learned(folder: Path, overrides: list[str], threads: int) -> list[Row]:
     """Held-out accuracy before TRL's trainer has trained on April's rollouts, and after it."""
     run_example("trl_grpo", ["--output", str(folder / "trl")], folder, overrides, threads)
-    found = [
-        line["evaluation"]["accuracy"]
-        for line in read_records(folder / "trl_grpo/metrics.jsonl")
-        if "evaluation" in line
-    ]
+    lines = read_lines(folder / "trl_grpo/metrics.jsonl")
+    found = [line["evaluation"]["accuracy"] for line in lines if "evaluation" in line]
     return [Row(f"trl_heldout_{when}", [found[at]], "accuracy") for when, at in (("first", 0), ("last", -1))]
 
 
