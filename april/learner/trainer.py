@@ -9,7 +9,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -17,7 +16,7 @@ from statistics import fmean
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from april.config import Config
 from april.formats.stored import stored_checkpoints
@@ -32,6 +31,7 @@ from april.learner.losses.divergence import k1
 from april.learner.model import uses_bf16
 from april.learner.objective import Objective, OfBatch, Prepared, ResponseTokens
 from april.learner.packing import MicroBatch, input_tokens, pack, plan
+from april.learner.phases import PhaseSeconds, Seconds
 from april.learner.seen import SeenTokens, keeps
 from april.learner.store import Store
 from april.processes.pulse import MAIN
@@ -52,6 +52,8 @@ class Micro:
     """what the loss needs of them; None for a dummy"""
     before: Tensor | None = None
     """float32 [K]: their log-probabilities under the weights before the first optimizer step, where those are wanted"""
+    reference: Tensor | None = None
+    """float32 [K]: and under the reference, where the loss wants those"""
     judged: Judged | None = None
     """what a critic says of them"""
     given: OfBatch | None = None
@@ -220,23 +222,31 @@ class Trainer:
             **seconds.spent,
         }
 
-    def optimize(self, micros: list[Micro], see: See, seconds: "PhaseSeconds") -> Update:
+    def optimize(self, micros: list[Micro], see: See, seconds: Seconds) -> Update:
         """One optimizer step. Collective."""
         for part in self.parts:
             part.optimizer.zero_grad(set_to_none=True)
         totals, warms_up = TokenTotals(self.device), self.warms_up
-        for micro in micros:
-            MAIN.at("forward and backward")
-            with seconds("forward_s"), torch.set_grad_enabled(not warms_up):
-                loss = self.micro_loss(micro, totals, see)
-            if not warms_up:
-                with seconds("backward_s"):
-                    loss.backward()
-            if self.critic:
-                with seconds("critic_s"):
-                    self.critic.backward(micro.packed, micro.tokens, micro.judged)
+        if self.objective.needs_reference:
+            with seconds("forward_s"):
+                micros = self.with_reference(micros)
+
+        def loss(place: int, logprobs: Tensor, entropies: Tensor) -> Tensor:
+            return self.micro_loss(micros[place], logprobs, entropies, totals, see)
+
+        MAIN.at("forward and backward")
         if warms_up:
+            with seconds("forward_s"):
+                for place, found in enumerate(self.scores(self.policy, micros)):
+                    loss(place, *found)
             self.backend.rest()
+        else:
+            self.backend.backward([micro.packed for micro in micros], loss, seconds)
+        if self.critic:
+            with seconds("critic_s"):
+                for micro in micros:
+                    MAIN.at("the critic's forward and backward")
+                    self.critic.backward(micro.packed, micro.tokens, micro.judged)
         MAIN.at("updating the weights")
         with seconds("metrics_s"):
             figures = totals.reduced(self.ranks).figures()
@@ -275,29 +285,29 @@ class Trainer:
             found.append(Micro(indices, packed, tokens))
         return found
 
-    def micro_loss(self, micro: Micro, totals: TokenTotals, see: See) -> Tensor:
+    def micro_loss(self, micro: Micro, logprobs: Tensor, entropies: Tensor, totals: TokenTotals, see: See) -> Tensor:
         """This micro-batch's share of the loss; a dummy takes part in the collectives and weighs nothing."""
-        reference_logprobs = self.score_by_reference(micro) if self.objective.needs_reference else None
-        logprobs, entropies = self.policy(micro.packed)
         if micro.tokens is None:
             return 0.0 * logprobs.sum()
         see(micro.indices, logprobs, entropies, micro.tokens)
-        return self.objective.loss(logprobs, entropies, micro.tokens, totals, reference_logprobs, micro.given)
+        return self.objective.loss(logprobs, entropies, micro.tokens, totals, micro.reference, micro.given)
 
-    def score_by_reference(self, micro: Micro) -> Tensor:
-        """Where there is one. Collective."""
-        assert self.reference is not None
-        with torch.no_grad():
-            logprobs, _ = self.reference(micro.packed)
-        return logprobs
+    def scores(self, model: nn.Module | None, micros: list[Micro]) -> Iterator[tuple[Tensor, Tensor]]:
+        """By the policy or the reference. Collective."""
+        assert model is not None
+        return self.backend.scores(model, [micro.packed for micro in micros])
+
+    def with_reference(self, micros: list[Micro]) -> list[Micro]:
+        """With the log-probabilities of the reference. Collective."""
+        MAIN.at("scoring by the reference")
+        found = self.scores(self.reference, micros)
+        return [replace(micro, reference=logprobs) for micro, (logprobs, _) in zip(micros, found, strict=True)]
 
     def score(self, micros: list[Micro], see: See) -> list[Micro]:
         """With the log-probabilities under the weights at hand. Collective."""
+        MAIN.at("scoring the batch")
         scored = []
-        for micro in micros:
-            MAIN.at("scoring the batch")
-            with torch.no_grad():
-                logprobs, entropies = self.policy(micro.packed)
+        for micro, (logprobs, entropies) in zip(micros, self.scores(self.policy, micros), strict=True):
             if micro.tokens is not None:
                 see(micro.indices, logprobs, entropies, micro.tokens)
             scored.append(replace(micro, before=logprobs))
@@ -306,11 +316,11 @@ class Trainer:
     def judge(self, critic: Critic, micros: list[Micro], prepared: Prepared) -> tuple[list[Micro], dict[str, float]]:
         """With the advantages that the critic gives to each token, and figures about them; their means are noted in
         `prepared`. Collective."""
-        values, penalties = [], []
+        values = []
         for micro in micros:
             MAIN.at("judging the batch")
             values.append(critic.values(micro.packed))
-            penalties.append(self.penalty(micro))
+        penalties = self.penalties(micros)
         tokens = [micro.tokens for micro in micros]
         judgements, figures = critic.judge(tokens, values, penalties)
         means = torch.zeros(len(prepared.samples), dtype=torch.float64, device=self.device)
@@ -333,15 +343,11 @@ class Trainer:
         lengths = [float(input_tokens(sample)) for sample in prepared.samples]
         sessions = [rows for group in prepared.compared for rows in group]
         log_ratios, squares = torch.zeros(2, len(sessions), dtype=torch.float64, device=self.device)
+        MAIN.at("measuring the responses")
         for place, rows in enumerate(sessions):
-            MAIN.at("measuring the responses")
             self.optimizer.zero_grad(set_to_none=True)
             passes = self.micros(prepared, rows, lengths)
-            for micro in passes:
-                logprobs, _ = self.policy(micro.packed)
-                (logprobs.sum() * float(micro.tokens is not None)).backward()
-                if micro.tokens is not None:
-                    log_ratios[place] += log_ratio(logprobs.detach(), micro.tokens.behaviour_logprobs).sum()
+            self.backend.backward([micro.packed for micro in passes], Measured(passes, log_ratios[place]))
             squares[place] = self.backend.clip(math.inf) ** 2 if passes else 0.0
         self.objective.compare(prepared, bounded(self.ranks.total(log_ratios)).cpu(), squares.cpu())
 
@@ -350,11 +356,12 @@ class Trainer:
 
         return [micro if micro.tokens is None else known(micro) for micro in micros]
 
-    def penalty(self, micro: Micro) -> Tensor | None:
-        """What is taken from the reward of each token, [K], if anything is. Collective."""
-        if micro.before is None or not self.objective.penalises_rewards:
-            return None
-        return self.config.critic.kl_coef * k1(micro.before, self.score_by_reference(micro))
+    def penalties(self, micros: list[Micro]) -> list[Tensor | None]:
+        """What is taken from the reward of each token of each micro-batch, [K], if anything is. Collective."""
+        if not self.objective.penalises_rewards:
+            return [None] * len(micros)
+        coef, found = self.config.critic.kl_coef, self.with_reference(micros)
+        return [coef * k1(micro.before, micro.reference) for micro in found]
 
     def of_batch(self, micros: list[Micro]) -> list[Micro]:
         """With what the loss takes from all tokens of the batch. Collective."""
@@ -385,8 +392,7 @@ class Trainer:
         scored = len(tokens) - 1
         text = TrainSample(tokens, 1, np.zeros(scored, np.float32), 0.0, ((0, scored, Version(0, 0)),))
         self.policy.eval()
-        with torch.no_grad():
-            logprobs, _ = self.policy(pack([text], self.device), temperature=1.0)
+        ((logprobs, _),) = self.backend.scores(self.policy, [pack([text], self.device)], temperature=1.0)
         self.policy.train()
         self.backend.rest()
         dtype = self.backend.computes_in if self.device.type == "cpu" else "bfloat16"
@@ -474,17 +480,16 @@ def unseen(indices: list[int], logprobs: Tensor, entropies: Tensor, tokens: Resp
     """A `See` of what has been shown before."""
 
 
-class PhaseSeconds:
-    """Wall-clock seconds by phase; waits for the accelerator at each phase's end."""
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """The `Loss` whose gradient is that of a response, which adds up what is known of it in `log_ratio`."""
 
-    def __init__(self, device: torch.device):
-        self.device = device
-        self.spent: dict[str, float] = {}
+    passes: list[Micro]
+    log_ratio: Tensor
 
-    @contextmanager
-    def __call__(self, phase: str):
-        start = time.perf_counter()
-        yield
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        self.spent[phase] = self.spent.get(phase, 0.0) + time.perf_counter() - start
+    def __call__(self, place: int, logprobs: Tensor, entropies: Tensor) -> Tensor:
+        tokens = self.passes[place].tokens
+        if tokens is None:
+            return 0.0 * logprobs.sum()
+        self.log_ratio.add_(log_ratio(logprobs.detach(), tokens.behaviour_logprobs).sum())
+        return logprobs.sum()

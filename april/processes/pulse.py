@@ -63,6 +63,10 @@ class Pulse:
         self._visits.setdefault(before.name, deque(maxlen=USUAL_VISITS)).append(now - before.since)
         self.mark = Place(place, now, takes_long)
 
+    def again(self) -> None:
+        """The loop has got once more to where it is."""
+        self.at(self.mark.name, self.mark.takes_long)
+
     def look(self) -> Stay:
         place, since, takes_long = self.mark
         visits = [] if takes_long else list(self._visits.get(place, ()))

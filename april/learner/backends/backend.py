@@ -1,8 +1,8 @@
 """What a back end is to the trainer: a policy spread over the ranks of the default process group, and its optimizer.
 
 backend = BACKENDS.find(name).build(config, device)     # load: each rank reads its own part of the model's files
-logprobs, entropies = backend.policy(micro)             # forward: scores the tokens of a packed micro-batch
-loss.backward()
+found = backend.scores(backend.policy, micros)          # forward: of the tokens of packed micro-batches
+backend.backward(micros, loss)                          # forward, loss and backward
 norm = backend.clip(most)                               # gradients are those of all ranks from here on
 backend.part.optimizer.step()                           # step
 state = backend.weights(dtype)                          # gather: bucket by bucket, by Hugging Face name, to rank 0
@@ -12,7 +12,7 @@ The same weights, batch and ranks give bitwise the same on a CPU.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,12 +22,17 @@ from april.learner.checkpoint import Part
 from april.learner.flops import Cost
 from april.learner.losses.ranks import Ranks
 from april.learner.model import full_state
+from april.learner.packing import MicroBatch
+from april.learner.phases import Seconds, untimed
+from april.processes.pulse import MAIN
+
+Loss = Callable[[int, Tensor, Tensor], Tensor]
+"""of a micro-batch's place among those given, and of log-probability and entropy of each of its targets"""
 
 
 class Backend(ABC):
     policy: nn.Module
-    """called with a micro-batch, and perhaps a temperature: (log-probability, entropy) of each target, float32 [K]. All
-    ranks of one place in `ranks` call it with the same; each of these gets all that it gives"""
+    """what `backward` trains"""
     lm: nn.Module
     """a Hugging Face model of the same configuration and names; its parameters need have no memory"""
     part: Part
@@ -42,7 +47,31 @@ class Backend(ABC):
 
     @abstractmethod
     def reference(self) -> nn.Module:
-        """The starting policy, called as the policy is, never updated. Collective."""
+        """The starting policy, never updated. Collective."""
+
+    def scores(
+        self, model: nn.Module, micros: Sequence[MicroBatch], temperature: float | None = None
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """(log-probability, entropy) of each target of each micro-batch, float32 [K], without gradients. Collective.
+
+        They are those of `model`, the policy or the reference, at its own temperature, unless another is given. All
+        ranks of one place in `ranks` give the same micro-batches, and get all that is found; here and in `backward`.
+        """
+        for micro in micros:
+            MAIN.again()
+            with torch.no_grad():
+                found = model(micro, temperature)
+            yield found
+
+    def backward(self, micros: Sequence[MicroBatch], loss: Loss, seconds: Seconds = untimed) -> None:
+        """Add to the policy's gradients that of the sum of what `loss` makes of the micro-batches, which it is called
+        with once each, in their order, on every rank. Collective."""
+        for place, micro in enumerate(micros):
+            MAIN.again()
+            with seconds("forward_s"):
+                share = loss(place, *self.policy(micro))
+            with seconds("backward_s"):
+                share.backward()
 
     @abstractmethod
     def clip(self, most: float) -> float:
