@@ -161,6 +161,9 @@ class LearnerSection(Section):
     backend: str = Field("fsdp", description="back end that spreads the model over ranks, or your own")
     ranks: int = Field(2, ge=1, description="torchrun processes")
     tensor_parallel: int = Field(1, ge=1, description="ranks that share each layer, with a back end that splits layers")
+    pipeline_parallel: int = Field(
+        1, ge=1, description="stages that the layers are divided into, with a back end that splits layers"
+    )
     expert_parallel: int = Field(
         1, ge=1, description="ranks that divide a layer's experts, each whole; 1: ranks that share it cut each expert"
     )

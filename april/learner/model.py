@@ -258,17 +258,19 @@ def as_in_files(lm: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
     return dict(revert_weight_conversion(lm, state))
 
 
-def gathered(parameters: Iterable[tuple[str, DTensor]], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """These, unsharded, on the CPU of rank 0; {} on other ranks. Collective.
+def gathered(
+    parameters: Iterable[tuple[str, DTensor]], dtype: torch.dtype | None = None, to: int = 0
+) -> dict[str, Tensor]:
+    """These, unsharded, on the CPU of rank `to`; {} on other ranks. Collective.
 
-    They are converted to `dtype` before they travel (None: as they are), from the ranks that have a part of one, rank 0
+    They are converted to `dtype` before they travel (None: as they are), from the ranks that have a part of one, `to`
     among them.
     """
     state = {}
     for bucket in buckets(parameters, dtype):
         group = group_of(bucket[0][1])
-        if 0 in dist.get_process_group_ranks(group):
-            state.update(gather_bucket(bucket, dtype, group))
+        if to in dist.get_process_group_ranks(group):
+            state.update(gather_bucket(bucket, dtype, group, to))
     return state
 
 
@@ -299,11 +301,11 @@ def group_of(parameter: DTensor) -> dist.ProcessGroup:
 
 
 def gather_bucket(
-    bucket: list[tuple[str, DTensor]], dtype: torch.dtype | None, group: dist.ProcessGroup
+    bucket: list[tuple[str, DTensor]], dtype: torch.dtype | None, group: dist.ProcessGroup, to: int = 0
 ) -> dict[str, Tensor]:
-    """Unsharded parameters on rank 0, {} elsewhere. Rank r has the r-th `ceil(n / R)` of the n rows, or columns, along
-    which one is sharded."""
-    ranks, leader = dist.get_world_size(group), dist.get_rank() == 0
+    """Unsharded parameters on rank `to`, {} elsewhere. Rank r has the r-th `ceil(n / R)` of the n rows, or columns,
+    along which one is sharded."""
+    ranks, leader = dist.get_world_size(group), dist.get_rank() == to
     local = torch.cat([parameter.to_local().detach().flatten() for _, parameter in bucket]).to(dtype)
     shapes = [
         [shape_of_part(parameter.shape, sharded_dim(parameter), rank, ranks) for rank in range(ranks)]
@@ -311,7 +313,7 @@ def gather_bucket(
     ]
     sent = nn.functional.pad(local, (0, sum(math.prod(parts[0]) for parts in shapes) - len(local)))
     received = [torch.empty_like(sent) for _ in range(ranks)] if leader else []
-    dist.gather(sent, received or None, dst=0, group=group)
+    dist.gather(sent, received or None, dst=to, group=group)
     if not leader:
         return {}
     shards = [shard.cpu() for shard in received]

@@ -25,14 +25,16 @@ SHIPPED = AlgorithmSection().model_dump(include=set(PLAIN_CLIP))
 """what a run does about stale tokens unless it says otherwise"""
 
 
-def make_policy(folder: Path, tied: bool = True, kind=Qwen3Config, intermediate_size: int = 33, **more) -> Path:
-    """A random Qwen3, or another `kind`, of two layers, with weights large enough for gradients that matter; `more` is
+def make_policy(
+    folder: Path, tied: bool = True, kind=Qwen3Config, intermediate_size: int = 33, layers: int = 2, **more
+) -> Path:
+    """A random Qwen3, or another `kind`, with weights large enough for gradients that matter; `more` is
     of its configuration."""
     torch.manual_seed(3)
     config = kind(
         vocab_size=VOCAB,
         hidden_size=20,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=8,

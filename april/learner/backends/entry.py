@@ -23,7 +23,7 @@ class BackendEntry:
     while others have the device"""
     splits_layers: ClassVar[bool] = False
     """several ranks may share a layer, `learner.tensor_parallel` of them, and divide its experts, which so many do as
-    `learner.expert_parallel` says"""
+    `learner.expert_parallel` says; and layers may lie on different ranks, in `learner.pipeline_parallel` stages"""
 
     own_files: ClassVar[Sequence[str]] = ()
     """of which a checkpoint in a form of its own has one; none: it has no such form"""
@@ -37,8 +37,8 @@ class BackendEntry:
     @classmethod
     def check(cls, config: Config) -> None:
         """Refuse what it cannot do, before anything is started. Raises ConfigError."""
-        ranks = config.learner.ranks
-        for key in ("tensor_parallel", "expert_parallel"):
+        ranks, said = config.learner.ranks, f"learner.ranks = {config.learner.ranks}"
+        for key in ("pipeline_parallel", "tensor_parallel", "expert_parallel"):
             each = getattr(config.learner, key)
             if each > 1 and not cls.splits_layers:
                 raise ConfigError(
@@ -46,9 +46,9 @@ class BackendEntry:
                     f"{config.learner.backend!r} does not; leave it out"
                 )
             if ranks % each:
-                raise ConfigError(
-                    f"key 'learner.{key}' = {each} does not divide learner.ranks = {ranks}; use one that does"
-                )
+                raise ConfigError(f"key 'learner.{key}' = {each} does not divide {said}; use one that does")
+            if key == "pipeline_parallel" and each > 1:
+                ranks, said = ranks // each, f"the {ranks // each} ranks of each of learner.pipeline_parallel = {each}"
 
     @classmethod
     def installed(cls) -> str:

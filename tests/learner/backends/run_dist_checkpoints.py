@@ -31,7 +31,7 @@ def main(folders: list[Path]) -> None:
     write_without_accelerator()
     for number, folder in enumerate(folders):
         lm = outline(folder / "model", 1.0).lm
-        model = MegatronPolicy(lm, folder / "model", 1.0, Layout.of(2, 1, device)).model
+        model = MegatronPolicy(lm, folder / "model", 1.0, Layout.of(section, device)).model
         model.post_process = True  # its head is named as Megatron has it
         expected = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         with torch.no_grad():

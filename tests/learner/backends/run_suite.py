@@ -9,6 +9,7 @@ from pathlib import Path
 import orjson
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from april.config import Config
 from april.learner import checkpoint, process_group
@@ -26,13 +27,13 @@ def run(job: dict, device: torch.device) -> dict:
         steps.append(step(trainer, batch))
         if trainer.step_count in job["save_after"]:
             trainer.save()
-    state = checkpoint.sharded_state(trainer.parts)
+    state = together(checkpoint.sharded_state(trainer.parts))
     return {
         "restored": restored,
         "steps": steps,
         "canary": trainer.canary().logprobs,
         "weights": trainer.weights(),
-        "state": {name: tensor.full_tensor() for name, tensor in state.items()},
+        "state": state,
     }
 
 
@@ -49,8 +50,20 @@ def gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
     pieces = getattr(trainer.policy, "pieces", None)
     if pieces:
         found = {piece.name: [parameter.grad for parameter in piece.parameters] for piece in pieces}
-        return {piece.name: piece.of(found[piece.name]).full_tensor().clone() for piece in pieces}
-    return {name: parameter.grad.full_tensor().clone() for name, parameter in trainer.policy.trained}
+        return together({piece.name: piece.of(found[piece.name]) for piece in pieces})
+    return together({name: parameter.grad for name, parameter in trainer.policy.trained})
+
+
+def together(tensors: dict[str, DTensor]) -> dict[str, torch.Tensor]:
+    """What all ranks have, which is the same wherever several have it. Collective."""
+    own = {name: tensor.full_tensor().clone() for name, tensor in tensors.items()}
+    of_ranks: list = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, own)
+    found = {name: value for each in of_ranks for name, value in each.items()}
+    for rank, each in enumerate(of_ranks):
+        differs = [name for name, value in each.items() if not torch.equal(value, found[name])]
+        assert not differs, f"rank {rank} has others than the ranks after it: {differs}"
+    return found
 
 
 def main(folder: Path) -> None:

@@ -24,15 +24,15 @@ from april.learner.trainer import Trainer
 ROOT = Path(__file__).parents[3]
 PYTHONS = {"fsdp": sys.executable, "megatron": str(ROOT / ".venv-megatron/bin/python")}
 CASES = [
-    ("fsdp", 1, 1, 1),
-    ("fsdp", 2, 1, 1),
-    ("megatron", 1, 1, 1),
-    ("megatron", 4, 2, 1),
-    ("megatron", 4, 1, 2),
-    ("megatron", 4, 2, 4),
+    ("fsdp", 1, 1, 1, 1),
+    ("fsdp", 2, 1, 1, 1),
+    ("megatron", 1, 1, 1, 1),
+    ("megatron", 4, 1, 2, 4),
+    ("megatron", 4, 2, 2, 1),
+    ("megatron", 4, 2, 1, 2),
 ]
-"""back end, ranks, of which so many share a layer, and so many divide its experts among them"""
-SHORT = ("fsdp", 2, 1, 1)
+"""back end, ranks, stages, ranks that share a layer, and ranks that divide its experts among them"""
+SHORT = ("fsdp", 2, 1, 1, 1)
 EXPERTS = {"kind": Qwen3MoeConfig, "moe_intermediate_size": 12}
 MIXTURES = {
     "experts": EXPERTS | {"num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True},
@@ -44,7 +44,7 @@ MODELS = {
     "tied": {},
     "untied": {"tied": False},
     "qwen2": {"kind": Qwen2Config, "tied": False},
-    "llama": {"kind": LlamaConfig},
+    "llama": {"kind": LlamaConfig, "layers": 3},
 } | MIXTURES
 ONE_STEP = {name: (name, {}) for name in MODELS} | {"opob": ("tied", {"advantage": "opob"})}
 """model and keys of [algorithm]; with `opob` the gradient of each response is asked for first"""
@@ -95,9 +95,9 @@ def begun(models, batches, tmp_path_factory):
 @pytest.fixture(scope="module", params=[case_of(case) for case in CASES])
 def outcome(request, models, batches, begun, tmp_path_factory):
     """{job: (result, config, batches, model)}"""
-    backend, ranks, shares, own_experts = request.param
+    backend, ranks, stages, shares, own_experts = request.param
     folder = tmp_path_factory.mktemp("suite")
-    where = {"backend": backend, "ranks": ranks, "tensor_parallel": shares}
+    where = {"backend": backend, "ranks": ranks, "pipeline_parallel": stages, "tensor_parallel": shares}
 
     def config(name, model, algorithm=(), **learner):
         learner |= where | ({"expert_parallel": own_experts} if model == "experts" else {})
@@ -201,7 +201,7 @@ def untimed(metrics):
 def test_another_back_end_goes_on_from_its_checkpoint(outcome, model, one_rank):
     """With FSDP2 on one rank: weights and moments have one form."""
     _, config, batches, _ = outcome[f"resumed {model}"]
-    alone = {"backend": "fsdp", "ranks": 1, "tensor_parallel": 1, "expert_parallel": 1}
+    alone = {"backend": "fsdp", "ranks": 1, "pipeline_parallel": 1, "tensor_parallel": 1, "expert_parallel": 1}
     section = config.learner.model_copy(update=alone)
     trainer = Trainer(config.model_copy(update={"learner": section}), torch.device("cpu"))
     assert (trainer.restore(), trainer.optimizer_steps) == (SAVED_AFTER, SAVED_AFTER)
@@ -232,10 +232,19 @@ def test_it_goes_on_from_the_checkpoint_of_another_back_end(outcome, model):
 
 REFUSED = {
     "splits layers": ({"learner": {"tensor_parallel": 2}}, "'learner.tensor_parallel' = 2 splits layers, which"),
+    "has stages": ({"learner": {"pipeline_parallel": 2}}, "'learner.pipeline_parallel' = 2 splits layers, which"),
     "divides experts": ({"learner": {"expert_parallel": 2}}, "'learner.expert_parallel' = 2 splits layers, which"),
     "ranks": (
         {"learner": {"backend": "megatron", "ranks": 3, "tensor_parallel": 2}},
         "'learner.tensor_parallel' = 2 does not divide learner.ranks = 3",
+    ),
+    "ranks of stages": (
+        {"learner": {"backend": "megatron", "ranks": 3, "pipeline_parallel": 2}},
+        "'learner.pipeline_parallel' = 2 does not divide learner.ranks = 3",
+    ),
+    "ranks of a stage": (
+        {"learner": {"backend": "megatron", "ranks": 6, "pipeline_parallel": 2, "tensor_parallel": 2}},
+        "'learner.tensor_parallel' = 2 does not divide the 3 ranks of each of learner.pipeline_parallel = 2",
     ),
     "ranks of experts": (
         {"learner": {"backend": "megatron", "ranks": 3, "expert_parallel": 2}},

@@ -83,8 +83,9 @@ def model_of(folder: Path) -> Iterator[tuple[nn.Module, GPTModel, list[Piece]]]:
     device = torch.device("cpu")
     dist.init_process_group("cpu:gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        make_ready(LearnerSection(), device)
-        lm, layout = outline(folder, 1.0).lm, Layout.of(1, 1, device)
+        section = LearnerSection()
+        make_ready(section, device)
+        lm, layout = outline(folder, 1.0).lm, Layout.of(section, device)
         check_model(lm, folder, layout)
         model = make_model(lm, layout)
         model.post_process = True  # its head is named as Megatron has it

@@ -16,23 +16,26 @@ def make_ready(section: LearnerSection, device: torch.device) -> None:
     if device.type == "cpu":
         do_without_cuda()
     initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)  # nothing is drawn at random
-    make_groups(section.tensor_parallel, section.expert_parallel, section.collective_timeout_s)
+    make_groups(section)
 
 
-def make_groups(shares: int, expert_parallel: int, timeout_s: float) -> None:
+def make_groups(section: LearnerSection) -> None:
+    shares, stages, expert_parallel = section.tensor_parallel, section.pipeline_parallel, section.expert_parallel
     of_each_expert = shares if expert_parallel == 1 else 1
     if parallel_state.model_parallel_is_initialized():
         found = (
             parallel_state.get_tensor_model_parallel_world_size(),
+            parallel_state.get_pipeline_model_parallel_world_size(),
             parallel_state.get_expert_model_parallel_world_size(),
             parallel_state.get_expert_tensor_parallel_world_size(),
         )
-        if found == (shares, expert_parallel, of_each_expert):
+        if found == (shares, stages, expert_parallel, of_each_expert):
             return
         parallel_state.destroy_model_parallel()
-    minutes = timedelta(seconds=timeout_s) / timedelta(minutes=1)
+    minutes = timedelta(seconds=section.collective_timeout_s) / timedelta(minutes=1)
     parallel_state.initialize_model_parallel(
         shares,
+        stages,
         expert_model_parallel_size=expert_parallel,
         expert_tensor_parallel_size=of_each_expert,
         distributed_timeout_minutes=max(1, math.ceil(minutes)),

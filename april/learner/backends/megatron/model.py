@@ -5,10 +5,13 @@ accelerators alone or not for packed sequences: attention, rotary embedding and 
 
 Where a model has experts, the ranks that share a layer divide its tokens between attention and attention: Megatron
 routes each token once, on the rank that has it.
+
+A rank has the layers of its stage. The first stage has the embedding, the last the final norm and the head.
 """
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -24,7 +27,7 @@ from april.learner.attention import packed_attention
 from april.learner.backends.megatron.experts import check_experts, has_experts, of_experts
 from april.learner.backends.megatron.head import score_tokens
 from april.learner.backends.megatron.layout import SHARES, Layout
-from april.learner.backends.megatron.names import own_rows, pieces
+from april.learner.backends.megatron.names import check_stages, own_rows, pieces
 from april.learner.loading import Files, ModelError
 from april.learner.packing import MicroBatch
 
@@ -89,7 +92,7 @@ class MegatronPolicy(nn.Module):
 
     def __init__(self, lm: nn.Module, folder: Path, temperature: float, layout: Layout):
         super().__init__()
-        mesh, self.shares = layout.layers, layout.shares
+        mesh, self.shares, self.hidden_size = layout.layers, layout.shares, lm.config.hidden_size
         check_model(lm, folder, layout)
         self.model, self.temperature = make_model(lm, layout), temperature
         self.divides_tokens = self.model.config.sequence_parallel
@@ -111,17 +114,28 @@ class MegatronPolicy(nn.Module):
         """The parameters, by Megatron's names."""
         return list(self.model.named_parameters())
 
-    def forward(self, micro: MicroBatch, temperature: float | None = None) -> tuple[Tensor, Tensor]:
+    def room(self, micro: MicroBatch) -> Tensor:
+        tokens = micro.ids.shape[1]
+        if self.divides_tokens:
+            tokens = -(-tokens // self.shares)
+        return torch.empty(tokens, 1, self.hidden_size, device=micro.ids.device)
+
+    def hidden(self, micro: MicroBatch, given: Tensor | None) -> Tensor:
+        """[T, 1, D] of what its layers make of the stage's before; of a rank's own tokens, where they are divided."""
         if self.divides_tokens:
             micro = filled_up(micro, self.shares)
         longest, starts = max(micro.seq_lens), micro.cu_seq_lens
         packed = Packed("thd", starts, starts, max_seqlen_q=longest, max_seqlen_kv=longest, seq_lens=micro.seq_lens)
-        hidden = self.model(micro.ids, micro.positions, None, packed_seq_params=packed)
+        self.model.set_input_tensor(given)
+        return self.model(micro.ids, micro.positions, None, packed_seq_params=packed)
+
+    def score(self, hidden: Tensor, micro: MicroBatch, temperature: float | None) -> tuple[Tensor, Tensor]:
+        """(log-probability, entropy) of each target, float32 [K], of what the last layer has made."""
         if self.divides_tokens:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=self.group)
         rows = hidden[:, 0][micro.target_rows]
         shared = self.model.share_embeddings_and_output_weights
-        head = self.model.shared_embedding_or_output_weight() if shared else self.model.output_layer.weight
+        head = (self.model.embedding.word_embeddings if shared else self.model.output_layer).weight
         own = head[: self.own_rows]
         return score_tokens(rows, own, self.first_row, micro.targets, temperature or self.temperature, self.group)
 
@@ -157,6 +171,7 @@ def check_model(lm: nn.Module, folder: Path, layout: Layout) -> None:
         raise ModelError(
             f"{folder}: its activation, attention or rotary embedding is not one that Megatron's layers have"
         )
+    check_stages(lm, folder, layout)
     check_experts(lm, folder, layout)
     with_experts = [has_experts(layer) for layer in lm.base_model.layers]
     sizes = ["num_attention_heads", "num_key_value_heads"]
@@ -176,7 +191,7 @@ def check_model(lm: nn.Module, folder: Path, layout: Layout) -> None:
 
 
 def make_model(lm: nn.Module, layout: Layout) -> GPTModel:
-    """Without values yet."""
+    """Without values yet: the layers of this rank's stage."""
     config, rotary, shares = lm.config, lm.base_model.rotary_emb, layout.shares
     layer = lm.base_model.layers[0]
     has_norms = hasattr(layer.self_attn, "q_norm")
@@ -199,6 +214,7 @@ def make_model(lm: nn.Module, layout: Layout) -> GPTModel:
         tensor_model_parallel_size=shares,
         params_dtype=torch.float32,
         pipeline_dtype=torch.float32,
+        **of_stages(config.num_hidden_layers, layout),
         use_cpu_initialization=True,
         perform_initialization=False,
         bias_dropout_fusion=False,
@@ -209,27 +225,40 @@ def make_model(lm: nn.Module, layout: Layout) -> GPTModel:
     )
     model = GPTModel(
         config=of_layers,
-        transformer_layer_spec=layers_of(lm, of_layers),
+        transformer_layer_spec=layers_of(lm, of_layers, layout),
         vocab_size=shares * -(-config.vocab_size // shares),
         max_sequence_length=config.max_position_embeddings,
+        pre_process=layout.stage == 0,
+        post_process=layout.is_last,
         position_embedding_type="rope",
-        share_embeddings_and_output_weights=config.tie_word_embeddings,
+        share_embeddings_and_output_weights=config.tie_word_embeddings and layout.stages == 1,
     )
     model.rotary_pos_emb = Rotary(rotary.inv_freq)
     model.post_process = False  # it returns what its head would take
     return model
 
 
-def layers_of(lm: nn.Module, config: TransformerConfig) -> TransformerBlockSubmodules:
+def of_stages(layers: int, layout: Layout) -> dict[str, Any]:
+    """Arguments of a `TransformerConfig`: which layers each stage has."""
+    if layout.stages == 1:
+        return {}
+    each: list[list[str]] = [["decoder"] * len(layout.span(layers, stage)) for stage in range(layout.stages)]
+    each[0].insert(0, "embedding")
+    each[-1].append("loss")
+    return {"pipeline_model_parallel_size": layout.stages, "pipeline_model_parallel_layout": each}
+
+
+def layers_of(lm: nn.Module, config: TransformerConfig, layout: Layout) -> TransformerBlockSubmodules:
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
     block.layer_norm = Norm
-    for layer, spec in zip(lm.base_model.layers, block.layer_specs, strict=True):
+    layers = lm.base_model.layers
+    for number, spec in zip(layout.span(len(layers), layout.stage), block.layer_specs, strict=True):
         parts = spec.submodules
         parts.input_layernorm = parts.pre_mlp_layernorm = Norm
         attention = parts.self_attention.submodules
         attention.core_attention = PackedAttention
         if config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = Norm
-        if has_experts(layer):
+        if has_experts(layers[number]):
             parts.mlp.submodules.router = Router
     return block

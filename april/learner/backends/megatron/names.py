@@ -2,11 +2,13 @@
 
 Megatron has queries, keys and values of a layer in one matrix, group by group: the queries of a group, its key, its
 value. It has gate and up projection in one, gate first on each rank. Ranks that share layers have rows of these, and
-of embedding and head; columns of what follows them. All else is whole on each of them, but for experts.
+of embedding and head; columns of what follows them. All else is whole on each of them, but for experts. A stage has its
+layers; a head that is the embedding lies on the last stage, and again on the first.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,6 +18,7 @@ from april.learner.backends.megatron.piece import COLUMNS, ROWS, Piece, Stack
 from april.learner.loading import ModelError
 
 LAYER = "model.layers."
+EMBEDDING = "model.embed_tokens.weight"
 STACKED = {
     "mlp.experts.gate_up_proj": ("linear_fc1", ("gate_proj", "up_proj")),
     "mlp.experts.down_proj": ("linear_fc2", ("down_proj",)),
@@ -24,12 +27,15 @@ STACKED = {
 
 
 def pieces(model: nn.Module, lm: nn.Module, layout: Layout) -> Iterator[Piece]:
-    """Of all tensors of `lm`, which has no memory, in a `GPTModel`. Raises ModelError for one without a place there."""
+    """Of the tensors of `lm`, which has no memory, that this rank's stage has in its `GPTModel`. Raises ModelError for
+    one without a place there."""
+    span = layout.span(lm.config.num_hidden_layers, layout.stage)
+    embedding = "embedding.word_embeddings.weight" if layout.stage == 0 else "output_layer.weight"
     parameters, mesh = dict(model.named_parameters()), layout.layers
     groups = lm.config.num_key_value_heads // layout.shares
     heads = (groups, 2 + lm.config.num_attention_heads // lm.config.num_key_value_heads, -1)
     places: dict[str, tuple[str, int | None, Callable[[Tensor], Tensor]]] = {
-        "model.embed_tokens.weight": ("embedding.word_embeddings.weight", ROWS, whole),
+        EMBEDDING: (embedding, ROWS, whole),
         "model.norm.weight": ("decoder.final_layernorm.weight", None, whole),
         "lm_head.weight": ("output_layer.weight", ROWS, whole),
         "input_layernorm.weight": ("input_layernorm.weight", None, whole),
@@ -49,6 +55,10 @@ def pieces(model: nn.Module, lm: nn.Module, layout: Layout) -> Iterator[Piece]:
     for name, tensor in lm.named_parameters():
         number, _, rest = name.removeprefix(LAYER).partition(".")
         in_layer = name.startswith(LAYER)
+        if layout.stage not in stages_with(name, lm, layout):
+            continue
+        if in_layer:
+            number = str(int(number) - span.start)
         if in_layer and rest in STACKED:
             linear, kinds = STACKED[rest]
             experts = model.decoder.layers[int(number)].mlp.experts.local_experts
@@ -63,6 +73,26 @@ def pieces(model: nn.Module, lm: nn.Module, layout: Layout) -> Iterator[Piece]:
         if view is whole and dim == ROWS:
             view = partial(without_padding, own_rows(tensor, mesh))
         yield Piece(name, [found], tensor, dim, mesh, view)
+
+
+def stages_with(name: str, lm: nn.Module, layout: Layout) -> Sequence[int]:
+    """That have a tensor of `lm`; the first of them publishes it."""
+    config, last = lm.config, layout.stages - 1
+    if name.startswith(LAYER):
+        number = int(name.removeprefix(LAYER).partition(".")[0])
+        return [stage for stage in range(layout.stages) if number in layout.span(config.num_hidden_layers, stage)]
+    if name == EMBEDDING:
+        return [0, last] if config.tie_word_embeddings and last else [0]
+    return [last]
+
+
+def check_stages(lm: nn.Module, folder: Path, layout: Layout) -> None:
+    """Raises ModelError for a model that has fewer layers."""
+    layers = lm.config.num_hidden_layers
+    if layers < layout.stages:
+        raise ModelError(
+            f"{folder}: learner.pipeline_parallel = {layout.stages} wants as many layers, and it has {layers}"
+        )
 
 
 def own_rows(tensor: Tensor, mesh: DeviceMesh) -> int:
