@@ -22,7 +22,9 @@ import msgspec
 from april.processes.frames import LENGTH_BYTES, frame
 
 IN_FLIGHT_ITEMS = 4
-"""Handed to a process at a time: one at work, the others so that it need not wait for the next poll."""
+"""Handed to a process at first: one at work, the others so that it need not wait for the next poll."""
+MOST_AHEAD = 64
+"""times as many for one that is done with all of them at every poll, because decode steps lie between two"""
 START_LIMIT_S = 60.0
 """a process that is not ready by then is replaced; one whose pool has died ends itself"""
 ORPHAN_MARGIN_S = 5.0
@@ -61,7 +63,7 @@ class ProcessPool(Generic[ItemT, AnswerT]):
         return None
 
     def room(self, item: ItemT) -> int:
-        """Items that a process which gets this one may have in flight."""
+        """Items that a process which gets this one may have in flight at first; see `PoolProcess.ahead`."""
         return IN_FLIGHT_ITEMS
 
     @property
@@ -75,7 +77,9 @@ class ProcessPool(Generic[ItemT, AnswerT]):
             return []
         answers: list[AnswerT] = []
         for index, process in enumerate(self.processes):
-            answers += process.receive()
+            answered = process.receive()
+            process.pace(bool(answered), waited=bool(self.queue))
+            answers += answered
             failure = process.failure()
             if failure or process.has_retired():
                 answers += self.replace(index, failure)
@@ -88,7 +92,7 @@ class ProcessPool(Generic[ItemT, AnswerT]):
         """Hand queued items to the processes that have the fewest."""
         while self.queue:
             index = min(range(len(self.processes)), key=lambda i: len(self.processes[i].in_flight))
-            if len(self.processes[index].in_flight) >= self.room(self.queue[0]):
+            if len(self.processes[index].in_flight) >= self.room(self.queue[0]) * self.processes[index].ahead:
                 return
             if not self.processes[index].in_flight and self.processes[index].has_exited():
                 self.replace(index, None)
@@ -140,6 +144,9 @@ class PoolProcess:
         os.set_blocking(self._stdin.fileno(), False)
         os.set_blocking(self._stdout.fileno(), False)
         self.in_flight: deque[Any] = deque()
+        self.ahead = 1
+        """times the pool's `room` that it may have in flight: one that hangs keeps few items waiting, and one that is
+        quick never waits for a poll"""
         self.unsent, self.unread = bytearray(), bytearray()
         self.ready = self.ended = False
         self.busy_since_s = time.monotonic()
@@ -151,6 +158,13 @@ class PoolProcess:
         self.in_flight.append(item)
         self.unsent += frame(item)
         self.flush()
+
+    def pace(self, answered: bool, waited: bool) -> None:
+        """After a poll: whether it has answered anything, and whether items have waited for that."""
+        if waited and answered and not self.in_flight:
+            self.ahead = min(2 * self.ahead, MOST_AHEAD)
+        elif self.in_flight and not answered:
+            self.ahead = max(1, self.ahead // 2)
 
     def flush(self) -> None:
         """Write what the pipe takes."""

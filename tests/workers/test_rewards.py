@@ -4,10 +4,12 @@ import os
 import subprocess
 import sys
 import time
+from collections import deque
 from pathlib import Path
 
 import pytest
 
+from april.processes.pool import IN_FLIGHT_ITEMS, PoolProcess, ProcessPool
 from april.workers.rewards.verifiers import check_verifier
 from tests.workers.rewards_setup import PATIENCE_S, collect
 
@@ -65,6 +67,56 @@ def test_every_item_comes_back_once_with_its_own_reward(make_pool):
     assert pool.pending == 300
     scores = collect(pool, 300)
     assert all(scores[key].reward == float(key % 7 == 3) and scores[key].error is None for key in range(300))
+
+
+class Between(PoolProcess):
+    """Has answered all it was given when the pool looks at it again; or nothing, while it `hangs`."""
+
+    def __init__(self):
+        self.in_flight, self.ahead, self.hangs = deque(), 1, False
+
+    def send(self, item):
+        self.in_flight.append(item)
+
+    def receive(self):
+        answered = [] if self.hangs else list(self.in_flight)
+        for _ in answered:
+            self.in_flight.popleft()
+        return answered
+
+    def failure(self):
+        return None
+
+    def has_exited(self):
+        return False
+
+    has_retired = has_exited
+
+    def flush(self): ...
+
+
+class BetweenPool(ProcessPool):
+    def start_process(self):
+        return Between()
+
+
+def test_a_process_that_is_done_at_every_poll_gets_so_much_that_few_polls_are_enough_and_one_that_hangs_little():
+    """A worker polls once a decode step, with which dozens of responses may end."""
+    pool = BetweenPool(1)
+    (process,) = pool.processes
+    pool.queue.extend(range(1000))
+    pool.dispatch()
+    assert len(process.in_flight) == IN_FLIGHT_ITEMS
+    answers = [pool.poll() for _ in range(9)]
+    assert sum(map(len, answers)) == 1000 and pool.pending == 0
+    process.hangs = True
+    pool.queue.extend(range(1000))
+    pool.dispatch()
+    for _ in range(9):
+        assert pool.poll() == []
+    process.hangs = False
+    pool.poll()
+    assert len(process.in_flight) <= 2 * IN_FLIGHT_ITEMS
 
 
 def test_an_endless_verifier_is_killed_and_only_its_item_has_an_error(make_pool):
