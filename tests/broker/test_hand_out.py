@@ -6,8 +6,10 @@ import pytest
 
 from april import wire
 from april.broker.desks import workers as worker_desk
+from april.broker.ledger.samples import TO_GENERATE
 from april.broker.views.status import status
 from april.report.run_folder import read_records
+from april.wire.version import Version
 from tests.broker.conversation import FakeLearner, FakeWorker
 
 CONTINUOUS = ["--schedule.kind", "continuous", "--schedule.in_flight", "6", "--schedule.max_staleness", "1"]
@@ -97,6 +99,56 @@ def test_a_worker_that_is_behind_with_its_weights_keeps_no_other_waiting(convers
     ahead = FakeWorker(talk, "ahead")
     ahead.join(step=1)
     assert samples(ahead.grants())
+
+
+def round_of_new_weights(talk):
+    """Two workers that have nothing, in a round whose samples wait for weights 1; how many those are."""
+    first, last = (FakeWorker(talk, name) for name in ("first", "last"))
+    learner = FakeLearner(talk)
+    for one in (first, last, learner):
+        one.join()
+    for _ in range(100):
+        if talk.ledger.next_step:
+            break
+        for worker in (first, last):
+            for grant in worker.grants():
+                worker.complete(grant)
+    for worker in (first, last):
+        mine = [(key, lease) for key, lease in talk.ledger.leases.items() if lease.worker == worker.uid]
+        for lease_id, lease in mine:
+            worker.report(closings=[wire.GiveBack(lease_id, lease.sample.length, "abort")])
+        worker.grants()
+    assert learner.fetch(0)
+    learner.consume(0)
+    talk.tick()
+    unfinished = [s for group in talk.ledger.open_groups() for s in group.samples if s.state in TO_GENERATE]
+    assert talk.ledger.round_open and not talk.ledger.generating and len(unfinished) > 4
+    return first, last, len(unfinished)
+
+
+def take_weights(worker, loaded_in_s):
+    worker.version = Version(0, 1)
+    worker.say(wire.Holding(worker.version, 10, loaded_in_s))
+
+
+def test_the_first_that_holds_new_weights_leaves_the_others_their_share(converse):
+    talk = converse("--evaluation.prompts", "1")
+    first, last, waiting = round_of_new_weights(talk)
+    take_weights(first, loaded_in_s=2.0)
+    half = -(-waiting // 2)
+    assert len(samples(first.grants())) == half
+    talk.tick(1.9)
+    assert not first.grants()
+    take_weights(last, loaded_in_s=3.9)
+    assert len(samples(last.grants())) == waiting - half and not first.grants()
+
+
+def test_who_takes_twice_as_long_to_load_them_is_not_waited_for(converse):
+    talk = converse("--evaluation.prompts", "1")
+    first, _last, waiting = round_of_new_weights(talk)
+    take_weights(first, loaded_in_s=2.0)
+    talk.tick(2.1)
+    assert len(samples(first.grants())) == min(10, waiting)
 
 
 @pytest.fixture

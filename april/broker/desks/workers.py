@@ -13,6 +13,7 @@ from april.broker.books import Books
 from april.broker.desks.grants import send_grant
 from april.broker.desks.holders import NOT_CURRENT, HolderDesk
 from april.broker.desks.reports import RowChecks, read_report
+from april.broker.desks.shares import Shares
 from april.broker.ledger.admission import Verdict
 from april.broker.ledger.samples import Lease, Sample
 from april.broker.migration import LOOK_S, Migration, Seat
@@ -39,6 +40,7 @@ class WorkerDesk(HolderDesk):
         """sessions that may have room: all that were heard of since they were last full"""
         self.has_more = False
         """whether the last pass ended with its grants"""
+        self.shares = Shares() if books.schedule.by_rounds else None
         self.migration = Migration() if books.config.schedule.migrate else None
         self._next_look = 0.0
 
@@ -59,6 +61,8 @@ class WorkerDesk(HolderDesk):
         if not 0 <= message.loaded_in_s < math.inf:
             raise wire.WireError("loading takes a finite time")
         session.version = message.version
+        if self.shares and message.version.step > self.newest_step:
+            self.shares.first_has(message.loaded_in_s, now)
         self.newest_step = max(self.newest_step, message.version.step)
         session.capacity = min(message.capacity, self.config.security.max_leases)
         if session.capacity < message.capacity:
@@ -178,9 +182,14 @@ class WorkerDesk(HolderDesk):
 
     def _fill(self, now: float) -> None:
         """A sample goes to the emptiest, or, if it has room, to the one at the same policy step that has its prefix in
-        cache. What one worker cannot be given, no other at the same policy step or before it can.
+        cache. What one worker cannot be given, no other at the same policy step or before it can. While others take in
+        the same weights, nobody gets more than its share.
         """
-        first = next((session for session in self.hungry.values() if self._is_foremost(session)), None)
+        fullest = math.inf
+        if self.shares:
+            fullest = self.shares.fullest(self.sessions.workers(), self.newest_step, self.ledger, now)
+        foremost = (session for session in self.hungry.values() if self._is_foremost(session))
+        first = next((session for session in foremost if self._fullness(session) < fullest), None)
         sample = self._choose(first) if first else None
         if first and sample is None:
             return
@@ -197,7 +206,7 @@ class WorkerDesk(HolderDesk):
             noted, number, session = emptiest[0]
             if (fullness := self._fullness(session)) != noted:
                 heapq.heapreplace(emptiest, (fullness, number, session))
-            elif session.step <= nothing_up_to or not self._has_room(session):
+            elif session.step <= nothing_up_to or fullness >= fullest or not self._has_room(session):
                 heapq.heappop(emptiest)
             elif sample := self._choose(session):
                 self._grant(sample, session, able, now)
