@@ -33,6 +33,9 @@ class LengthsSection(Section):
     longest_tokens: int = Field(16_384, ge=1, description="every response is cut here (tokens)")
     prompt_tokens: int = Field(200, ge=0, description="of every prompt; a trace has its own (tokens)")
     path: Path | None = Field(None, description="trace: JSONL of `april trace`")
+    in_order: bool = Field(
+        False, description="trace: its groups one after the other, from the first again behind the last; not drawn"
+    )
 
 
 class Lengths:
@@ -40,6 +43,11 @@ class Lengths:
 
     def __init__(self, section: LengthsSection, group_size: int, seed: int):
         self.section, self.group_size, self.seed = section, group_size, seed
+        if section.in_order and section.family != "trace":
+            raise ConfigError(
+                f"key 'lengths.in_order' = True says nothing: lengths.family = {section.family!r} is drawn; leave it "
+                "out, or use a trace"
+            )
         if (section.family == "trace") != (section.path is not None):
             raise ConfigError(
                 f"key 'lengths.path' = {str(section.path)!r} does not fit lengths.family = {section.family!r}; "
@@ -91,11 +99,16 @@ class Lengths:
         elif section.family == "equal":
             drawn = np.full(shape, section.median_tokens)
         else:
-            chosen = [self.trace[at] for at in rng.integers(0, len(self.trace), BLOCK_GROUPS)]
+            places = rng.integers(0, len(self.trace), BLOCK_GROUPS)
+            if section.in_order:
+                places = np.arange(block * BLOCK_GROUPS, (block + 1) * BLOCK_GROUPS) % len(self.trace)
+            chosen = [self.trace[at] for at in places]
             prompts = np.array([group.prompt_tokens for group in chosen], np.int32)
             drawn = np.array([self._of_traced(group.response_tokens, rng) for group in chosen])
         return prompts, np.clip(np.rint(drawn), 1, section.longest_tokens).astype(np.int32)
 
     def _of_traced(self, lengths: list[int], rng: np.random.Generator) -> np.ndarray:
         """n lengths of a traced group, none twice unless it has fewer."""
+        if self.section.in_order and len(lengths) == self.group_size:
+            return np.array(lengths)
         return rng.choice(lengths, self.group_size, replace=len(lengths) < self.group_size)

@@ -106,6 +106,18 @@ def test_a_trace_comes_back_as_it_was_written_and_gives_its_groups(tmp_path):
     assert found == {(7, 10, 20), (9, 300, 400)}
 
 
+def test_a_trace_in_order_gives_its_groups_one_after_the_other_and_begins_again(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    write_trace(path, [TracedGroup(7, [20, 10]), TracedGroup(9, [300, 400]), TracedGroup(8, [5, 5])])
+    section = LengthsSection(family="trace", path=path, in_order=True)
+    for seed in range(3):
+        lengths = Lengths(section, 2, seed)
+        assert [lengths.of(group) for group in range(4)] == [[20, 10], [300, 400], [5, 5], [20, 10]]
+        assert lengths.of(1025) == lengths.of(1025 % 3) and lengths.prompt_of(1025) == lengths.prompt_of(1025 % 3)
+    with pytest.raises(ConfigError, match=r"lengths\.in_order' = True says nothing"):
+        Lengths(LengthsSection(in_order=True), 2, seed=0)
+
+
 @pytest.mark.parametrize(
     ("text", "said"), [("", "has no group"), ('{"prompt_tokens": 1}', "line 1"), ("\n{", "line 2"),
                        ('{"prompt_tokens": 1, "response_tokens": [0]}', "line 1")],
