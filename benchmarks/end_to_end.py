@@ -105,16 +105,16 @@ def run_trl(
     )
 
 
-def configuration_file(folder: Path) -> Path:
-    """The quickstart's, without evaluation."""
-    path = folder / "quickstart.toml"
-    lines = (ROOT / "configs/quickstart.toml").read_text().splitlines()
+def configuration_file(folder: Path, name: str = "quickstart.toml") -> Path:
+    """The quickstart's or another, without evaluation."""
+    path = folder / name
+    lines = (ROOT / "configs" / name).read_text().splitlines()
     path.write_text("\n".join(line for line in lines if not line.startswith("eval_path")))
     return path
 
 
-def execute(command: list[str], log: Path, threads: int) -> None:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(threads)}
+def execute(command: list[str], log: Path, threads: int, **environment: str) -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(threads)} | environment
     with log.open("wb") as output:
         done = subprocess.run(command, stdout=output, stderr=output, env=environment, cwd=ROOT, timeout=LONGEST_S)
     if done.returncode:

@@ -3,6 +3,8 @@
 The same number of samples in every run, and the same policy, prompts, learning rate and slots; schedules take turns,
 and a seed's runs are compared with each other. Seconds count from the first lease: starting processes is left out.
 With `--paced` engines and learner keep an accelerator's time (`paced.toml`), and there is more than one over-sampling.
+With `--lengths` their responses have forced lengths: nothing is learned, and what counts is how fast, and what the
+simulator has said of it.
 """
 
 import os
@@ -11,7 +13,8 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+import tomllib
+from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from math import sqrt
 from pathlib import Path
@@ -19,10 +22,12 @@ from statistics import fmean, stdev
 
 import numpy as np
 import orjson
-import paced_prediction
 import torch
 from common import Row, parser, read_runs, report, write_run
 from end_to_end import REWARD, ROOT, SEEDS, WINDOW_STEPS, Course, configuration_file, execute, ratio_of_times
+from forced_engine import LENGTHS
+from paced_prediction import Measured
+from paced_prediction import rows as foretold_rows
 from staleness import HELD_OUT, Sampler
 
 from april.data.make_data import make_data
@@ -84,6 +89,28 @@ class Study:
     steps: int
     arms: dict[str, Arm]
     keys: dict
+    config: str = "quickstart.toml"
+    """in `configs`"""
+    pace: str = ""
+    """hardware or file whose time is kept; "" for none"""
+    factor: float = 1.0
+    """seconds that pass for one of the accelerator's"""
+    token_s: float = 0.0
+    """of the learner, on the accelerator"""
+    longest_tokens: int = LONGEST_TOKENS
+    lengths: dict = field(default_factory=dict)
+    """a simulator's section, of forced lengths; empty: the policy's own"""
+
+    @property
+    def holds_out(self) -> bool:
+        """Whether its policy is asked what it has learned, one response a prompt."""
+        return not self.lengths and self.config == "quickstart.toml"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """In which a run finds the engine that lies here, and its lengths."""
+        here = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(__file__).parent)])}
+        return here | {LENGTHS: orjson.dumps(self.lengths).decode()} if self.lengths else {}
 
 
 AS_IT_IS = Study(
@@ -96,7 +123,7 @@ AS_IT_IS = Study(
     },
     {},
 )
-PACE = Path(__file__).with_name("paced.toml")
+PACE = str(Path(__file__).with_name("paced.toml"))
 FACTOR = 6.0
 """seconds that pass for one of the accelerator's: two cores keep up with twice a batch in flight"""
 TOKEN_S = 2.8e-5
@@ -114,14 +141,17 @@ PACED = Study(
         "continuous_2": Arm("continuous", 2 * GROUPS * SAMPLES),
         "sync_of_64": Arm("sync", 2 * GROUPS, groups=2 * GROUPS),
     },
-    {
-        "worker.engine": "paced",
-        "engine.pace": PACE,
-        "engine.pace_factor": FACTOR,
-        "learner.pace_token_s": FACTOR * TOKEN_S,
-        "learner.ranks": 1,
-    },
+    {"learner.ranks": 1},
+    pace=PACE,
+    factor=FACTOR,
+    token_s=TOKEN_S,
 )
+TASKS = {"quickstart": {}, "calculator": {"config": "calculator.toml", "longest_tokens": 64}}
+FORCED = {
+    "pareto": {"family": "pareto", "alpha": 1.1, "smallest_tokens": 16},
+    "two_point": {"family": "bimodal", "short_tokens": 32, "long_tokens": LONGEST_TOKENS, "long_share": 0.05},
+}
+"""63 and 56 tokens on the mean, up to 512"""
 COLOURS = {"sync": ORANGE, "april": BLUE, "continuous": GREEN}
 STUDENT = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 """97.5 % quantiles of Student's t for 1, 2, ... degrees of freedom"""
@@ -161,11 +191,11 @@ def train(folder: Path, policy: Path, prompts: Path, study: Study, name: str, se
     run_name = f"{name}-{seed}"
     keys = keys | {"run.dir": folder, "run.name": run_name, "model.path": policy, "data.path": prompts, "seed": seed}
     keys |= study.arms[name].keys | study.keys
-    if study is PACED:
-        keys["worker.slots"] = study.arms[name].slots
+    if study.pace:
+        keys |= paced_keys(study) | {"worker.slots": study.arms[name].slots}
     overrides = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
-    command = [sys.executable, "-m", "april.cli", "run", str(configuration_file(folder)), *overrides]
-    execute(command, folder / f"{run_name}.log", threads=1)
+    command = [sys.executable, "-m", "april.cli", "run", str(configuration_file(folder, study.config)), *overrides]
+    execute(command, folder / f"{run_name}.log", threads=1, **study.environment)
     run = read_run(folder / run_name)
     began = min(lane["start"] for lane in run.lanes if lane["kind"] == "generate")
     course = Course(
@@ -173,10 +203,34 @@ def train(folder: Path, policy: Path, prompts: Path, study: Study, name: str, se
         [step["reward"] for step in run.steps],
         sum(step["tokens"] for step in run.steps),
     )
-    reached = accuracy(folder / run_name / "checkpoints/policy", held_out)
+    reached = accuracy(folder / run_name / "checkpoints/policy", held_out) if study.holds_out else 0.0
     busy = fmean(step["slots"]["busy"] for step in run.steps)
     late = late_share(folder / run_name, run.steps, keys.get("learner.pace_token_s", 0.0))
     return Outcome(name, seed, course, reached, run.summary["staleness"]["mean"], busy, late)
+
+
+def paced_study(task: str, lengths: str = "", pace: str = PACE, factor: float = FACTOR) -> Study:
+    """`pace`: hardware, or a file with a [cost], and with a [learner] `token_s` where that is to be another."""
+    prefix = "_".join(["paced", *([task] if task != "quickstart" else []), *([lengths] if lengths else []), ""])
+    given = tomllib.loads(Path(pace).read_text()) if Path(pace).suffix else {}
+    return replace(
+        PACED,
+        prefix=prefix,
+        pace=str(Path(pace).absolute()) if Path(pace).suffix else pace,
+        factor=factor,
+        token_s=given.get("learner", {}).get("token_s", TOKEN_S),
+        lengths=FORCED[lengths] | {"longest_tokens": LONGEST_TOKENS} if lengths else {},
+        **TASKS[task],
+    )
+
+
+def paced_keys(study: Study) -> dict:
+    return {
+        "worker.engine": "forced_engine:Entry" if study.lengths else "paced",
+        "engine.pace": study.pace,
+        "engine.pace_factor": study.factor,
+        "learner.pace_token_s": study.factor * study.token_s,
+    }
 
 
 def late_share(run_folder: Path, steps: list[dict], token_s: float) -> float:
@@ -188,24 +242,24 @@ def late_share(run_folder: Path, steps: list[dict], token_s: float) -> float:
     return max(of_engines, trained_s / (token_s * sum(step["tokens"] for step in steps)) - 1)
 
 
-def foretold(outcomes: list[Outcome], folder: Path, steps: int) -> list[Row]:
+def foretold(study: Study, outcomes: list[Outcome], folder: Path, steps: int) -> list[Row]:
     """What the simulator says of the paced arms whose runs are in `folder`."""
     rows = []
-    for name, arm in PACED.arms.items():
-        runs = [one for one in outcomes if one.arm == name and (folder / f"{name}-{one.seed}").is_dir()]
-        if not runs:
-            continue
+    for name, arm in study.arms.items():
+        runs = [
+            Measured(made, one.seed, one.course.tokens_per_s * study.factor, one.staleness)
+            for one in outcomes
+            if one.arm == name and (made := folder / f"{name}-{one.seed}").is_dir()
+        ]
         keys = arm.keys | {
             "schedule.n_samples_per_prompt": SAMPLES,
-            "lengths.longest_tokens": LONGEST_TOKENS,
+            "lengths.longest_tokens": study.longest_tokens,
             "engines.count": 2,
             "engines.slots": arm.slots,
-            "learner.token_s": TOKEN_S,
+            "learner.token_s": study.token_s,
             "steps": arm.steps(steps),
         }
-        folders = [folder / f"{name}-{one.seed}" for one in runs]
-        speeds = [one.course.tokens_per_s * FACTOR for one in runs]
-        rows += paced_prediction.rows(name, keys, folders, PACE, speeds, [one.staleness for one in runs])
+        rows += foretold_rows(study.prefix + name, keys, runs, study.pace, study.lengths) if runs else []
     errors = [abs(row.to_json()["value"]) for row in rows if row.name.startswith("prediction_error")]
     return [*rows, Row("prediction_error_max", [max(errors)], "ratio")] if errors else []
 
@@ -227,6 +281,15 @@ def rows_of(study: Study, outcomes: list[Outcome], wanted: float) -> list[Row]:
     for arm, runs in by_arm.items():
         name = study.prefix + arm
         rows += [
+            Row(f"tokens_per_s_{name}", [one.course.tokens_per_s for one in runs], "tokens/s"),
+            Row(f"staleness_{name}", [one.staleness for one in runs], "steps"),
+            Row(f"busy_{name}", [one.busy for one in runs], "share of slots"),
+        ]
+        if study.pace:
+            rows.append(Row(f"late_{name}", [one.late for one in runs], "share of steps", of=max))
+        if study.lengths:
+            continue
+        rows += [
             Row(f"time_to_reward_{name}", times[arm], "s"),
             Row(f"short_of_reward_{name}", [sum(one.course.seconds_to(wanted) is None for one in runs)], "seeds"),
             Row(
@@ -236,14 +299,10 @@ def rows_of(study: Study, outcomes: list[Outcome], wanted: float) -> list[Row]:
                 of=fmean,
             ),
             Row(f"reward_at_end_{name}", [end_reward(one) for one in runs], "reward", of=fmean),
-            Row(f"heldout_{name}", [one.held_out for one in runs], "accuracy", of=fmean),
-            Row(f"tokens_per_s_{name}", [one.course.tokens_per_s for one in runs], "tokens/s"),
-            Row(f"staleness_{name}", [one.staleness for one in runs], "steps"),
-            Row(f"busy_{name}", [one.busy for one in runs], "share of slots"),
         ]
-        if study is PACED:
-            rows.append(Row(f"late_{name}", [one.late for one in runs], "share of steps", of=max))
-    for arm in [arm for arm in by_arm if arm != "sync"]:
+        if study.holds_out:
+            rows.append(Row(f"heldout_{name}", [one.held_out for one in runs], "accuracy", of=fmean))
+    for arm in [arm for arm in by_arm if arm != "sync" and not study.lengths]:
         name = study.prefix + arm
         pairs = list(zip(by_arm[arm], by_arm["sync"], strict=True))
         ratios = [ratio_of_times(ours.course, theirs.course, wanted) for ours, theirs in pairs]
@@ -251,6 +310,8 @@ def rows_of(study: Study, outcomes: list[Outcome], wanted: float) -> list[Row]:
         rows.append(Row(f"time_to_reward_{name}_vs_sync", ratios, "ratio"))
         rows.append(Row(f"time_to_reward_{name}_vs_sync_p", [sign_flip_p(sooner)], "p"))
         for measure, of in (("reward_at_end", end_reward), ("heldout", lambda one: one.held_out)):
+            if measure == "heldout" and not study.holds_out:
+                continue
             gaps = [of(theirs) - of(ours) for ours, theirs in pairs]
             unit = "accuracy" if measure == "heldout" else "reward"
             rows += [
@@ -324,14 +385,23 @@ def main() -> None:
     arguments.add_argument("--paced", action="store_true", help="under an accelerator's arithmetic")
     arguments.add_argument("--arms", nargs="+", metavar="ARM", help="only these, and `sync`")
     arguments.add_argument("--folder", type=Path, help="where the runs are made and stay [default a temporary one]")
+    arguments.add_argument("--task", choices=TASKS, default="quickstart", help="of paced runs [default %(default)s]")
+    arguments.add_argument("--lengths", choices=FORCED, help="of paced runs, forced; default the policy's own")
+    arguments.add_argument("--pace", metavar="NAME|FILE", help="whose time paced runs keep [default paced.toml]")
+    arguments.add_argument("--factor", type=float, help="seconds that pass for one of its [default 6]")
     options = arguments.parse_args()
-    study = PACED if options.paced else AS_IT_IS
+    asked = {key: getattr(options, key) for key in ("lengths", "pace", "factor") if getattr(options, key)}
+    if (asked or options.task != "quickstart") and not options.paced:
+        arguments.error("--task, --lengths, --pace and --factor are for paced runs; add --paced")
+    if options.lengths and options.task != "quickstart":
+        arguments.error(f"--task {options.task} has turns of its own, which --lengths {options.lengths} cannot force")
+    study = paced_study(options.task, **asked) if options.paced else AS_IT_IS
     if unknown := set(options.arms or ()) - study.arms.keys():
         arguments.error(f"--arms {' '.join(sorted(unknown))} are none; use {', '.join(study.arms)}")
     arms = [name for name in study.arms if not options.arms or name in ("sync", *options.arms)]
     if options.quick and options.runs:
         arguments.error("--runs keeps runs that count, and those of --quick do not; leave one of them out")
-    if options.seeds < 2:
+    if options.seeds < 2 and not study.lengths:
         arguments.error(f"--seeds {options.seeds} says nothing of the spread between them; give at least 2")
     torch.set_num_threads(1)
     steps, seeds, wanted, held_out, keys = options.steps or study.steps, options.seeds, REWARD, HELD_OUT, {}
@@ -357,8 +427,8 @@ def main() -> None:
                 outcomes.append(train(folder, policy.absolute(), prompts, study, name, seed, keys, held_out))
                 log(outcomes[-1], wanted, options.runs)
         rows = rows_of(study, outcomes, wanted)
-        if study is PACED and not options.quick:
-            rows += foretold(outcomes, folder, steps)
+        if study.pace and not options.quick:
+            rows += foretold(study, outcomes, folder, steps)
     report(rows, options.json)
     if options.picture:
         draw(options.picture, lambda: curves(study, outcomes))

@@ -1,46 +1,131 @@
 """What the simulator says of the paced runs of `learning.py`, beside what they measured.
 
-Each arm is simulated with the lengths of its own runs, from the first lease to the last batch, for many seeds.
+Each run is simulated with its own lengths, from the first lease to the last batch: group by group in the order in which
+they were opened, so that neither the draw of lengths nor their change with what is learned is part of the error. What
+was unfinished at the end of a run gets the length of another, later one of the run that is longer: many draws of that.
 """
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
+import numpy as np
 from common import Row
 
-from april.simulate.recording import record_trace
-from april.simulate.scenario import load_scenario
-from april.simulate.trace import write_trace
+from april.broker.ledger.events import GroupOpened, Leased, RowsAccepted
+from april.config import ConfigError
+from april.config.costs import HARDWARE, shipped_costs
+from april.simulate.pipeline import simulate
+from april.simulate.recording import read_events
+from april.simulate.scenario import Scenario, load_scenario
+from april.simulate.trace import TracedGroup, write_trace
 from april.simulate.variants import evaluate
 
-SEEDS = 40
-TRANSFER_S = 0.005
-"""of the accelerator's: what publishing took beside the engines' own pause"""
+DRAWS = 8
+"""of what is not known of a run; seeds of the limit"""
+NEAR = 48
+"""groups before and behind an unfinished one, of which it gets a length"""
+MORE_GROUPS = 64
+"""drawn behind the last of a run, should the simulated one open more"""
+TRANSFER_S, HANDOVER_S = 0.015, 0.01
+"""of the accelerator's, what the host took in rounds at factor 6: 0.09 s from a trained batch to the first step with
+its weights, beside the engines' own pause, and 0.06 s from the last token of a batch to the start of its training"""
 
 
-def rows(arm: str, keys: dict, folders: list[Path], pace: Path, speeds: list[float], staleness: list[float]):
-    """Rows of one arm. `keys`: of a scenario; `folders`: its runs, whose journals have the lengths; `speeds`: tokens/s
-    of the accelerator's seconds, and `staleness`, mean of the trained tokens, both as measured."""
-    trace = folders[0].parent / f"{arm}-lengths.jsonl"
-    write_trace(trace, [group for folder in folders for group in record_trace(folder).groups])
-    keys = keys | {
+@dataclass(frozen=True)
+class Measured:
+    """One run."""
+
+    folder: Path
+    seed: int
+    tokens_per_s: float
+    """of the accelerator's seconds"""
+    staleness: float
+    """mean of the trained tokens (steps)"""
+
+
+def rows(name: str, keys: dict, runs: list[Measured], pace: str, forced: dict | None = None) -> list[Row]:
+    """Rows of one arm. `keys`: of a scenario; `forced`: the lengths section of runs whose lengths are forced, so that
+    nothing has to be read from their journals."""
+    told, limits = [], []
+    for run in runs:
+        for draw in range(1 if forced else DRAWS):
+            scenario = scenario_of(pace, keys, forced or own_lengths(run, draw)).with_keys(seed=run.seed)
+            told.append(simulate(scenario))
+        limits.append(evaluate(name, scenario).limit)
+    limit, speed = fmean(limits), fmean(run.tokens_per_s for run in runs)
+    found = [
+        Row(f"limit_share_{name}", [run.tokens_per_s / limit for run in runs], "share", of=fmean),
+        Row(f"limit_share_simulated_{name}", [one.consumed_per_s / limit for one in told], "share", of=fmean),
+        Row(f"prediction_error_speed_{name}", [fmean(one.consumed_per_s for one in told) / speed - 1], "ratio"),
+    ]
+    if measured := fmean(run.staleness for run in runs):
+        simulated = fmean(one.staleness_mean for one in told)
+        found.append(Row(f"prediction_error_staleness_{name}", [simulated / measured - 1], "ratio"))
+    return found
+
+
+def scenario_of(pace: str, keys: dict, lengths: dict) -> Scenario:
+    of_run = {
         "warmup_steps": 0,
-        "lengths.family": "trace",
-        "lengths.path": str(trace),
         "engines.prefix_cache": False,
         "engines.latency_s": 0.0,
+        "learner.step_s": HANDOVER_S,
         "weights.transfer_s": TRANSFER_S,
         "weights.keep_kv": False,
     }
-    scenario = load_scenario(pace, list(keys.items()))
-    told = [evaluate(arm, scenario.with_keys(seed=seed)) for seed in range(SEEDS)]
-    limit = fmean(one.limit for one in told)
-    found = [
-        Row(f"limit_share_paced_{arm}", [one / limit for one in speeds], "share", of=fmean),
-        Row(f"limit_share_simulated_{arm}", [one.limit_share for one in told], "share", of=fmean),
-        Row(f"prediction_error_speed_{arm}", [fmean(one.consumed_per_s for one in told) / fmean(speeds) - 1], "ratio"),
-    ]
-    if measured := fmean(staleness):
-        simulated = fmean(one.measures.staleness_mean for one in told)
-        found.append(Row(f"prediction_error_staleness_{arm}", [simulated / measured - 1], "ratio"))
-    return found
+    named = pace in shipped_costs()
+    path = HARDWARE if named else Path(pace)
+    chosen = of_run | keys | {f"lengths.{key}": value for key, value in lengths.items()}
+    return load_scenario(path, list(chosen.items()), pace if named else None)
+
+
+def own_lengths(run: Measured, draw: int) -> dict:
+    """The lengths section of a run's own lengths; the trace that it names is written beside the run."""
+    trace = run.folder.with_name(f"{run.folder.name}-lengths-{draw}.jsonl")
+    write_trace(trace, completed(run.folder / "journal", np.random.default_rng([run.seed, draw])))
+    return {"family": "trace", "path": str(trace), "in_order": True}
+
+
+def completed(journal: Path, rng: np.random.Generator) -> list[TracedGroup]:
+    """All groups of a run in their order, what was unfinished at its end drawn to an end, and some more."""
+    opened, lengths, ended = groups_of(journal)
+    groups = []
+    for group, event in opened.items():
+        around = [near for near in range(group - NEAR, group + NEAR + 1) if near in opened]
+        known = [length for near in around for length, done in zip(lengths[near], ended[near], strict=True) if done]
+        drawn = [
+            length if done else int(rng.choice([one for one in known if one > length] or [length + 1]))
+            for length, done in zip(lengths[group], ended[group], strict=True)
+        ]
+        groups.append(TracedGroup(event.prompt_tokens, drawn))
+    return groups + [groups[-at] for at in rng.integers(1, 1 + min(MORE_GROUPS, len(groups)), MORE_GROUPS)]
+
+
+def groups_of(journal: Path) -> tuple[dict[int, GroupOpened], dict[int, list[int]], dict[int, list[bool]]]:
+    """By group, as they were opened: its event, the response tokens of its samples by now, and which have ended."""
+    opened: dict[int, GroupOpened] = {}
+    lengths: dict[int, list[int]] = {}
+    ended: dict[int, list[bool]] = {}
+    sample_of: dict[int, tuple[int, int]] = {}
+    for event in training_events(journal):
+        match event:
+            case GroupOpened():
+                opened[event.group] = event
+                lengths[event.group], ended[event.group] = [0] * event.size, [False] * event.size
+            case Leased():
+                sample_of[event.lease_id] = event.group, event.index
+            case RowsAccepted():
+                for row in event.rows:
+                    group, index = sample_of[row.lease_id]
+                    lengths[group][index] = row.end
+                    ended[group][index] |= bool(row.finish)
+    if not opened or min(opened) != 0:
+        raise ConfigError(f"the journal {journal} lacks the beginning of its run; keep all of its files")
+    return opened, lengths, ended
+
+
+def training_events(journal: Path) -> Iterable[GroupOpened | Leased | RowsAccepted]:
+    """Of a run without evaluation."""
+    return (event for event in read_events(journal, 0) if isinstance(event, GroupOpened | Leased | RowsAccepted))

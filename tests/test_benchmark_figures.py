@@ -10,6 +10,14 @@ from types import SimpleNamespace as Has
 import numpy as np
 import pytest
 
+from april.broker.desks.grants import sample_seed
+from april.broker.ledger.ledger import Ledger
+from april.broker.ledger.rules import Rules
+from april.simulate.lengths import Lengths, LengthsSection
+from april.wire.version import Version
+from april.workers.engines.base import Request
+from tests.simulate.journals import add_group, recorded
+
 
 @pytest.fixture(scope="module")
 def module():
@@ -125,6 +133,45 @@ def test_a_slot_is_occupied_or_idle_for_one_cause(module, kind, cause):
     assert turn.occupancy + sum(turn.idle_share.values()) == pytest.approx(1)
     between_two_looks = turn_of(module, kind, leased=10.1, busy=10.2, updating=0.0)
     assert between_two_looks.idle_share == {cause: 0, "pipeline": 0, "update": 0}
+
+
+# --- paced_prediction.py --------------------------------------------------------------------------------------
+
+
+def test_the_lengths_of_a_run_are_known_group_by_group_and_what_was_unfinished_is_drawn_from_longer_ones(
+    module, tmp_path
+):
+    ledger = Ledger(Rules(batch_groups=2, group_size=2, max_staleness=5, max_response_tokens=100))
+    ledger.start_learner(0)
+    with recorded(ledger, tmp_path):
+        add_group(ledger, [20, 10], prompt_tokens=7)
+        unfinished = add_group(ledger, [40, None])
+        add_group(ledger, [31, 30])
+        ledger.add_chunk(next(iter(ledger.leases)), 0, 25, Version(0, 1))
+    groups = module("paced_prediction").completed(tmp_path / "journal", np.random.default_rng(0))
+    assert [group.response_tokens for group in groups[:1] + groups[2:3]] == [[20, 10], [31, 30]]
+    assert groups[0].prompt_tokens == 7
+    first, drawn = groups[unfinished.id].response_tokens
+    assert first == 40 and drawn in (30, 31, 40)
+
+
+# --- forced_engine.py -------------------------------------------------------------------------------------------
+
+
+def test_a_forced_length_is_that_of_its_sample_also_when_it_goes_on_elsewhere(module, monkeypatch):
+    forced = module("forced_engine")
+    lengths = Lengths(LengthsSection(family="pareto", alpha=1.1, smallest_tokens=16, longest_tokens=512), 2, seed=3)
+    submitted = []
+    monkeypatch.setattr(forced.PacedEngine, "submit", lambda self, request: submitted.append(request))
+    monkeypatch.setattr(forced, "GROUPS", 4)
+    engine = object.__new__(forced.ForcedEngine)
+    engine.force(lengths, seed=3, longest=512)
+    seed = sample_seed(3, 2, 1)
+    for already in (0, 5):
+        tokens = np.zeros(9 + already, np.int32)
+        engine.submit(Request(1, tokens, 512 - already, seed, stop_token_ids=frozenset({2})))
+    assert [one.max_new_tokens for one in submitted] == [lengths.of(2)[1], lengths.of(2)[1] - 5]
+    assert not submitted[0].stop_token_ids
 
 
 # --- end_to_end.py, learning.py -------------------------------------------------------------------------------
