@@ -46,12 +46,13 @@ class Measured:
 
 
 def rows(name: str, keys: dict, runs: list[Measured], pace: str, forced: dict | None = None) -> list[Row]:
-    """Rows of one arm. `keys`: of a scenario; `forced`: the lengths section of runs whose lengths are forced, so that
-    nothing has to be read from their journals."""
+    """Rows of one arm. `keys`: of a scenario; `forced`: the lengths section of runs whose lengths are forced, of which
+    only the prompts have to be read from their journals."""
     told, limits = [], []
     for run in runs:
         for draw in range(1 if forced else DRAWS):
-            scenario = scenario_of(pace, keys, forced or own_lengths(run, draw)).with_keys(seed=run.seed)
+            lengths = forced | prompts_of(run) if forced else own_lengths(run, draw)
+            scenario = scenario_of(pace, keys, lengths).with_keys(seed=run.seed)
             told.append(simulate(scenario))
         limits.append(evaluate(name, scenario).limit)
     limit, speed = fmean(limits), fmean(run.tokens_per_s for run in runs)
@@ -79,6 +80,11 @@ def scenario_of(pace: str, keys: dict, lengths: dict) -> Scenario:
     path = HARDWARE if named else Path(pace)
     chosen = of_run | keys | {f"lengths.{key}": value for key, value in lengths.items()}
     return load_scenario(path, list(chosen.items()), pace if named else None)
+
+
+def prompts_of(run: Measured) -> dict:
+    opened, _, _ = groups_of(run.folder / "journal")
+    return {"prompt_tokens": round(fmean(event.prompt_tokens for event in opened.values()))}
 
 
 def own_lengths(run: Measured, draw: int) -> dict:
