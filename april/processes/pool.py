@@ -25,6 +25,8 @@ IN_FLIGHT_ITEMS = 4
 """Handed to a process at first: one at work, the others so that it need not wait for the next poll."""
 MOST_AHEAD = 64
 """times as many for one that is done with all of them at every poll, because decode steps lie between two"""
+SLOW_S = 0.1
+"""an item that takes longer has its process given fewer ahead"""
 START_LIMIT_S = 60.0
 """a process that is not ready by then is replaced; one whose pool has died ends itself"""
 ORPHAN_MARGIN_S = 5.0
@@ -163,7 +165,7 @@ class PoolProcess:
         """After a poll: whether it has answered anything, and whether items have waited for that."""
         if waited and answered and not self.in_flight:
             self.ahead = min(2 * self.ahead, MOST_AHEAD)
-        elif self.in_flight and not answered:
+        elif self.in_flight and not answered and time.monotonic() - self.busy_since_s > SLOW_S:
             self.ahead = max(1, self.ahead // 2)
 
     def flush(self) -> None:

@@ -73,7 +73,7 @@ class Between(PoolProcess):
     """Has answered all it was given when the pool looks at it again; or nothing, while it `hangs`."""
 
     def __init__(self):
-        self.in_flight, self.ahead, self.hangs = deque(), 1, False
+        self.in_flight, self.ahead, self.hangs, self.busy_since_s = deque(), 1, False, 0.0
 
     def send(self, item):
         self.in_flight.append(item)
