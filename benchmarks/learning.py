@@ -30,6 +30,8 @@ from paced_prediction import Measured
 from paced_prediction import rows as foretold_rows
 from staleness import HELD_OUT, Sampler
 
+from april.config import ConfigError
+from april.config.costs import pacing_of
 from april.data.make_data import make_data
 from april.policy.make_policy import make_policy
 from april.policy.warm_start import Recipe
@@ -100,6 +102,11 @@ class Study:
     longest_tokens: int = LONGEST_TOKENS
     lengths: dict = field(default_factory=dict)
     """a simulator's section, of forced lengths; empty: the policy's own"""
+
+    @property
+    def label(self) -> str:
+        """What a file of runs tells them apart by."""
+        return f"{self.prefix}{Path(self.pace).name}-{self.factor:g}" if self.pace else ""
 
     @property
     def holds_out(self) -> bool:
@@ -174,6 +181,8 @@ class Outcome:
     late: float
     """share of the paced engines' steps that this machine could not make in time, or of the learner's time beyond what
     its model says, whichever is more"""
+    study: str = ""
+    """its `label`"""
 
     @property
     def smoothed(self) -> np.ndarray:
@@ -206,11 +215,12 @@ def train(folder: Path, policy: Path, prompts: Path, study: Study, name: str, se
     reached = accuracy(folder / run_name / "checkpoints/policy", held_out) if study.holds_out else 0.0
     busy = fmean(step["slots"]["busy"] for step in run.steps)
     late = late_share(folder / run_name, run.steps, keys.get("learner.pace_token_s", 0.0))
-    return Outcome(name, seed, course, reached, run.summary["staleness"]["mean"], busy, late)
+    return Outcome(name, seed, course, reached, run.summary["staleness"]["mean"], busy, late, study.label)
 
 
 def paced_study(task: str, lengths: str = "", pace: str = PACE, factor: float = FACTOR) -> Study:
     """`pace`: hardware, or a file with a [cost], and with a [learner] `token_s` where that is to be another."""
+    pacing_of(pace)
     prefix = "_".join(["paced", *([task] if task != "quickstart" else []), *([lengths] if lengths else []), ""])
     given = tomllib.loads(Path(pace).read_text()) if Path(pace).suffix else {}
     return replace(
@@ -395,7 +405,10 @@ def main() -> None:
         arguments.error("--task, --lengths, --pace and --factor are for paced runs; add --paced")
     if options.lengths and options.task != "quickstart":
         arguments.error(f"--task {options.task} has turns of its own, which --lengths {options.lengths} cannot force")
-    study = paced_study(options.task, **asked) if options.paced else AS_IT_IS
+    try:
+        study = paced_study(options.task, **asked) if options.paced else AS_IT_IS
+    except ConfigError as error:
+        arguments.error(str(error))
     if unknown := set(options.arms or ()) - study.arms.keys():
         arguments.error(f"--arms {' '.join(sorted(unknown))} are none; use {', '.join(study.arms)}")
     arms = [name for name in study.arms if not options.arms or name in ("sync", *options.arms)]
@@ -440,7 +453,9 @@ def known_outcomes(path: Path | None, study: Study, steps: int) -> dict[tuple[st
     return {
         (one.arm, one.seed): one
         for one in outcomes
-        if one.arm in study.arms and len(one.course.seconds) == study.arms[one.arm].steps(steps)
+        if one.study == study.label
+        and one.arm in study.arms
+        and len(one.course.seconds) == study.arms[one.arm].steps(steps)
     }
 
 
