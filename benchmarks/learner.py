@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -31,14 +32,16 @@ from common import Row, parser, report
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging
 
-from april.config import Config
+from april.config import Config, WeightsSection
 from april.learner import flops
 from april.learner.batch import Batch, TrainSample, encode
 from april.learner.model import Policy, load, score_tokens
 from april.learner.packing import input_tokens, pack, plan
 from april.learner.samples import SampleKeeper
 from april.learner.trainer import Trainer
-from april.policy.model import build_tokenizer
+from april.policy.model import build_model, build_tokenizer, save_policy
+from april.policy.warm_start import Recipe
+from april.weights.publisher import WeightPublisher
 from april.wire.training import Stay
 from april.wire.version import Version
 
@@ -51,8 +54,9 @@ CPU = torch.device("cpu")
 STEP_MEASURES = ("step_vs_bare", "step_vs_padded", "step_vs_trl")
 STAYS = tuple(Stay("generate", "worker-0", 1.0, 2.0, 0, 99, "abort") for _ in range(3))
 LORA_MEASURES = ("lora_step_vs_full", "lora_memory_vs_full")
+PUBLISH_MEASURES = ("lora_publish_vs_full", "lora_publish")
 MEMORY_MEASURES = ("logits_memory_ratio", "load_peak_bytes_per_rank")
-MEASURES = (*STEP_MEASURES, *LORA_MEASURES, "samples_cost", "rank_imbalance", *MEMORY_MEASURES)
+MEASURES = (*STEP_MEASURES, *LORA_MEASURES, *PUBLISH_MEASURES, "samples_cost", "rank_imbalance", *MEMORY_MEASURES)
 BACKENDS = "megatron_vs_fsdp_step"
 """asked for by name: it makes .venv-megatron where there is none"""
 ROOT = Path(__file__).parents[1]
@@ -78,7 +82,7 @@ def make_model(folder: Path, shape: dict[str, int]) -> Qwen3Config:
     return config
 
 
-def trainer_of(folder: Path, **lora: int) -> Trainer:
+def trainer_of(folder: Path, **lora: float | bool) -> Trainer:
     config = Config.model_validate(
         {
             "model": {"path": folder},
@@ -258,6 +262,20 @@ def lora_rows(folder: Path, quick: bool) -> list[Row]:
     return [speed, Row("lora_memory_vs_full", [adapter / whole], "ratio")]
 
 
+def publish_rows(folder: Path) -> list[Row]:
+    """Of a version of `configs/quickstart-lora.toml`, as the lanes are given it, and of one with all weights."""
+    recipe = Recipe()
+    save_policy(build_model(recipe.hidden_size, recipe.layers, seed=0), folder)
+    lora = tomllib.loads((ROOT / "configs/quickstart-lora.toml").read_text())["lora"]
+    sizes = []
+    for section in (lora, {}):
+        publisher = WeightPublisher(WeightsSection(), "benchmark", "cpu")
+        sizes.append(publisher.publish(Version(0, 0), trainer_of(folder, **section).published())["publish_bytes"])
+        publisher.close()
+    adapter, whole = sizes
+    return [Row("lora_publish_vs_full", [adapter / whole], "ratio"), Row("lora_publish", [adapter], "bytes")]
+
+
 def state_bytes(trainer: Trainer) -> int:
     """Of this rank's parameters, gradients and moments, after a step."""
     parameters = list(trainer.policy.parameters())
@@ -340,6 +358,8 @@ def main() -> None:
             rows += step_rows(folder, vocabulary, wanted, options.quick)
         if wanted.intersection(LORA_MEASURES):
             rows += lora_rows(Path(made) / "for an adapter", options.quick)
+        if wanted.intersection(PUBLISH_MEASURES):
+            rows += publish_rows(Path(made) / "quickstart")
         if "samples_cost" in wanted:
             rows.append(keeping_row(folder, vocabulary, options.quick))
         if "rank_imbalance" in wanted:

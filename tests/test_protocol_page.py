@@ -290,12 +290,22 @@ def test_the_page_names_every_message_with_its_fields_types_and_defaults_in_orde
 
     from april import wire
     from april.weights.canary import Canary
-    from april.weights.lane_messages import AnyLaneMessage, TensorHead
+    from april.weights.lane_messages import Adapter, AnyLaneMessage, TensorHead
 
     described = {name: fields for name, fields, _ in rows(PAGE)}
     assert len(described) == len(list(rows(PAGE))), "a message is described once"
     of_work = [wire.Task, wire.Grant, wire.Scored, wire.GiveBack, wire.Closed, wire.Session, wire.TurnRequest]
-    parts = [*of_work, wire.Slots, wire.Submission, wire.GroupHead, wire.SampleHead, wire.Stay, TensorHead, Canary]
+    parts = [
+        *of_work,
+        wire.Slots,
+        wire.Submission,
+        wire.GroupHead,
+        wire.SampleHead,
+        wire.Stay,
+        TensorHead,
+        Canary,
+        Adapter,
+    ]
     kinds = [*wire.MESSAGES, *typing.get_args(AnyLaneMessage), *parts]
     assert sorted(described) == sorted(kind.__name__ for kind in kinds)
     for kind in kinds:

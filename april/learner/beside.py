@@ -1,7 +1,7 @@
 """What goes on beside the training of a batch: the next is fetched, and the last weights are sent.
 
 handover.ask(step)
-sending.start(step, tensors, canary)
+sending.start(step, weights, canary)
 ...                                             # train the batch before
 (batch, ready), wait_s = handover.take()
 figures = sending.finish()
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from april.learner.background import in_background
 from april.learner.batch import Batch, ToldGroup, share_batch
+from april.weights.base import Adapted
 from april.weights.canary import Canary
 from april.wire.training import Discard
 from april.wire.version import Version
@@ -62,10 +63,13 @@ class Source(Protocol):
         may turn out to be; asked with `evaluation.best` alone."""
 
 
+Weights = Mapping[str, Tensor] | Adapted
+"""all of them, on the CPU, by Hugging Face name, or what is trained in their place"""
+
+
 class Publisher(Protocol):
-    def publish(self, version: Version, tensors: Mapping[str, Tensor], canary: Canary | None) -> dict[str, float]:
-        """Hand the weights (on the CPU, by Hugging Face name) to the workers, and what they are known by; figures about
-        it."""
+    def publish(self, version: Version, weights: Weights, canary: Canary | None) -> dict[str, float]:
+        """Hand the weights to the workers, and what they are known by; figures about it."""
 
     def announce(self, version: Version, canary: Canary | None) -> None:
         """Have the workers stop for weights that others bring."""
@@ -123,16 +127,16 @@ class Sending:
     def is_due(self, step: int) -> bool:
         return step >= self.frontier
 
-    def start(self, step: int, tensors: Mapping[str, Tensor], canary: Canary | None) -> None:
+    def start(self, step: int, weights: Weights, canary: Canary | None) -> None:
         """Begin with weights `step`; what was sent before has to be finished."""
         if self.publisher:
-            self._sending = in_background(self._send, self.publisher, Version(self.branch, step), tensors, canary)
+            self._sending = in_background(self._send, self.publisher, Version(self.branch, step), weights, canary)
 
     def _send(
-        self, publisher: Publisher, version: Version, tensors: Mapping[str, Tensor], canary: Canary | None
+        self, publisher: Publisher, version: Version, weights: Weights, canary: Canary | None
     ) -> dict[str, float]:
         began = time.perf_counter()
-        return publisher.publish(version, tensors, canary) | {"publish_s": time.perf_counter() - began}
+        return publisher.publish(version, weights, canary) | {"publish_s": time.perf_counter() - began}
 
     def announce(self, step: int, canary: Canary | None) -> None:
         if self.publisher:

@@ -197,7 +197,7 @@ class Release:
         MAIN.at("gathering weights")
         canary = self.trainer.canary() if self.trainer.config.weights.canary else None
         scored = time.perf_counter()
-        self.sending.start(self.trainer.step_count, self.trainer.weights(), canary)
+        self.sending.start(self.trainer.step_count, self.trainer.published(), canary)
         return {"canary_s": scored - began, "gather_s": time.perf_counter() - scored}
 
     def finish(self) -> dict[str, float]:

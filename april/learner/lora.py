@@ -4,7 +4,7 @@ To whoever reads or publishes weights, an adapted model has the tensors that it 
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn import functional as F
+from transformers.core_model_loading import revert_weight_conversion
 
 from april.config.lora import LoraSection, adapted
+from april.weights.base import DOWN, UP, merge
 
-PARTS = ("lora_A", "lora_B")
+PARTS = (DOWN, UP)
 PEFT_PREFIX = "base_model.model."
 """what peft puts before the names of the model"""
 
@@ -48,7 +50,7 @@ class AdaptedLinear(nn.Linear):
         down, up = self.lora_A.detach(), self.lora_B.detach()
         if isinstance(down, DTensor):
             down = down.redistribute(placements=[Replicate()])
-        return self.weight.detach() + self.scaling * (up @ down)
+        return merge(self.weight.detach(), down, up, self.scaling)
 
 
 def attach(lm: nn.Module, section: LoraSection, seed: int) -> None:
@@ -80,6 +82,36 @@ def merged_weights(lm: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, layers[name].merged()
         elif not name.endswith(PARTS):
             yield name, parameter
+
+
+def names_in_files(lm: nn.Module, trained: Iterable[str]) -> dict[str, str] | None:
+    """What the files of `lm` call the weights of its adapted layers, and what is trained whole; None where some of
+    these lie in files in another form. `trained`: all names that are.
+
+    Names are turned back as those of weights are, here of numbers that take no memory.
+    """
+    weights = [f"{name}.weight" for name in adapted_layers(lm)] + [name for name in trained if not name.endswith(PARTS)]
+    shapes = [lm.get_parameter(name).shape for name in weights]
+    numbered = {name: torch.tensor(i).expand(shapes[i]) for i, name in enumerate(weights)}
+    found = {
+        name: (int(value[(0,) * value.dim()]), value) for name, value in revert_weight_conversion(lm, numbered).items()
+    }
+    if sorted(i for i, _ in found.values()) != list(range(len(weights))):
+        return None
+    same = all(value.shape == shapes[i] for i, value in found.values())
+    return {weights[i]: name for name, (i, _) in found.items()} if same else None
+
+
+def as_published(trained: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
+    """What is trained of a model, by the names of its files, which `names` are."""
+    found = {}
+    for name, tensor in trained.items():
+        layer, _, part = name.rpartition(".")
+        if part in PARTS:
+            found[f"{names[f'{layer}.weight'].removesuffix('.weight')}.{part}"] = tensor
+        else:
+            found[names[name]] = tensor
+    return found
 
 
 class WithoutAdapter(nn.Module):

@@ -8,7 +8,7 @@ token. The same batch, checkpoint and number of ranks give bitwise the same weig
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -35,6 +35,7 @@ from april.learner.phases import PhaseSeconds, Seconds
 from april.learner.seen import SeenTokens, keeps
 from april.learner.store import Store
 from april.processes.pulse import MAIN
+from april.weights.base import Adapted
 from april.weights.canary import Canary, canary_tokens
 from april.wire.version import Version
 
@@ -382,7 +383,16 @@ class Trainer:
 
     def weights(self) -> dict[str, Tensor]:
         """All weights as workers generate with them, on the CPU of rank 0; {} elsewhere."""
-        return self.backend.weights(None if self.device.type == "cpu" else torch.bfloat16)
+        return self.backend.weights(self.workers_dtype)
+
+    def published(self) -> Mapping[str, Tensor] | Adapted:
+        """What workers are sent, from which they have these; {} but on rank 0."""
+        return self.backend.published(self.workers_dtype)
+
+    @property
+    def workers_dtype(self) -> torch.dtype | None:
+        """Of the weights that workers generate with; None: as they are trained."""
+        return None if self.device.type == "cpu" else torch.bfloat16
 
     def canary(self) -> Canary:
         """What these weights say of the canary, as a step would compute it."""

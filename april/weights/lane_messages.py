@@ -18,6 +18,8 @@ class LaneJoin(Message):
     """what it samples from already, and need not be sent"""
     ranks: Number = 0
     """of an inference server that joins in the worker's place; 0: the worker joins itself"""
+    base: Name = ""
+    """checksum of the model that it has, to which an adapter may come; empty: it wants whole weights"""
 
 
 class LaneInvite(Message):
@@ -46,6 +48,19 @@ class TensorHead(msgspec.Struct, array_like=True, frozen=True):
     shape: list[int]
 
 
+class Adapter(msgspec.Struct, array_like=True, frozen=True):
+    """How the weights of a version are made of a model and of what was trained beside it (`april/weights/base.py`)."""
+
+    base: str
+    """checksum of the model"""
+    scaling: float
+    """of B A"""
+    dtype: str
+    """of the weights that are made"""
+    without: list[str] = []
+    """tensors of the model's files that no version has: what is tied to others"""
+
+
 class LaneManifest(Message):
     """What is sent next over the lane: the tensors one behind the other in `total_bytes`, in buckets."""
 
@@ -59,6 +74,8 @@ class LaneManifest(Message):
     """what an inference server will say of each of its tensors; none: do not ask"""
     canary: Canary | None = None
     """what an engine with these weights will say of a text; none: it is not published"""
+    adapter: Adapter | None = None
+    """what the tensors are to the weights, where they are not all of them"""
 
 
 class LanePosted(Message):

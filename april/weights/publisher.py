@@ -29,6 +29,7 @@ from april.security.audit import Audit
 from april.security.door import Door
 from april.security.keys import ALLOW_LIST, load_keys
 from april.weights import TRANSPORTS
+from april.weights.base import Adapted, Base
 from april.weights.canary import Canary
 from april.weights.external import ExternalTransport
 from april.weights.lane_messages import (
@@ -88,6 +89,8 @@ class PeerLane:
     transfers: int = 0
     key: str = ""
     """CURVE key of the worker, "" without CURVE"""
+    base: str = ""
+    """checksum of the model that its worker has"""
     inbox: queue.Queue[Any] = field(default_factory=lambda: queue.Queue(INBOX_MESSAGES))
     """LaneReady, LanePosted, LaneLoaded, LaneFailed of this lane"""
 
@@ -123,6 +126,11 @@ class WeightPublisher:
         self.run = run
         self.device = device
         self._snapshot: Snapshot | None = None
+        self._base: Base | None = None
+        """of the adapter that is published"""
+        self._whole: Snapshot | None = None
+        """what was made last of an adapter, for lanes that do not take one"""
+        self._making = threading.Lock()
         self._changed = threading.Condition()
         self._lanes: dict[str, PeerLane] = {}
         self._count = 0
@@ -166,11 +174,15 @@ class WeightPublisher:
         thread.start()
 
     def publish(
-        self, version: Version, tensors: Mapping[str, Tensor], canary: Canary | None = None
+        self, version: Version, weights: Mapping[str, Tensor] | Adapted, canary: Canary | None = None
     ) -> dict[str, float]:
         """Give `version` to all workers, and what the learner says of the canary under it; returns once they have it,
-        are lost, or the deadline is over."""
-        return self._offer(pack(version, tensors, canary))
+        are lost, or the deadline is over. Of an adapter, a lane whose worker has another model, or none, is sent all
+        weights."""
+        if not isinstance(weights, Adapted):
+            return self._offer(pack(version, weights, canary))
+        self._base = weights.base
+        return self._offer(pack(version, weights.tensors, canary, weights.adapter))
 
     def announce(self, version: Version, canary: Canary | None = None) -> None:
         """Have all engines stop for weights that others bring, where the transport leaves that to them. Raises
@@ -306,6 +318,7 @@ class WeightPublisher:
                 acknowledged=join.held,
                 server_ranks=join.ranks,
                 key=peer.key,
+                base=join.base,
             )
             self._lanes[name] = lane
         self._start_thread(name, self._run_lane, lane)
@@ -347,7 +360,7 @@ class WeightPublisher:
             self._set_state(lane, "ready")
             while (snapshot := self._next_snapshot(lane)) is not None:
                 self._set_state(lane, "sending")
-                self._transfer(lane, link, snapshot)
+                self._transfer(lane, link, self._for(lane, snapshot))
                 lane.last_seen = clock.now()
                 self._set_state(lane, "ready", acknowledged=snapshot.version)
         except (LaneLost, RuntimeError, OSError) as error:
@@ -372,13 +385,27 @@ class WeightPublisher:
                 self._changed.wait(1.0)
         return None
 
+    def _for(self, lane: PeerLane, snapshot: Snapshot) -> Snapshot:
+        """As this lane takes it."""
+        adapter, base = snapshot.adapter, self._base
+        if adapter is None or base is None or lane.base == adapter.base:
+            return snapshot
+        if not lane.transfers:
+            log.info("%s does not take adapters of this model, and is sent all weights", lane.worker)
+        with self._making:
+            if self._whole is None or self._whole.version != snapshot.version:
+                trained = unpack(snapshot.heads, snapshot.data, snapshot.checksum)
+                self._whole = pack(snapshot.version, dict(base.with_adapter(adapter, trained)), snapshot.canary)
+            return self._whole
+
     def _transfer(self, lane: PeerLane, link: Link, snapshot: Snapshot) -> None:
         bucket_bytes = self.bucket_bytes
         heads, size = snapshot.heads, snapshot.data.numel()
         expected = self._server_checksums(lane, snapshot)
         manifest = LaneManifest(
-            lane.name, snapshot.version, heads, size, bucket_bytes, snapshot.checksum, expected, snapshot.canary
-        )
+            lane.name, snapshot.version, heads, size, bucket_bytes, snapshot.checksum, expected, snapshot.canary,
+            snapshot.adapter,
+        )  # fmt: skip
         deadline = clock.now() + self.config.transfer_deadline_s
         self._send(lane, manifest)
         self._await(lane, LanePosted, snapshot.version, deadline)

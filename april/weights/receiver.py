@@ -11,7 +11,7 @@ The worker's own loop takes staged weights between two decode steps, so an updat
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -27,9 +27,11 @@ from april.processes import clock
 from april.security.handshake import Handshake
 from april.security.keys import Keys
 from april.weights import TRANSPORTS
+from april.weights.base import Base
 from april.weights.canary import Canary
 from april.weights.lane_messages import (
     LANES,
+    Adapter,
     LaneAlive,
     LaneFailed,
     LaneInvite,
@@ -101,10 +103,11 @@ class WeightReceiver:
         keys: Keys | None = None,
         server: InferenceServer | None = None,
         up: Callable[[], bool] = lambda: True,
+        base: Base | None = None,
     ):
         """`up`: whether there is what takes weights at all; without it there is no lane, for which a learner would
-        wait."""
-        self.server, self.up = server, up
+        wait; `base`: the model that the worker has, if adapters of it may come in place of weights."""
+        self.server, self.up, self.base = server, up, base
         self.config = config
         self.transport: Transport = TRANSPORTS.find(config.transport)(config)
         self.keys = keys
@@ -325,7 +328,8 @@ class LearnerConnection:
             self._ask_again_at = clock.now() + INVITATION_S
             receiver, server = self.receiver, self.receiver.server
             device, ranks = (server.device, server.ranks) if server else (receiver.device, 0)
-            self._send(LaneJoin(receiver.uid, receiver.name, device, receiver.held, ranks))
+            base = receiver.base.checksum if receiver.base and not server else ""
+            self._send(LaneJoin(receiver.uid, receiver.name, device, receiver.held, ranks, base))
 
     def _send(self, message: wire.Message) -> None:
         """A learner that has been away for so long that no more fits into the queue is another one when it is back."""
@@ -383,6 +387,20 @@ class LearnerConnection:
         deadline = started_at + self.receiver.config.transfer_deadline_s
         link.receive(buckets(data, manifest.bucket_bytes), deadline)
         tensors = unpack(manifest.tensors, data, manifest.checksum)
+        if manifest.adapter:
+            tensors = self._with_adapter(manifest.adapter, tensors)
         self.receiver.stage(
             Staged(manifest.version, tensors, started_at, canary=manifest.canary, checksum=manifest.checksum)
         )
+
+    def _with_adapter(self, adapter: Adapter, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """All weights. The learner is told meanwhile that this worker lives."""
+        base, weights, spoke_at = self.receiver.base, dict[str, Tensor](), clock.now()
+        if base is None or base.checksum != adapter.base:
+            raise RuntimeError("an adapter has come of a model that this worker does not have")
+        for name, tensor in base.with_adapter(adapter, trained):
+            weights[name] = tensor
+            if self.lane and clock.now() - spoke_at > SPEAK_S:
+                self._send(LaneAlive(self.lane.lane))
+                spoke_at = clock.now()
+        return weights

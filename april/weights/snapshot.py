@@ -8,7 +8,7 @@ from torch import Tensor
 from zlib_ng.zlib_ng import crc32
 
 from april.weights.canary import Canary
-from april.weights.lane_messages import TensorHead
+from april.weights.lane_messages import Adapter, TensorHead
 from april.wire.version import Version
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
@@ -28,9 +28,13 @@ class Snapshot:
     """uint8 [bytes], on the CPU"""
     checksum: int
     canary: Canary | None = None
+    adapter: Adapter | None = None
+    """what the tensors are to the weights, where they are not all of them"""
 
 
-def pack(version: Version, tensors: Mapping[str, Tensor], canary: Canary | None = None) -> Snapshot:
+def pack(
+    version: Version, tensors: Mapping[str, Tensor], canary: Canary | None = None, adapter: Adapter | None = None
+) -> Snapshot:
     """Copy the tensors one behind the other, in the order of the mapping."""
     heads = [TensorHead(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in tensors.items()]
     offsets, total = layout(heads)
@@ -38,7 +42,7 @@ def pack(version: Version, tensors: Mapping[str, Tensor], canary: Canary | None 
     for offset, tensor in zip(offsets, tensors.values(), strict=True):
         flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         data[offset : offset + flat.numel()] = flat
-    return Snapshot(version, heads, data, checksum(data), canary)
+    return Snapshot(version, heads, data, checksum(data), canary, adapter)
 
 
 def unpack(heads: list[TensorHead], data: Tensor, expected_checksum: int) -> dict[str, Tensor]:

@@ -4,6 +4,7 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from april.config import Config, ConfigError
@@ -103,10 +104,13 @@ def stop_at_signals(part: "Worker | Scorer") -> None:
 
 def make_intakes(config: Config, engine: "Engine", name: str, device: str, keys: "Keys | None") -> "list[Intake]":
     """A lane to the learner for the engine, or several, as the engine says."""
+    from april.weights.base import Base
     from april.weights.receiver import WeightReceiver
 
-    def make_receiver(lane: str, *server_and_up: Any) -> WeightReceiver:
-        return WeightReceiver(config.weights, new_uid(lane), lane, device, keys, *server_and_up)
+    base = Base(config.model.path) if config.lora.is_set else None
+
+    def make_receiver(lane: str, server: Any = None, up: Callable[[], bool] = lambda: True) -> WeightReceiver:
+        return WeightReceiver(config.weights, new_uid(lane), lane, device, keys, server, up, base)
 
     return ENGINES.find(config.worker.engine).intakes(config, engine, name, make_receiver)
 

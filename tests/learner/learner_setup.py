@@ -14,6 +14,8 @@ from april.config import Config
 from april.config.algorithm import AlgorithmSection
 from april.data.support import Support
 from april.learner.batch import Batch, TrainSample, encode
+from april.weights.base import Adapted, Base
+from april.weights.snapshot import pack, unpack
 from april.wire.version import Version
 
 VOCAB = 23
@@ -233,6 +235,15 @@ def set_adapter(trainer) -> None:
         for name, value in random_adapter(parameters).items():
             parameter = parameters[name]
             parameter.copy_(distribute_tensor(value, parameter.device_mesh, parameter.placements))
+
+
+def at_a_worker(published) -> dict[str, torch.Tensor]:
+    """The weights that a worker makes of what it is sent."""
+    if not isinstance(published, Adapted):
+        return dict(published)
+    snapshot = pack(Version(0, 0), published.tensors, adapter=published.adapter)
+    trained = unpack(snapshot.heads, snapshot.data, snapshot.checksum)
+    return dict(Base(published.base.folder).with_adapter(snapshot.adapter, trained))
 
 
 def set_head(trainer) -> None:

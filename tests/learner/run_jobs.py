@@ -10,7 +10,7 @@ import orjson
 import torch
 import torch.distributed as dist
 from frozen import FrozenTrainer, full_gradients
-from learner_setup import Diary, flip_a_bit, full_moments, on_disk, set_adapter, set_head, whole_critic
+from learner_setup import Diary, at_a_worker, flip_a_bit, full_moments, on_disk, set_adapter, set_head, whole_critic
 from msgspec.structs import asdict
 from torch.distributed.tensor import DTensor
 
@@ -47,6 +47,7 @@ def run(job: dict, device: torch.device) -> dict:
         "canary": asdict(trainer.canary()),
         "whole_policy": unsharded(trainer.policy),
         "weights": trainer.weights(),
+        "at_a_worker": at_a_worker(trainer.published()),
         "moments": full_moments(trainer),
         "critic": {
             "weights": whole_critic(trainer),

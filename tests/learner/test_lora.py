@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from learner_setup import (
+    at_a_worker,
     full_moments,
     job,
     make_config,
@@ -17,7 +18,7 @@ from learner_setup import (
 )
 from ranks import run_ranks
 from reference import ReferenceLearner
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_model import ARCHITECTURES, random_model
 from test_trainer_reference import same
 from torch import nn
@@ -29,8 +30,9 @@ from april.config import ConfigError
 from april.config.lora import LoraSection, check_lora
 from april.launch.adapter import adapter_parameters
 from april.learner.batch import Batch
-from april.learner.lora import adapted_layers, switched_off
+from april.learner.lora import adapted_layers, names_in_files, switched_off
 from april.learner.trainer import Trainer
+from april.weights.base import Adapted
 from april.weights.snapshot import pack
 from april.wire.version import Version
 
@@ -125,6 +127,20 @@ def test_a_fresh_adapter_changes_no_bit_of_what_is_published(outcome, policy_fol
     assert all(torch.equal(value, started[name]) for name, value in untouched["weights"].items())
 
 
+def equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
+    return ours.keys() == theirs.keys() and all(
+        value.dtype == theirs[name].dtype and torch.equal(value, theirs[name]) for name, value in ours.items()
+    )
+
+
+@pytest.mark.parametrize("rank", [3, 1, "embedding"])
+def test_a_worker_makes_of_the_adapter_and_its_own_model_what_the_learner_has_bit_by_bit(outcome, rank):
+    _, trained, untouched = outcome
+    _, result = trained[rank]
+    assert equal(result["at_a_worker"], result["weights"])
+    assert equal(untouched["at_a_worker"], untouched["weights"])
+
+
 @pytest.fixture
 def trainer(one_rank, policy_folder, tmp_path):
     config = make_config(policy_folder, tmp_path / "run", lora=LORA, weight_decay=0.1, lr=1e-2)
@@ -141,6 +157,26 @@ def beside(request, one_rank, tmp_path):
     folder = make_policy(tmp_path / "source", tied=request.param)
     config = make_config(folder, tmp_path / "run", lora=LORA | {"embedding": True}, weight_decay=0.1, lr=1e-2)
     return Trainer(config, CPU)
+
+
+def test_what_is_published_is_what_is_trained_and_no_byte_else(trainer):
+    published = trainer.published()
+    assert {name: value.shape for name, value in published.tensors.items()} == {
+        name: value.shape for name, value in trainer.policy.trained
+    }
+    assert all(value.dtype == torch.float32 for value in published.tensors.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_embedding_comes_with_it_and_a_head_that_is_tied_to_it_does_not_stay_behind(beside, dtype):
+    """Files may have a tied head, too. What is made is rounded once, at the end."""
+    set_adapter(beside)
+    file = beside.config.model.path / "model.safetensors"
+    if beside.policy.lm.config.tie_word_embeddings:
+        started = load_file(file)
+        file.unlink()
+        save_file(started | {"lm_head.weight": started["model.embed_tokens.weight"].clone()}, file)
+    assert equal(at_a_worker(beside.backend.published(dtype)), beside.backend.weights(dtype))
 
 
 def test_steps_move_the_adapter_alone(trainer, policy_folder):
@@ -290,6 +326,30 @@ def test_what_a_dry_run_counts_is_what_is_trained(config, one_rank, tmp_path):
     run = make_config(folder, tmp_path / "run", lora={"rank": 2})
     trained = Trainer(run, CPU).policy.trained
     assert adapter_parameters(run) == sum(parameter.numel() for _, parameter in trained) > 0
+
+
+@ARCHITECTURES
+def test_workers_know_the_layers_of_every_architecture_by_the_names_of_its_files(config, one_rank, tmp_path):
+    trainer = Trainer(make_config(random_model(config, tmp_path / "source"), tmp_path / "run", lora={"rank": 2}), CPU)
+    set_adapter(trainer)
+    assert isinstance(trainer.published(), Adapted)
+    assert equal(at_a_worker(trainer.published()), trainer.weights())
+
+
+def test_a_model_whose_layers_lie_in_files_in_another_form_is_published_whole(trainer, monkeypatch):
+    """Here as if queries and keys were one tensor there."""
+    names = [name for name, _ in trainer.policy.trained]
+
+    def fused(lm, state):
+        own = "model.layers.0.self_attn"
+        both = torch.cat([state.pop(f"{own}.{part}_proj.weight") for part in "qk"])
+        return state | {f"{own}.qk_proj.weight": both}
+
+    assert len(names_in_files(trainer.policy.lm, names)) == len(names) // 2
+    monkeypatch.setattr("april.learner.lora.revert_weight_conversion", fused)
+    assert names_in_files(trainer.policy.lm, names) is None
+    trainer.backend.files = None
+    assert equal(trainer.published(), trainer.weights())
 
 
 @pytest.mark.full

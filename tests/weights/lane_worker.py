@@ -1,13 +1,19 @@
-"""A worker's weights thread in a process of its own: prints every version it loads with a sum over its tensors."""
+"""A worker's weights thread in a process of its own: prints every version it loads with a sum over its tensors.
+
+Its arguments: the publisher's address, its name, and the folder of its model, if it has one.
+"""
 
 import sys
 import time
+from pathlib import Path
 
 from april.config import WeightsSection
+from april.weights.base import Base
 from april.weights.receiver import WeightReceiver
 
-address, name = sys.argv[1:3]
-receiver = WeightReceiver(WeightsSection(), uid=f"{name}-{time.monotonic_ns()}", name=name, device="cpu")
+address, name, *model = sys.argv[1:]
+base = Base(Path(model[0])) if model else None
+receiver = WeightReceiver(WeightsSection(), uid=f"{name}-{time.monotonic_ns()}", name=name, device="cpu", base=base)
 receiver.connect(address)
 print("started", flush=True)
 while True:

@@ -10,11 +10,14 @@ from subprocess import PIPE
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from april.config import ConfigError, WeightsSection
 from april.processes import clock
 from april.weights import lane
+from april.weights.base import Adapted, Base
 from april.weights.canary import Canary
+from april.weights.lane_messages import Adapter
 from april.weights.publisher import SILENCE_S, WeightPublisher
 from april.weights.receiver import WeightReceiver
 from april.wire.version import Version
@@ -26,9 +29,9 @@ PATIENCE_S = 60.0
 
 
 class LaneWorker:
-    def __init__(self, address, name):
+    def __init__(self, address, name, *model):
         script = Path(__file__).with_name("lane_worker.py")
-        self.process = Popen([sys.executable, script, address, name], stdout=PIPE, text=True)
+        self.process = Popen([sys.executable, script, address, name, *model], stdout=PIPE, text=True)
         self.lines = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -79,8 +82,8 @@ def publisher(patience):
 def worker(publisher):
     workers = []
 
-    def start(*names):
-        started = [LaneWorker(publisher.address, name) for name in names]
+    def start(*names, model=()):
+        started = [LaneWorker(publisher.address, name, *model) for name in names]
         workers.extend(started)
         assert all(each.has_started() for each in started)
         return started if len(started) > 1 else started[0]
@@ -125,6 +128,67 @@ def test_every_worker_gets_every_version(publisher, worker):
         figures = publisher.publish(Version(0, step), weights(step))
         assert figures["publish_workers"] == 2 and figures["publish_late"] == 0
         assert [each.await_version(Version(0, step)) for each in workers] == [total(step)] * 2
+
+
+MODEL = {
+    "layer.weight": torch.arange(600_000.0).reshape(3000, 200).bfloat16() / 1000,
+    "table.weight": torch.ones(30, 20).bfloat16(),
+    "head.weight": torch.ones(30, 20).bfloat16(),
+    "norm.weight": torch.full((20,), 0.5).bfloat16(),
+}
+
+
+@pytest.fixture
+def make_model(tmp_path):
+    """The same in one file or in two, or another one."""
+
+    def make(name, files=1, change=0.0):
+        folder, names = tmp_path / name, sorted(MODEL)
+        folder.mkdir()
+        for i in range(files):
+            save_file({key: MODEL[key] + change for key in names[i::files]}, folder / f"model-{i}.safetensors")
+        return folder
+
+    return make
+
+
+def adapted(folder, step):
+    """Of a model whose head is its table, which is trained whole."""
+    generator = torch.Generator().manual_seed(step)
+    trained = {
+        "layer.lora_A": torch.randn(4, 200, generator=generator),
+        "layer.lora_B": torch.randn(3000, 4, generator=generator),
+        "table.weight": torch.randn(30, 20, generator=generator),
+    }
+    base = Base(folder)
+    return Adapted(trained, Adapter(base.checksum, 0.25, "float32", ["head.weight"]), base)
+
+
+def total_with_adapter(step):
+    trained = adapted(Path("unused"), step).tensors
+    layer = MODEL["layer.weight"].float() + 0.25 * (trained["layer.lora_B"] @ trained["layer.lora_A"])
+    parts = (layer, trained["table.weight"], MODEL["norm.weight"])
+    return pytest.approx(sum(float(each.double().sum()) for each in parts), abs=1e-3)
+
+
+def test_of_an_adapter_it_is_sent_alone_to_whoever_has_its_model_and_all_weights_to_others(
+    publisher, worker, make_model, caplog
+):
+    """However the model lies in files. Late joiners need nothing else, and are told by what they have."""
+    caplog.set_level("INFO", logger="april.weights.publisher")
+    own = make_model("learner")
+    first = worker("w0", model=[make_model("same", files=2)])
+    size = publisher.publish(Version(0, 0), adapted(own, 0))["publish_bytes"]
+    assert first.await_version(Version(0, 0)) == total_with_adapter(0)
+    assert size == 4 * (4 * 200 + 3000 * 4 + 30 * 20) < 0.05 * 4 * 600_000
+    assert "all weights" not in caplog.text
+    others = [worker("w1", model=[make_model("other", change=1.0)]), worker("w2"), worker("w3", model=[own])]
+    assert [each.await_version(Version(0, 0)) for each in others] == [total_with_adapter(0)] * 3
+    figures = publisher.publish(Version(0, 1), adapted(own, 1))
+    assert figures["publish_workers"] == 4 and figures["publish_late"] == figures["publish_wrong"] == 0
+    assert [each.await_version(Version(0, 1)) for each in [first, *others]] == [total_with_adapter(1)] * 4
+    told = [name for name in ("w0", "w1", "w2", "w3") if f"{name} does not take adapters of this model" in caplog.text]
+    assert told == ["w1", "w2"]
 
 
 class SlowPeer:

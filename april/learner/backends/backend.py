@@ -12,7 +12,7 @@ The same weights, batch and ranks give bitwise the same on a CPU.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from april.learner.model import full_state
 from april.learner.packing import MicroBatch
 from april.learner.phases import Seconds, untimed
 from april.processes.pulse import MAIN
+from april.weights.base import Adapted
 
 Loss = Callable[[int, Tensor, Tensor], Tensor]
 """of a micro-batch's place among those given, and of log-probability and entropy of each of its targets"""
@@ -93,3 +94,7 @@ class Backend(ABC):
         left out. An adapter is in the weights that it belongs to.
         """
         return full_state(self.lm, self.tensors(), dtype)
+
+    def published(self, dtype: torch.dtype | None = None) -> Mapping[str, Tensor] | Adapted:
+        """What workers are sent of the same, on rank 0. Collective."""
+        return self.weights(dtype)
