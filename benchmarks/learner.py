@@ -41,6 +41,7 @@ from april.learner.samples import SampleKeeper
 from april.learner.trainer import Trainer
 from april.policy.model import build_model, build_tokenizer, save_policy
 from april.policy.warm_start import Recipe
+from april.weights.base import Adapted
 from april.weights.publisher import WeightPublisher
 from april.wire.training import Stay
 from april.wire.version import Version
@@ -53,7 +54,7 @@ LR = 1e-6
 CPU = torch.device("cpu")
 STEP_MEASURES = ("step_vs_bare", "step_vs_padded", "step_vs_trl")
 STAYS = tuple(Stay("generate", "worker-0", 1.0, 2.0, 0, 99, "abort") for _ in range(3))
-LORA_MEASURES = ("lora_step_vs_full", "lora_memory_vs_full")
+LORA_MEASURES = ("lora_step_vs_full", "lora_memory_vs_full", "lora_worker")
 PUBLISH_MEASURES = ("lora_publish_vs_full", "lora_publish")
 MEMORY_MEASURES = ("logits_memory_ratio", "load_peak_bytes_per_rank")
 MEASURES = (*STEP_MEASURES, *LORA_MEASURES, *PUBLISH_MEASURES, "samples_cost", "rank_imbalance", *MEMORY_MEASURES)
@@ -259,7 +260,19 @@ def lora_rows(folder: Path, quick: bool) -> list[Row]:
     ours, theirs = (partial(step, trainer) for trainer in trainers)
     speed = compare("lora_step_vs_full", ours, theirs, 1 if quick else 5, clock=time.process_time)
     adapter, whole = map(state_bytes, trainers)
-    return [speed, Row("lora_memory_vs_full", [adapter / whole], "ratio")]
+    return [speed, Row("lora_memory_vs_full", [adapter / whole], "ratio"), worker_row(trainers[0])]
+
+
+def worker_row(trainer: Trainer) -> Row:
+    """What it costs a worker to make the weights of a version, in bfloat16, of what it is sent; the first time its
+    files are mapped."""
+    published, seconds = trainer.backend.published(torch.bfloat16), []
+    assert isinstance(published, Adapted)
+    for _ in range(4):
+        began = time.process_time()
+        weights = dict(published.base.with_adapter(published.adapter, published.tensors))
+        seconds.append((time.process_time() - began) / sum(each.numel() for each in weights.values()) * 1e9)
+    return Row("lora_worker", seconds[1:], "s per billion")
 
 
 def publish_rows(folder: Path) -> list[Row]:

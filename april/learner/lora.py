@@ -18,11 +18,10 @@ from torch.nn import functional as F
 from transformers.core_model_loading import revert_weight_conversion
 
 from april.config.lora import LoraSection, adapted
+from april.formats import peft
 from april.weights.base import DOWN, UP, merge
 
 PARTS = (DOWN, UP)
-PEFT_PREFIX = "base_model.model."
-"""what peft puts before the names of the model"""
 
 
 class AdaptedLinear(nn.Linear):
@@ -156,23 +155,13 @@ def save_adapter(
     folder.mkdir(parents=True)
     weights = weights | {name: weights[first].clone() for name, first in tied.items()}
     whole = {name for name in weights if not name.endswith(PARTS)}
-    description = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(base),
-        "r": adapter["rank"],
-        "lora_alpha": adapter["alpha"],
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "target_modules": adapter["targets"],
-        "inference_mode": True,
-    }
+    description = peft.description(adapter["rank"], adapter["alpha"], adapter["targets"], base)
     if whole:
         description["modules_to_save"] = sorted(name.split(".")[-2] for name in whole - tied.keys())
         description["ensure_weight_tying"] = bool(tied)
-    (folder / "adapter_config.json").write_bytes(orjson.dumps(description, option=orjson.OPT_INDENT_2))
+    (folder / peft.CONFIG).write_bytes(orjson.dumps(description, option=orjson.OPT_INDENT_2))
     named = {
-        f"{PEFT_PREFIX}{name if name in whole else f'{name}.weight'}": tensor.contiguous()
+        f"{peft.PREFIX}{name if name in whole else f'{name}.weight'}": tensor.contiguous()
         for name, tensor in weights.items()
     }
-    save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    save_file(named, folder / peft.TENSORS, metadata={"format": "pt"})

@@ -77,4 +77,4 @@ class Base:
 def merge(weight: Tensor, down: Tensor, up: Tensor, scaling: float) -> Tensor:
     """W + scaling B A, fp32: the weight [out, in] of a layer, or some of its rows and of B's, with all of its A
     [rank, in]."""
-    return weight.float() + scaling * (up @ down)
+    return (up @ down).mul_(scaling).add_(weight)

@@ -70,6 +70,8 @@ class Staged:
     """what the learner says of it under these weights"""
     checksum: int = 0
     """of all of them"""
+    adapter: Adapter | None = None
+    """what the tensors are to the weights, where the engine takes them so"""
     brought: "Future[None] | None" = None
     """where others load them into the server after `post` was called: done once they have"""
 
@@ -104,10 +106,12 @@ class WeightReceiver:
         server: InferenceServer | None = None,
         up: Callable[[], bool] = lambda: True,
         base: Base | None = None,
+        adapts: Callable[[], bool] = lambda: False,
     ):
         """`up`: whether there is what takes weights at all; without it there is no lane, for which a learner would
-        wait; `base`: the model that the worker has, if adapters of it may come in place of weights."""
-        self.server, self.up, self.base = server, up, base
+        wait; `base`: the model that the worker has, if adapters of it may come in place of weights; `adapts`: whether
+        the engine takes an adapter as it comes, so that no weights are made of it here."""
+        self.server, self.up, self.base, self.adapts = server, up, base, adapts
         self.config = config
         self.transport: Transport = TRANSPORTS.find(config.transport)(config)
         self.keys = keys
@@ -229,7 +233,7 @@ class WeightReceiver:
     def staged_by_others(self, manifest: LaneManifest, started_at: float) -> Staged:
         """The name of weights that others load."""
         post, self._brought = partial(self.post, manifest), Future()
-        return Staged(manifest.version, None, started_at, manifest, post, manifest.canary, 0, self._brought)
+        return Staged(manifest.version, None, started_at, manifest, post, manifest.canary, brought=self._brought)
 
     def take_forgotten(self) -> bool:
         with self._lock:
@@ -387,11 +391,13 @@ class LearnerConnection:
         deadline = started_at + self.receiver.config.transfer_deadline_s
         link.receive(buckets(data, manifest.bucket_bytes), deadline)
         tensors = unpack(manifest.tensors, data, manifest.checksum)
-        if manifest.adapter:
-            tensors = self._with_adapter(manifest.adapter, tensors)
-        self.receiver.stage(
-            Staged(manifest.version, tensors, started_at, canary=manifest.canary, checksum=manifest.checksum)
+        adapter = manifest.adapter
+        if adapter and not self.receiver.adapts():
+            tensors, adapter = self._with_adapter(adapter, tensors), None
+        staged = Staged(
+            manifest.version, tensors, started_at, canary=manifest.canary, checksum=manifest.checksum, adapter=adapter
         )
+        self.receiver.stage(staged)
 
     def _with_adapter(self, adapter: Adapter, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """All weights. The learner is told meanwhile that this worker lives."""

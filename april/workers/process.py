@@ -109,8 +109,10 @@ def make_intakes(config: Config, engine: "Engine", name: str, device: str, keys:
 
     base = Base(config.model.path) if config.lora.is_set else None
 
-    def make_receiver(lane: str, server: Any = None, up: Callable[[], bool] = lambda: True) -> WeightReceiver:
-        return WeightReceiver(config.weights, new_uid(lane), lane, device, keys, server, up, base)
+    def make_receiver(
+        lane: str, server: Any = None, up: Callable[[], bool] = lambda: True, adapts: Callable[[], bool] = lambda: False
+    ) -> WeightReceiver:
+        return WeightReceiver(config.weights, new_uid(lane), lane, device, keys, server, up, base, adapts)
 
     return ENGINES.find(config.worker.engine).intakes(config, engine, name, make_receiver)
 

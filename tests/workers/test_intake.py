@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from april.weights.lane_messages import Adapter
 from april.weights.receiver import Staged
 from april.workers.engines.base import EngineError
 from april.workers.engines.conformance.driving import V0, V1
@@ -45,6 +46,12 @@ class Engine:
         if version == V1:
             raise EngineError("not these")
         self.version = version
+
+    def load_adapter(self, version, adapter, tensors):
+        self.version, self.beside = version, (adapter, tensors)
+
+    async def take_adapter(self, version, adapter, tensors, prove=None):
+        self.load_adapter(version, adapter, tensors)
 
     async def take_weights(self, version, tensors, prove=None):
         for _ in range(self.turns):
@@ -89,3 +96,15 @@ def test_a_server_takes_its_weights_beside_everything_else(loop):
         assert intake.load() is None and receiver.held == V0
         loop.run_until_complete(asyncio.sleep(0))
     assert receiver.told == ["not these"]
+
+
+def test_an_adapter_that_is_to_be_taken_as_it_comes_is_given_to_the_engine_so(loop):
+    adapter = Adapter("0badcafe", 2.0, "float32")
+    for kind in (Intake, ServerIntake):
+        receiver, engine = Receiver(), Engine()
+        engine.begin = loop.create_task
+        receiver.staged = [Staged(V0, {"layer.lora_A": 1}, 0.0, adapter=adapter)]
+        intake = kind(engine, receiver)
+        while intake.load() is None:
+            loop.run_until_complete(asyncio.sleep(0))
+        assert receiver.held == engine.version == V0 and engine.beside == (adapter, {"layer.lora_A": 1})

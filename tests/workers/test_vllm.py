@@ -7,10 +7,16 @@ import signal
 import time
 from dataclasses import replace
 
+import numpy as np
 import pytest
+import torch
 
+from april.report.run_folder import read_records
+from april.weights.base import Base
+from april.weights.lane_messages import Adapter
+from april.wire.version import Version
 from april.workers.engines.base import EngineError, Request
-from april.workers.engines.conformance.driving import V1, VOCABULARY, drive, prompt
+from april.workers.engines.conformance.driving import V0, V1, VOCABULARY, drive, prompt
 from april.workers.engines.sglang.client import ServerRefuses, SGLangClient
 from april.workers.engines.sglang.server import ServerFailed, SGLangServer
 from april.workers.engines.vllm.engine import VLLMEngine
@@ -139,6 +145,63 @@ def test_weights_do_not_change_under_a_request(vllm_server, tiny_model):
         await client.close()
 
     asyncio.run(load_while_it_generates())
+
+
+def adapter_of(base, seed, rank=4):
+    """Of every linear layer, as the learner publishes it."""
+    generator, tensors = torch.Generator().manual_seed(seed), {}
+    for name, weight in base.tensors.items():
+        if name.endswith("_proj.weight"):
+            shapes = {"lora_A": (rank, weight.shape[1]), "lora_B": (weight.shape[0], rank)}
+            for part, shape in shapes.items():
+                tensors[f"{name.removesuffix('.weight')}.{part}"] = torch.randn(shape, generator=generator) / 5
+    return Adapter(base.checksum, 1.5, "float32", ["lm_head.weight"]), tensors
+
+
+def test_tokens_are_of_the_server_s_own_weights_with_the_newest_adapter(settings, tiny_model):
+    """An adapter that it does not take leaves the one before; whole weights take the place of both."""
+    server = SGLangServer(replace(settings, adapter_rank=4))
+    engine = VLLMEngine(settings.model, VOCABULARY, 640, server=server, slots=16, chunk_tokens=16, stream_tokens=4)
+    base, text = Base(settings.model), prompt(40)
+    try:
+        assert engine.takes_adapters
+        for version, seed in ((V0, 1), (V1, 2)):
+            adapter, tensors = adapter_of(base, seed)
+            engine.load_adapter(version, adapter, tensors)
+            made = dict(base.with_adapter(adapter, tensors))
+            expected = tiny_model().logprobs_under(made, text.tolist())
+            assert np.abs(engine.score(text) - expected.numpy()).max() < 1e-4
+            stream = drive(engine, [Request(seed, prompt(), 30)])[seed]
+            expected = tiny_model().logprobs_under(made, [*prompt().tolist(), *stream.tokens])[-30:]
+            assert np.abs(np.array(stream.logprobs) - expected.numpy()).max() < 1e-4
+            assert set(stream.versions) == {version}
+        scored = engine.score(text)
+        spoilt = tensors | {next(iter(tensors)): torch.full((4, 48), torch.nan)}
+        for wrong, why in ((spoilt, "not finite"), (adapter_of(base, 3, rank=9)[1], "greater than max_lora_rank")):
+            with pytest.raises(EngineError, match=why):
+                engine.load_adapter(Version(0, 2), adapter, wrong)
+            assert engine.version == V1 and np.array_equal(engine.score(text), scored)
+        others = {name: value for name, value in tiny_model(seed=1).weights().items() if name != "lm_head.weight"}
+        engine.load_weights(Version(0, 3), others)
+        assert np.abs(engine.score(text) - tiny_model().logprobs_under(others, text.tolist()).numpy()).max() < 1e-4
+        assert not engine.takes_adapters
+        with pytest.raises(EngineError, match="holds other weights than its model's"):
+            engine.load_adapter(Version(0, 4), adapter, tensors)
+    finally:
+        engine.close()
+
+
+def test_a_whole_run_of_an_adapter_samples_from_what_the_learner_trains(start_run, run_dir, gate):
+    words = ["--worker.engine", "vllm", "--engine.python", str(VLLM_PYTHON), "--worker.count", "1"]
+    job = start_run(*words, "--lora.rank", "4", "--learner.lr", "1e-2", *gate.hold(1))
+    wait_until(lambda: steps_recorded(run_dir) >= 1, job, PATIENCE_S)
+    assert job.descendants("--enable-lora")
+    gate.open()
+    assert job.wait(PATIENCE_S) == 0, job.output
+    assert assert_closed(run_dir)["steps"] == 3
+    steps = read_records(run_dir / "metrics.jsonl")
+    fresh = [gap["mean"] for step in steps for gap in step["engine_gaps"].values() if gap["age"] == 0]
+    assert fresh and max(fresh) < 1e-4
 
 
 def test_an_unknown_option_is_refused_with_the_server_s_own_words(settings):

@@ -3,6 +3,7 @@
 import pytest
 
 from april.config import ConfigError, load
+from april.workers.engines.sglang.factory import server_settings
 from april.workers.engines.sglang.installed import server_python
 from april.workers.engines.vllm.server import PROGRAM, VLLMSettings
 
@@ -38,4 +39,24 @@ def test_options_become_the_server_s_command_line_and_win_over_april_s(config_fi
     line = " ".join([*settings.program(), *settings.arguments(1234)])
     for part in (str(PROGRAM), "--dtype bfloat16", "--seed 3", "--port 1234", "--max-num-seqs 7"):
         assert part in line
-    assert "float32" not in line
+    assert "float32" not in line and "--enable-lora" not in line
+
+
+@pytest.mark.parametrize(
+    ("lora", "room"),
+    [
+        ({"rank": 9}, "16"),
+        ({"rank": 8}, "8"),
+        ({"rank": 8, "embedding": True}, None),
+        ({"rank": 600}, None),
+        ({}, None),
+    ],
+    ids=str,
+)
+def test_a_server_takes_adapters_where_they_are_all_that_is_trained(config_file, lora, room):
+    """Otherwise its worker makes weights of them."""
+    keys = [word for key, value in lora.items() for word in (f"--lora.{key}", str(value).lower())]
+    (settings,) = server_settings(load(config_file, [*VLLM, *keys]), "cpu", "worker-0", VLLMSettings)
+    words = settings.arguments(1234)
+    assert ("--enable-lora" in words) == (room is not None)
+    assert room is None or words[words.index("--max-lora-rank") + 1] == room

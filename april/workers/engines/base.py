@@ -23,6 +23,8 @@ from april.wire.version import Version
 if TYPE_CHECKING:
     import torch
 
+    from april.weights.lane_messages import Adapter
+
 
 Finish = Literal["stop", "length"]
 
@@ -166,3 +168,11 @@ class TurnTaker(Engine, Protocol):
 
     def resume(self) -> None:
         """Take the memory again; there are no weights before some are loaded."""
+
+
+class AdapterTaker(Engine, Protocol):
+    """An engine whose entry says that it `takes_adapters`."""
+
+    def load_adapter(self, version: Version, adapter: "Adapter", tensors: "Mapping[str, torch.Tensor]") -> None:
+        """`load_weights` of the model's own, with an adapter in the place of the one before: `tensors` as of
+        `april.weights.base.Adapted`."""

@@ -101,6 +101,12 @@ class EngineEntry:
         return False
 
     @classmethod
+    def takes_adapters(cls, config: Config) -> bool:
+        """Whether an engine keeps the model's own weights and takes an adapter beside them, as `AdapterTaker`.
+        Otherwise its worker makes weights of both for it."""
+        return False
+
+    @classmethod
     def describe_lane(cls, config: Config) -> str:
         """Which ranks meet in a lane."""
         return "2 ranks: 0 the learner, 1 the worker"
@@ -110,10 +116,11 @@ class EngineEntry:
         cls, config: Config, engine: Any, worker: str, make_receiver: "Callable[..., WeightReceiver]"
     ) -> "list[Intake]":
         """What loads the weights that arrive into `engine`, which `from_config` made, one for each lane;
-        `make_receiver(lane, server, up)` as of `WeightReceiver`."""
+        `make_receiver(lane, server, up, adapts)` as of `WeightReceiver`."""
         from april.workers.engines.intake import Intake
 
-        return [Intake(engine, make_receiver(worker), cls.make_proof(config))]
+        receiver = make_receiver(worker, adapts=lambda: cls.takes_adapters(config))
+        return [Intake(engine, receiver, cls.make_proof(config))]
 
     @classmethod
     def make_proof(cls, config: Config) -> "Proof | None":

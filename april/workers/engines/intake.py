@@ -3,11 +3,12 @@
 import asyncio
 import logging
 from concurrent.futures import Future
+from typing import cast
 
 from april.processes import clock
 from april.weights.canary import Canary
 from april.weights.receiver import Staged, WeightReceiver
-from april.workers.engines.base import Engine, EngineError
+from april.workers.engines.base import AdapterTaker, Engine, EngineError
 from april.workers.engines.proof import FAILURES, Proof, WrongWeights
 
 log = logging.getLogger(__name__)
@@ -63,7 +64,10 @@ class Intake:
     def begin(self, staged: Staged) -> Future | asyncio.Task:
         loading: Future[None] = Future()
         try:
-            self.engine.load_weights(staged.version, staged.tensors or {})
+            if staged.adapter:
+                cast(AdapterTaker, self.engine).load_adapter(staged.version, staged.adapter, staged.tensors or {})
+            else:
+                self.engine.load_weights(staged.version, staged.tensors or {})
             self._prove(staged)
             loading.set_result(None)
         except EngineError as error:

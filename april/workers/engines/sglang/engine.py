@@ -22,6 +22,7 @@ from april.wire.version import Version
 from april.workers.engines.base import Chunk, EngineError, Request
 from april.workers.engines.capacity import CapacityRule
 from april.workers.engines.checks import check_heads, check_request
+from april.workers.engines.sglang.adapters import load_adapter
 from april.workers.engines.sglang.broadcast import receive
 from april.workers.engines.sglang.checks import check_model, check_pause, check_server
 from april.workers.engines.sglang.client import ServerGone, ServerRefuses, SGLangClient
@@ -37,7 +38,7 @@ from april.workers.engines.sglang.weights import DiskSnapshot, HalfLoaded, Weigh
 if TYPE_CHECKING:
     import torch
 
-    from april.weights.lane_messages import LaneManifest
+    from april.weights.lane_messages import Adapter, LaneManifest
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +93,7 @@ class SGLangEngine(ServerRequests):
         super().__init__(chunk_tokens, stream_tokens, report_s, loop, news)
         self.slots = slots
         self.pause, self.stall_s, self.update_s, self.max_restarts = pause, stall_s, update_s, max_restarts
-        self.ready = self.released = False
+        self.ready = self.released = self._holds_model = False
         self.info: dict = {}
         """what the server says of itself, its /server_info"""
         self._push = push or DiskSnapshot(self.model_path)
@@ -186,7 +187,24 @@ class SGLangEngine(ServerRequests):
         foretold = await asyncio.to_thread(self._foretell, tensors)
         self._check_ready()
         load = self._push.load(self.client, checked, self._change(version), self.info.get("tp_size", 1))
+        self._holds_model = False
         await self._update(version, load, foretold, prove)
+
+    def load_adapter(self, version: Version, adapter: "Adapter", tensors: "Mapping[str, torch.Tensor]") -> None:
+        self._loop.run_until_complete(self.take_adapter(version, adapter, tensors))
+
+    async def take_adapter(
+        self, version: Version, adapter: "Adapter", tensors: "Mapping[str, torch.Tensor]", prove: Prove | None = None
+    ) -> None:
+        """The same with an adapter beside the weights that the server has read from the model's folder."""
+        self._check_ready()
+        load = load_adapter(self.client, self.model_path, adapter, tensors, str(version))
+        await self._update(version, load, {}, prove)
+
+    @property
+    def takes_adapters(self) -> bool:
+        """The server does, and has no weights but the model's."""
+        return self._holds_model and bool(self.info.get("takes_adapters"))
 
     async def take_broadcast(
         self, version: Version, manifest: "LaneManifest", post: Callable[[], None], prove: Prove | None = None
@@ -194,6 +212,7 @@ class SGLangEngine(ServerRequests):
         """The same with weights that the learner broadcasts to the server itself, once `post` has been called."""
         self._check_ready()
         check_heads(self._push.expected, self._push.tied, {head.name: tuple(head.shape) for head in manifest.tensors})
+        self._holds_model = False
         load = receive(self.client, manifest, post, self._change(version))
         await self._update(version, load, manifest.server_checksums if self._comparable else {}, prove)
 
@@ -203,6 +222,7 @@ class SGLangEngine(ServerRequests):
         """The same with weights that others load into the server between `post` and the end of `brought`. Nothing
         runs in the meantime."""
         self._check_ready()
+        self._holds_model = False
         await self._update(version, take_name(self.client, post, brought, self._change(version)), {}, prove)
 
     def score(self, tokens: np.ndarray) -> np.ndarray:
@@ -365,7 +385,7 @@ class SGLangEngine(ServerRequests):
         self._check(await self._server.wait(self._client))
         self._heard_at, self._updates = clock.now(), 0
         self._alarm.clear()
-        self._suspicion, self.ready = "", True
+        self._suspicion, self.ready, self._holds_model = "", True, True
 
     def _check(self, info: dict) -> None:
         """Refuse a server that cannot do what this engine needs of it; keep what it says of its sizes."""

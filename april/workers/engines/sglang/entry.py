@@ -84,9 +84,8 @@ class ServerEntry(EngineEntry):
         intakes: list[Intake] = []
         for lane, part in zip(cls.lanes(config, worker), engine.parts, strict=True):
             server = ServerLane(part) if cls.broadcasts_to_servers(config) else None
-            intakes.append(
-                ServerIntake(part, make_receiver(lane, server, partial(getattr, part, "ready")), cls.make_proof(config))
-            )
+            up, adapts = (partial(getattr, part, name) for name in ("ready", "takes_adapters"))
+            intakes.append(ServerIntake(part, make_receiver(lane, server, up, adapts), cls.make_proof(config)))
         return intakes
 
     @classmethod

@@ -98,8 +98,8 @@ def server_settings(
     folder = logs if logs.is_dir() else Path(tempfile.gettempdir())
     longest = config.longest_prompt_tokens + config.sampling.max_response_tokens
     context = min(config.context_tokens or longest, longest)
-    settings = []
-    for index, lane in enumerate(ENGINES.find(config.worker.engine).lanes(config, name)):
+    settings, entry = [], ENGINES.find(config.worker.engine)
+    for index, lane in enumerate(entry.lanes(config, name)):
         first_device = engine.server.get("base_gpu_id", 0) + index * engine.tensor_ranks
         placed: dict[str, Any] = {"base_gpu_id": first_device} if device == "cuda" and index else {}
         placed |= {SAVER: True} if device == "cuda" and config.devices.turns else {}
@@ -114,6 +114,7 @@ def server_settings(
                 port=engine.port and engine.port + index,
                 threads=config.worker.threads,
                 start_s=engine.start_s,
+                adapter_rank=config.lora.rank if entry.takes_adapters(config) else 0,
                 options=engine.server | placed,
             )
         )

@@ -18,7 +18,10 @@ class ServerIntake(Intake):
             return self.engine.begin(self.engine.take_from_others(staged.version, staged.post, staged.brought, prove))
         if staged.manifest and staged.post:
             return self.engine.begin(self.engine.take_broadcast(staged.version, staged.manifest, staged.post, prove))
-        return self.engine.begin(self.engine.take_weights(staged.version, staged.tensors or {}, prove))
+        tensors = staged.tensors or {}
+        if staged.adapter:
+            return self.engine.begin(self.engine.take_adapter(staged.version, staged.adapter, tensors, prove))
+        return self.engine.begin(self.engine.take_weights(staged.version, tensors, prove))
 
     def _prover(self, staged: Staged) -> Prove | None:
         proof, canary = self.proof, self.canary_of(staged)

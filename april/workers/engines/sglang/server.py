@@ -48,6 +48,8 @@ class ServerSettings:
     """0: a free one"""
     threads: int = 1
     start_s: float = 600.0
+    adapter_rank: int = 0
+    """of the adapters that it is to take; 0: of none"""
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def arguments(self, port: int) -> list[str]:

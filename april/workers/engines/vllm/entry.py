@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from april.config import Config, ConfigError
 from april.workers.engines.sglang.entry import ServerEntry
+from april.workers.engines.vllm.adapters import room_for
 
 if TYPE_CHECKING:
     from april.workers.engines.sglang.fleet import SGLangFleet
@@ -22,6 +23,11 @@ class VLLMEntry(ServerEntry):
         from april.workers.engines.vllm.engine import make_vllm_engine
 
         return make_vllm_engine(config, device, name)
+
+    @classmethod
+    def takes_adapters(cls, config: Config) -> bool:
+        """Of linear layers; an embedding that is trained, too, would be another one than the server's."""
+        return config.lora.keeps_start and room_for(config.lora.rank) is not None
 
     @classmethod
     def check(cls, config: Config) -> None:

@@ -24,6 +24,7 @@ from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
+from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind
@@ -78,6 +79,12 @@ class Program:
         self._loads = Loads()
         self._engine = AsyncLLM.from_engine_args(arguments, stat_loggers=[lambda config, index: self._loads])
         self._version = "default"
+        self._holds_model = True
+        """its weights are those of the folder that it was started with"""
+        self._adapter: LoRARequest | None = None
+        """beside them"""
+        self._adapters = 0
+        """that it has been given"""
         self._admitting = asyncio.Event()
         self._admitting.set()
         self._answers: dict[str, asyncio.Task] = {}
@@ -92,6 +99,7 @@ class Program:
             web.post("/abort_request", self.abort_request),
             web.post("/pause_generation", self.pause_generation),
             web.post("/update_weights_from_disk", self.update_weights_from_disk),
+            web.post("/load_lora_adapter", self.load_lora_adapter),
             web.post("/flush_cache", self.flush_cache),
             web.post("/update_weight_version", self.update_weight_version),
             web.post("/continue_generation", self.continue_generation),
@@ -123,6 +131,7 @@ class Program:
                 "tp_size": config.parallel_config.tensor_parallel_size,
                 "pp_size": config.parallel_config.pipeline_parallel_size,
                 "dp_size": config.parallel_config.data_parallel_size,
+                "takes_adapters": self._takes_adapters,
             }
         )
 
@@ -159,7 +168,9 @@ class Program:
         version, length = self._version, 0
         stops = set(body["sampling_params"]["stop_token_ids"])
         prompt = tokens_input(body["input_ids"], cache_salt=body["extra_key"])
-        async for output in self._engine.generate(prompt, sampling_params(body), body["rid"]):
+        async for output in self._engine.generate(
+            prompt, sampling_params(body), body["rid"], lora_request=self._adapter
+        ):
             (answer,) = output.outputs
             length += len(answer.token_ids)
             yield {
@@ -182,7 +193,7 @@ class Program:
         prompt = tokens_input(body["input_ids"], cache_salt=body["extra_key"])
         scores: list = []
         try:
-            async for output in self._engine.generate(prompt, asked, body["rid"]):
+            async for output in self._engine.generate(prompt, asked, body["rid"], lora_request=self._adapter):
                 scores = output.prompt_logprobs or scores
         except EngineDeadError:
             os._exit(1)
@@ -218,6 +229,7 @@ class Program:
             return refusal(f"{folder} holds no .safetensors file")
         admitted = self._admitting.is_set()
         self._admitting.clear()
+        self._holds_model, self._adapter = False, None
         try:
             await self._engine.collective_rpc("reload_from", args=(str(folder),))
         except Exception as error:
@@ -226,6 +238,29 @@ class Program:
             if admitted:
                 self._admitting.set()
         self._version = body.get("weight_version", self._version)
+        return web.json_response({"success": True})
+
+    @property
+    def _takes_adapters(self) -> bool:
+        return self._holds_model and self._engine.vllm_config.lora_config is not None
+
+    async def load_lora_adapter(self, request: web.Request) -> web.Response:
+        """In the place of the one before, which stays where this one cannot be loaded."""
+        body = await request.json()
+        if self._answers:
+            return refusal("an adapter changes only while nothing is generated: call /pause_generation before")
+        if not self._takes_adapters:
+            return refusal("the server was started without --enable-lora, or holds other weights than its model's")
+        self._adapters += 1
+        adapter = LoRARequest(body["weight_version"], self._adapters, body["lora_path"])
+        try:
+            await self._engine.add_lora(adapter)
+        except Exception as error:
+            return refusal(str(error))
+        before, self._adapter = self._adapter, adapter
+        self._version = body["weight_version"]
+        if before:
+            await self._engine.remove_lora(before.lora_int_id)
         return web.json_response({"success": True})
 
     async def flush_cache(self, request: web.Request) -> web.Response:

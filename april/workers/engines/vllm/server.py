@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from april.workers.engines.sglang.server import HOST, ServerSettings
+from april.workers.engines.vllm.adapters import room_for
 
 PROGRAM = Path(__file__).with_name("program.py")
 CPU_BLOCK_TOKENS = 128
@@ -32,6 +33,9 @@ class VLLMSettings(ServerSettings):
         }  # fmt: skip
         if self.context_tokens:
             given["max_model_len"] = self.context_tokens
+        if self.adapter_rank:
+            room = room_for(self.adapter_rank)
+            given |= {"enable_lora": True, "max_lora_rank": room, "max_loras": 1, "max_cpu_loras": 2}
         if self.device == "cpu":
             given |= {"dtype": "float32", "enforce_eager": True, "no_enable_chunked_prefill": True}
             if self.context_tokens:

@@ -1,0 +1,48 @@
+"""How an adapter gets into a server that takes some, between pause and continue: as a folder that the server reads."""
+
+import asyncio
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import orjson
+
+from april.formats import peft
+from april.workers.engines.base import EngineError
+from april.workers.engines.sglang.client import SGLangClient
+from april.workers.engines.sglang.weights import SHARED_MEMORY, SNAPSHOT_PREFIX, UPDATE_S
+
+if TYPE_CHECKING:
+    import torch
+
+    from april.weights.lane_messages import Adapter
+
+
+async def load_adapter(
+    client: SGLangClient, model: Path, adapter: "Adapter", tensors: "Mapping[str, torch.Tensor]", version: str
+) -> None:
+    """Called while the server is paused. Raises EngineError if it keeps what it has."""
+    place = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
+    try:
+        with tempfile.TemporaryDirectory(prefix=SNAPSHOT_PREFIX, dir=place) as folder:
+            await asyncio.to_thread(write, Path(folder), model, adapter, tensors)
+            await client.call("/load_lora_adapter", {"lora_path": folder, "weight_version": version}, UPDATE_S)
+    except OSError as error:
+        raise EngineError(f"the adapter cannot be written to {place} ({error}); make room there") from None
+
+
+def write(folder: Path, model: Path, adapter: "Adapter", tensors: "Mapping[str, torch.Tensor]") -> None:
+    """As peft does. Raises EngineError where a tensor is not finite, and OSError."""
+    from safetensors.torch import save_file
+
+    for name, tensor in tensors.items():
+        if not tensor.isfinite().all():
+            raise EngineError(f"tensor {name!r} has values that are not finite; the learner must not publish it")
+    layers = sorted({name.rpartition(".")[0] for name in tensors})
+    rank = min(tensors[f"{layers[0]}.lora_A"].shape)
+    targets = sorted({layer.rpartition(".")[2] for layer in layers})
+    described = peft.description(rank, adapter.scaling * rank, targets, model)
+    (folder / peft.CONFIG).write_bytes(orjson.dumps(described))
+    named = {f"{peft.PREFIX}{name}.weight": tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(named, folder / peft.TENSORS, metadata={"format": "pt"})
