@@ -10,7 +10,8 @@ from april import wire
 from april.broker.journal.files import Reference
 from april.broker.journal.journal import Journal
 from april.broker.ledger.events import RowsAccepted
-from april.broker.ledger.samples import Place, Sample
+from april.broker.ledger.places import Place
+from april.broker.ledger.samples import Sample
 from april.broker.prompts import PromptBook
 from april.data.rows import GROUP_REWARD, Row
 from april.wire.rows import TABLE, padded_sizes

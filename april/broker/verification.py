@@ -19,7 +19,8 @@ from zlib_ng.zlib_ng import crc32
 from april.broker.journal import records
 from april.broker.journal.files import SUFFIX, Damaged, Reference
 from april.broker.ledger.ledger import Ledger
-from april.broker.ledger.samples import Group, Place, Sample
+from april.broker.ledger.places import Place
+from april.broker.ledger.samples import Group, Sample
 
 PAUSE_S = 0.02
 """after every so many reads or bytes: others need the disk and the processor more"""
@@ -46,7 +47,7 @@ class Verifier:
     def __init__(self, folder: Path, ledger: Ledger, below: int):
         self.folder, self.below = folder, below
         self._stored = [
-            Stored(group.id, group.prompt, [replace(line, chunks=line.chunks[:]) for line in group.lines])
+            Stored(group.id, group.prompt, [replace(line) for line in group.lines])
             for group in (ledger.groups.values() if below else ())
         ]
         self._found: deque[int] = deque()

@@ -79,9 +79,10 @@ class World:
             [verdict] = self.ledger.add_chunks(pack_rows([row]), b"request")
             assert verdict is (Verdict.OK if start in ends and start + count < BUDGET else Verdict.INVALID)
             if verdict is Verdict.OK:
-                words = 3 * sum(place_end <= start for place_end in accumulate(one.tokens for one in parent.places))
-                shared = session.line(number).chunks[:words].tolist()
-                assert shared[::3] == parent.chunks[:words:3].tolist(), "what is shared is stored once"
+                ends = accumulate(one.tokens for one in parent.places)
+                shared = [one.record for one, end in zip(parent.places, ends, strict=True) if end <= start]
+                found = [one.record for one in session.line(number).places]
+                assert found[: len(shared)] == shared, "what is shared is stored once"
 
     def generate(self):
         worker = self.chance.choice(list(self.steps))
@@ -109,7 +110,7 @@ class World:
             if heard:
                 assert verdict is Verdict.OK and sample.length == heard, "it ends with a turn that was heard"
             if verdict is Verdict.OK:
-                assert all(line.length == line.segments.end for line in sample.lines)
+                assert all(line.length == line.sampled_until for line in sample.lines)
                 assert all(line.length <= dict(behind)[line.branch] for line in sample.branches)
 
     def score(self):
@@ -177,8 +178,9 @@ class World:
         for group in ledger.open_groups():
             assert group.tokens == sum(sample.sampled for sample in group.samples)
             for line in group.lines:
-                steps = [line.shared_step, *(version.step for _, _, version in line.segments)]
+                steps = [place.step for place in line.places if place.step or not place.observed]
                 assert steps == sorted(steps), "versions never decrease along a path"
+                assert line.last_step == max(steps, default=0)
                 assert line.shared <= line.length and all(start >= line.shared for start, *_ in line.segments)
         assert ledger.generating == sum(
             lease.generating and not lease.sample.group.evaluation for lease in ledger.leases.values()

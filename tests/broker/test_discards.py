@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from april import wire
+from april.broker.ledger.places import places_in
 from april.broker.telemetry import discards
 from tests.broker.conversation import FakeAgents, FakeLearner, FakeWorker, finish_evaluation, training
 from tests.broker.test_agent_desk import AGENTS
@@ -86,8 +87,7 @@ def test_what_cannot_be_read_back_of_a_discard_is_left_out(talk, worker, learner
     to_first_batch(talk, worker)
     talk.restart_broker()
     bad, *others = talk.service.lives.discards.of(0)
-    record, stretch, _ = memoryview(bad.chunks[0]).cast("Q")[:3]
-    damage(talk, record, stretch >> 32)
+    damage(talk, *next(places_in(bad.chunks[0]))[:2])
     again = FakeLearner(talk)
     again.join()
     batch = again.fetch(0, samples=True)

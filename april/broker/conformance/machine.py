@@ -147,7 +147,7 @@ class Pipeline(Invariants):
             sample = lease.sample
             count = min(count, RESPONSE_BUDGET - sample.length)
             finish = "stop" if ends or sample.length + count == RESPONSE_BUDGET else ""
-            there_is_a_turn = bool(sample.segments) and sample.segments[-1][1] == sample.length
+            there_is_a_turn = sample.length > 0 and sample.sampled_until == sample.length
             row = observation_row(lease.id, sample.length, count, finish, b"state")
             [verdict] = self.ledger.add_chunks(pack_rows([row]), b"state")
             assert verdict is (Verdict.OK if there_is_a_turn else Verdict.INVALID)

@@ -19,9 +19,11 @@ from april.broker.books import Books
 from april.broker.desks.holders import NOT_CURRENT, HolderDesk
 from april.broker.desks.reports import RowChecks, read_report
 from april.broker.ledger.admission import Verdict
-from april.broker.ledger.samples import UNFINISHED, GroupState, Lease, Place, Sample, SampleState
+from april.broker.ledger.places import Place
+from april.broker.ledger.samples import UNFINISHED, GroupState, Lease, Sample, SampleState
 from april.broker.sessions import Session
 from april.wire.rows import Buffer, Row, chunk_row, observation_row, pack_rows, padded, select_rows
+from april.wire.version import Version
 
 log = logging.getLogger(__name__)
 
@@ -198,7 +200,7 @@ class AgentDesk(HolderDesk):
                 parent = line.parent if start == line.shared else 0
                 row = observation_row(lease_id, start, place.tokens, "", body, parent=parent)
             else:
-                version = next(version for first, end, version in line.segments if first <= start < end)
+                version = Version(place.branch, place.step)
                 over = after.observed if after else line.state is SampleState.ACTING
                 row = chunk_row(lease_id, start, place.tokens, version, STOP if over else "", body)
             yield place, row, body

@@ -10,7 +10,8 @@ from april.broker.desks.evaluations import Evaluations
 from april.broker.journal.files import Damaged
 from april.broker.ledger.admission import Verdict
 from april.broker.ledger.ledger import LedgerError
-from april.broker.ledger.samples import Group, Sample, SampleState, places_in
+from april.broker.ledger.places import places_in
+from april.broker.ledger.samples import Group, Sample, SampleState
 from april.broker.payloads import pack
 from april.broker.sessions import Session
 from april.broker.telemetry.discards import Discard
@@ -242,7 +243,7 @@ def trained_lines(group: Group) -> list[Sample]:
     """What becomes a row of its batch: the samples that have a score, and of those that are sessions each branch in
     which the policy has spoken."""
     done = (line for line in group.lines if line.session.state is SampleState.DONE)
-    return [line for line in done if line.segments or not line.session.branches]
+    return [line for line in done if line.own or not line.session.branches]
 
 
 def group_head(group: Group, books: Books) -> wire.GroupHead:

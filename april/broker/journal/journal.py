@@ -24,7 +24,7 @@ from zlib_ng.zlib_ng import crc32
 from april.broker.journal import records
 from april.broker.journal.files import SUFFIX, Damaged, JournalError, Reference, file_path, read_records
 from april.broker.ledger.events import AnyEvent, Event, Part
-from april.broker.ledger.samples import Place
+from april.broker.ledger.places import Place
 from april.files.disk import BLOCK_BYTES, Uncached, open_uncached, write_and_sync
 from april.formats.versions import JOURNAL
 from april.processes.descriptors import NO_DESCRIPTORS
@@ -39,8 +39,8 @@ CACHED_BYTES, LET_GO_BYTES = 1 << 30, 1 << 20
 """of what was written last, the system keeps so much in its page cache for reading; older pages are let go, so much at
 a time, and used again: taking fresh memory for every record costs more than copying it"""
 KEPT_BYTES, KEPT_FROM = 64 << 20, 16 << 10
-"""the last records of at least so many bytes stay in memory, so many bytes of them. Large rows are read once and soon,
-and the page cache would have them copied and checked again"""
+"""the last records whose rows have so many bytes each, or more, stay in memory, so many bytes of them: large rows are
+read once and soon, and the page cache would have them copied and checked again"""
 UNCACHED_FROM = 128 << 10
 """where most of what is synced at once, and at least so many bytes of it, is large rows, it is written past the page
 cache. Small rows are read when their response is whole, much later, and often from there"""
@@ -82,7 +82,7 @@ class Journal:
         self._kept_lengths: deque[Reference] = deque()
         self._kept_bytes = 0
         self._kept_unwritten = 0
-        """bytes of the large rows among them that no sync has begun to write"""
+        """bytes of those that no sync has begun to write"""
         self._records = 0
         self.noted = 0
         """position below which others know that everything was once on disk: what is bad there is damage"""
@@ -138,18 +138,18 @@ class Journal:
         reference = (self.end, length)
         self._pending += pieces
         self._unwritten[self.end] = event, list(arrays), length
-        if length >= KEPT_FROM:
-            self._keep(reference, read_soon=length >= KEPT_FROM * event.weight)
+        if length >= KEPT_FROM * event.weight:
+            self._keep(reference)
         self._records += event.weight
         self.end += length
         return reference
 
-    def _keep(self, reference: Reference, read_soon: bool) -> None:
+    def _keep(self, reference: Reference) -> None:
         position, length = reference
         self._kept[position] = self._unwritten[position]
         self._kept_lengths.append(reference)
         self._kept_bytes += length
-        self._kept_unwritten += length if read_soon else 0
+        self._kept_unwritten += length
         while self._kept_bytes > KEPT_BYTES:
             oldest, length = self._kept_lengths.popleft()
             del self._kept[oldest]
@@ -285,7 +285,7 @@ class Journal:
         """The own bytes of rows, whatever else their records hold, each held against its own checksum."""
         kept, starts, files = self._kept, self._starts, self._files
         for place in places:
-            record, offset, size, checksum, _, _ = place
+            record, offset, size, checksum, _, _, _, _ = place
             if record >= self._synced or record in kept:
                 _, [*_, (_, data)], length = self._unwritten.get(record) or self._in_sync.get(record) or kept[record]
                 begin = offset - (length - len(data))

@@ -9,7 +9,6 @@ import contextlib
 import logging
 import os
 import struct
-from array import array
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import fields
@@ -22,8 +21,7 @@ from zlib_ng.zlib_ng import crc32
 
 from april.broker.ledger.dead_letters import DeadLetters
 from april.broker.ledger.events import RunStarted
-from april.broker.ledger.samples import PLACE_WORDS, UNFINISHED, Group, GroupState, Lease, Sample, SampleState
-from april.broker.ledger.segments import Segments
+from april.broker.ledger.samples import UNFINISHED, Group, GroupState, Lease, Sample, SampleState
 from april.broker.ledger.state import LedgerState
 from april.files.disk import sync
 
@@ -36,7 +34,7 @@ left, another never takes for its own"""
 LENGTH = struct.Struct("<I")
 HEAD = struct.Struct("<4sI")
 """of a file: its format, and the checksum of all that follows"""
-FORMAT = b"APSA"
+FORMAT = b"APSB"
 
 PLAIN = (
     "next_step", "consumed", "frontier", "durable", "branch", "dead_in_a_row", "last_error", "round", "round_open",
@@ -118,9 +116,9 @@ def _freeze_head(ledger: LedgerState, beside: bytes) -> LedgerImage:
 
 def _of_sample(sample: Sample) -> tuple[Any, ...]:
     """Its fields in their order, without its group and its place there; of a branch, what it shares instead of more."""
-    beyond = sample.branch, sample.parent, sample.shared, sample.shared_step
+    beyond = sample.branch, sample.parent, sample.shared
     return (
-        sample.state, sample.length, sample.segments.to_bytes(), sample.chunks.tobytes(), sample.lease_id,
+        sample.state, sample.length, sample.chunks, sample.unsampled, sample.last_step, sample.lease_id,
         sample.attempts, sample.reward, sample.finish_reason, sample.last_error, sample.details, sample.home,
         sample.agent_lease, sample.left, beyond if sample.trunk else list(map(_of_sample, sample.branches)),
     )  # fmt: skip
@@ -176,17 +174,13 @@ def _group(frozen: memoryview) -> Group:
     return group
 
 
-def _sample(
-    group: Group, index: int, state: str, length: int, segments: bytes, chunks: bytes, *rest: Any,
-    trunk: Sample | None = None,
-) -> Sample:  # fmt: skip
+def _sample(group: Group, index: int, state: str, *rest: Any, trunk: Sample | None = None) -> Sample:
     """What `_of_sample` was of, with its branches."""
     *plain, beyond = rest
-    told, stored = Segments.from_bytes(segments), array("Q", chunks)
-    sample = Sample(group, index, SampleState(state), length, told, stored, *plain)
+    sample = Sample(group, index, SampleState(state), *plain)
     sample.trunk = trunk
     if trunk:
-        sample.branch, sample.parent, sample.shared, sample.shared_step = beyond
+        sample.branch, sample.parent, sample.shared = beyond
     else:
         sample.branches = tuple(_sample(group, index, *values, trunk=sample) for values in beyond)
     return sample
@@ -199,7 +193,8 @@ def live_positions(ledger: LedgerState) -> Iterator[int]:
     for group in ledger.groups.values():
         yield group.prompt[0]
         for line in group.lines:
-            yield from line.chunks[::PLACE_WORDS]
+            for place in line.places:
+                yield place.record
 
 
 class SnapshotStore:

@@ -37,7 +37,7 @@ def check_row(
         sample = lease.sample
         length, generating = sample.length, lease.generating
         floor = lease.floor
-        at_turn_end = kind != CHUNK and bool(sample.segments) and sample.segments.end == length
+        at_turn_end = kind != CHUNK and length > 0 and sample.sampled_until == length
         if lease.agent:
             length, at_turn_end = place_to_speak(sample, lease_id - lease.id, start, parent)
         elif ledger.rules.agents:

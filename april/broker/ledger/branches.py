@@ -5,10 +5,9 @@ are read here as what an agent says is, so that all that holds for a sample hold
 versions that never decrease, and that each token which was sampled is trained in one place.
 """
 
-from array import array
 from collections.abc import Iterator, Sequence
 
-from april.broker.ledger.samples import OBSERVED, WORD, Sample, SampleState
+from april.broker.ledger.samples import Sample, SampleState
 
 Superseded = Sequence[tuple[int, int]]
 """(branch, length) where an earlier execution of an agent has gone further than the last one knows"""
@@ -16,17 +15,11 @@ Superseded = Sequence[tuple[int, int]]
 
 def fork(parent: Sample, branch: int, length: int) -> Sample:
     """Add a branch to the session of `parent`, of which it shares so many tokens; a turn ends there."""
-    shared, found = array("Q"), 0
-    words = iter(parent.chunks)
-    for record, stretch, content in zip(words, words, words, strict=True):
-        if found == length:
-            break
-        found += content >> WORD & (OBSERVED - 1)
-        shared.extend((record, stretch, content | OBSERVED << WORD))
-    steps = [version.step for start, _, version in parent.segments if start < length]
-    new = Sample(parent.group, parent.index, SampleState.PARTIAL, length, chunks=shared, home=parent.home)
+    new = Sample(parent.group, parent.index, SampleState.PARTIAL, home=parent.home)
+    for place in parent.places:
+        if new.length < length:
+            new.extend(place._replace(observed=True))
     new.trunk, new.branch, new.parent, new.shared = parent.session, branch, parent.branch, length
-    new.shared_step = max(steps, default=parent.shared_step if length else 0)
     parent.session.branches += (new,)
     return new
 

@@ -1,14 +1,12 @@
 """Groups, samples and leases: the plain data of the ledger."""
 
 import math
-from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
-from april.broker.ledger.segments import Segments
+from april.broker.ledger.places import Place, Segment, add_place, places_in, segments_of
 
 
 class SampleState(StrEnum):
@@ -31,35 +29,6 @@ class GroupState(StrEnum):
     DISCARDED = "discarded"
 
 
-PLACE_WORDS = 3
-"""of 64 bits that a sample keeps of a chunk; its `places` say what is in them"""
-WORD, LOW, OBSERVED = 32, 0xFFFFFFFF, 1 << 31
-"""two numbers to such a word, and the bit that an observation's tokens have"""
-
-
-class Place(NamedTuple):
-    """Where the journal has the tokens of a chunk or an observation."""
-
-    record: int
-    """position of its record"""
-    offset: int
-    """from there to its payload"""
-    size: int
-    """bytes of the payload"""
-    checksum: int
-    tokens: int
-    observed: bool
-
-
-def places_in(chunks: "array[int] | bytes") -> Iterator[Place]:
-    """What `Sample.chunks` says."""
-    words = iter(memoryview(chunks).cast("B").cast("Q"))
-    for record, stretch, content in zip(words, words, words, strict=True):
-        tokens = content >> WORD
-        observed = tokens >= OBSERVED
-        yield Place(record, stretch >> WORD, stretch & LOW, content & LOW, tokens & (OBSERVED - 1), observed)
-
-
 TO_GENERATE = (SampleState.WAITING, SampleState.PARTIAL)
 UNFINISHED = (*TO_GENERATE, SampleState.LEASED, SampleState.ACTING)
 ENDED = (SampleState.DONE, SampleState.DEAD)
@@ -74,10 +43,12 @@ class Sample:
     state: SampleState = SampleState.WAITING
     length: int = 0
     """acknowledged response tokens, observations included"""
-    segments: Segments = field(default_factory=Segments)
-    """of what the policy has sampled"""
-    chunks: "array[int]" = field(default_factory=partial(array, "Q"))
-    """where the journal has each of its chunks, in order, 24 bytes a chunk: see `places`"""
+    chunks: bytes = b""
+    """where the journal has each of its chunks, in order: see `places`"""
+    unsampled: int = 0
+    """tokens that are observations, or another branch's"""
+    last_step: int = 0
+    """of the policy that said the last of its tokens, shared ones included"""
     lease_id: int = 0
     """of the current lease, 0 for none"""
     attempts: int = 0
@@ -103,8 +74,6 @@ class Sample:
     """the branch that it has left"""
     shared: int = 0
     """tokens at its beginning that are another branch's: read here, and trained there"""
-    shared_step: int = 0
-    """of the newest policy among them"""
 
     @property
     def session(self) -> "Sample":
@@ -126,9 +95,14 @@ class Sample:
         return bool(self.length or self.branches)
 
     @property
-    def last_step(self) -> int:
-        """Of the policy that said the last of its tokens, shared ones included; 0 if none did."""
-        return self.segments.last_step if self.segments else self.shared_step
+    def segments(self) -> list[Segment]:
+        """Of what the policy has sampled."""
+        return segments_of(self.places)
+
+    @property
+    def sampled_until(self) -> int:
+        """Where the last of that ends, 0 without any."""
+        return max((end for _, end, _ in self.segments), default=0)
 
     def cached_by(self, step: int) -> str:
         """The worker, at policy step `step`, that need not compute its prefix again; "" for none."""
@@ -137,8 +111,12 @@ class Sample:
     @property
     def sampled(self) -> int:
         """Its tokens without observations, those of all its branches."""
-        own = self.segments.tokens
-        return own + sum(line.segments.tokens for line in self.branches) if self.branches else own
+        return sum(line.own for line in self.lines) if self.branches else self.own
+
+    @property
+    def own(self) -> int:
+        """Tokens that the policy has sampled in this branch."""
+        return self.length - self.unsampled
 
     @property
     def expected_length(self) -> int:
@@ -152,8 +130,9 @@ class Sample:
     @property
     def observations(self) -> list[tuple[int, int]]:
         """(start, end) of what its environment has answered."""
-        starts = [0, *(end for _, end, _ in self.segments)]
-        ends = [*(start for start, _, _ in self.segments), self.length]
+        segments = self.segments
+        starts = [0, *(end for _, end, _ in segments)]
+        ends = [*(start for start, _, _ in segments), self.length]
         return [(start, end) for start, end in zip(starts, ends, strict=True) if start < end]
 
     def turn_end(self, most: int) -> int:
@@ -171,20 +150,24 @@ class Sample:
     @property
     def last_line(self) -> "Sample":
         """The branch in which the policy has spoken last."""
-        return max(self.lines, key=lambda line: line.chunks[-PLACE_WORDS:-1].tolist())
+        return max(self.lines, key=lambda line: list(line.places)[-1:])
 
     def cut(self, length: int) -> int:
         """Forget what lies behind the end of a turn; returns how many sampled tokens that were."""
-        before = self.segments.tokens
-        behind = sum(place.tokens for place in self.places) - length
-        for place in reversed(list(self.places)):
-            if behind <= 0:
-                break
-            behind -= place.tokens
-            del self.chunks[-PLACE_WORDS:]
-        self.segments = Segments(segment for segment in self.segments if segment[1] <= length)
-        self.length = length
-        return before - self.segments.tokens
+        before, places = self.own, self.places
+        self.chunks, self.length, self.unsampled, self.last_step = b"", 0, 0, 0
+        for place in places:
+            if self.length < length:
+                self.extend(place)
+        return before - self.own
+
+    def extend(self, place: Place) -> None:
+        """These tokens follow."""
+        self.chunks = add_place(self.chunks, *place)
+        self.length += place.tokens
+        if place.observed:
+            self.unsampled += place.tokens
+        self.last_step = max(self.last_step, place.step)
 
     @property
     def accuracy(self) -> float:

@@ -13,12 +13,11 @@ from april.broker.ledger.branches import fork, known
 from april.broker.ledger.dead_letters import DeadLetters
 from april.broker.ledger.leases import LeaseBook
 from april.broker.ledger.open_samples import OpenSamples
+from april.broker.ledger.places import add_place
 from april.broker.ledger.queues import HandOutQueue
 from april.broker.ledger.rules import Rules
 from april.broker.ledger.samples import (
-    OBSERVED,
     TO_GENERATE,
-    WORD,
     Group,
     GroupState,
     Lease,
@@ -142,7 +141,7 @@ class LedgerState(LeaseBook, Batches):
         leased = group.samples[event.index].line(event.branch)
         assert leased
         lease = Lease(event.lease_id, leased, event.worker, event.step, event.scoring, float("inf"))
-        begins_turn = self.rules.agents and lease.sample.segments.end < lease.sample.length
+        begins_turn = self.rules.agents and lease.sample.sampled_until < lease.sample.length
         if lease.sample.state is SampleState.PARTIAL and not begins_turn:
             cached = lease.sample.cached_by(event.step) == event.worker
             self.resumed["cached" if cached else "moved"] += lease.sample.length
@@ -175,22 +174,22 @@ class LedgerState(LeaseBook, Batches):
             lease_id, _, start, count, branch, step, size, checksum, kind, finish, _, over, parent = row
             lease = leases.get(lease_id) or leases[session_of(lease_id)]
             sample = self._spoken_in(lease, lease_id, start, parent) if lease.agent else lease.sample
-            sample.length = end = start + count
+            sample.length = start + count
             if kind == CHUNK:
                 lease.floor, group = step, sample.group
-                sample.segments.extend_by(start, end, branch, step)
+                sample.last_step = step
                 group.tokens += count
                 if group.evaluation:
                     evaluated += count
                 else:
                     trained += count
-            elif lease.agent:
+            else:
+                sample.unsampled += count
+            sample.chunks = add_place(sample.chunks, record, offset, size, checksum, count, kind, branch, step)
+            offset += padded(size)
+            if lease.agent:
                 self.open_samples.turn(sample, SampleState.PARTIAL)
                 self.queue.push(sample)
-            if reference:
-                what = count | kind * OBSERVED
-                sample.chunks.extend((record, offset << WORD | size, what << WORD | checksum))
-                offset += padded(size)
             if finish:
                 self._end_response(lease, ENDINGS[finish], bool(over))
         self.tokens["evaluation"] += evaluated
@@ -267,14 +266,14 @@ class LedgerState(LeaseBook, Batches):
         """Those in which nothing is left that the policy has said are forgotten."""
         for line in sample.branches:
             self.open_samples.turn(line, state)
-            if not line.segments:
+            if not line.own:
                 self.open_samples.forget(line)
-        sample.branches = tuple(line for line in sample.branches if line.segments)
+        sample.branches = tuple(line for line in sample.branches if line.own)
 
     def _cut(self, sample: Sample, length: int, reason: str) -> None:
         """Discard what lies behind the end of a turn of a sample whose group is open."""
         group = sample.group
-        if sample.segments.end > length and not group.evaluation:
+        if sample.sampled_until > length and not group.evaluation:
             self.on_discard([sample], reason, length)
         dropped = sample.cut(length)
         group.tokens -= dropped

@@ -8,11 +8,10 @@ from collections import Counter
 from collections.abc import Iterator
 
 import msgspec
-import numpy as np
 
 from april import wire
 from april.broker.journal.files import Reference
-from april.broker.ledger.samples import PLACE_WORDS
+from april.broker.ledger.places import places_in
 
 MOST_OF_A_REASON, MOST_OF_A_STEP = 2, 16
 """groups, or stretches of an agent's session"""
@@ -29,8 +28,8 @@ class Discard(msgspec.Struct, array_like=True, frozen=True):
     def positions(self) -> Iterator[int]:
         """Of the journal's records that it needs."""
         yield self.prompt[0]
-        for words in self.chunks:
-            yield from np.frombuffer(words, np.uint64)[::PLACE_WORDS].tolist()
+        for chunks in self.chunks:
+            yield from (place.record for place in places_in(chunks))
 
 
 _decoder = msgspec.msgpack.Decoder(Discard)

@@ -5,7 +5,7 @@ its snapshots. So a broker that was restarted tells a batch's lives as the one b
 """
 
 import math
-from array import array
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,9 +30,8 @@ HOW = (
     "environment_failed", "scoring_failed", "agent_failed", "recall",
 )  # fmt: skip
 """how a stay ended: with a response or turn, with a score, by its agent, with its group; else as LeaseEnded says"""
-WIDTH = 7
-"""numbers of a stay: what, holder, began, ended, start, end, how; 56 bytes"""
-ENDED, END, HOW_ENDED = 3, 5, 6
+STAY = struct.Struct("<BBIddII")
+"""a stay's kind, how it ended (0: it has not), holder, began, ended, start, end; 30 bytes"""
 UNREADABLE = "unreadable"
 """why a group is discarded of which the journal has lost something"""
 
@@ -40,24 +39,32 @@ UNREADABLE = "unreadable"
 @dataclass(slots=True)
 class GroupLife:
     opened_at: float
-    stays: "list[array[float]]"
+    stays: list[bytes]
     """of each sample, one stay behind the other"""
     delivered_at: float = 0.0
-    of_branches: "dict[tuple[int, int], array[float]]" = field(default_factory=dict)
+    of_branches: dict[tuple[int, int], bytes] = field(default_factory=dict)
     """by index and branch"""
 
-    def of(self, sample: Sample) -> "array[float]":
+    def of(self, sample: Sample) -> bytes:
         if sample.trunk is None:
             return self.stays[sample.index]
-        return self.of_branches.setdefault((sample.index, sample.branch), array("d"))
+        return self.of_branches.get((sample.index, sample.branch), b"")
 
-    def end_all(self, sample: Sample, now: float) -> None:
-        """Whatever has not ended, ends with its group."""
-        numbers = self.of(sample)
-        for place in range(0, len(numbers), WIDTH):
-            if not numbers[place + HOW_ENDED]:
-                numbers[place + ENDED], numbers[place + END] = now, sample.length
-                numbers[place + HOW_ENDED] = HOW.index("void")
+    def tell(self, sample: Sample, stays: bytes) -> None:
+        if sample.trunk is None:
+            self.stays[sample.index] = stays
+        else:
+            self.of_branches[sample.index, sample.branch] = stays
+
+    def end(self, sample: Sample, now: float, length: int, how: str, kinds: Sequence[int] = range(len(WHAT))) -> None:
+        """The newest stay of each of these kinds, unless it has ended."""
+        stays = list(STAY.iter_unpack(self.of(sample)))
+        for kind in kinds:
+            places = [place for place, (what, *_) in enumerate(stays) if what == kind]
+            if places and not stays[places[-1]][1]:
+                _, _, holder, began, _, start, _ = stays[places[-1]]
+                stays[places[-1]] = kind, HOW.index(how), holder, began, now, start, length
+        self.tell(sample, b"".join(STAY.pack(*stay) for stay in stays))
 
 
 class Lives:
@@ -94,8 +101,8 @@ class Lives:
             group: (
                 life.opened_at,
                 life.delivered_at,
-                [numbers.tobytes() for numbers in life.stays],
-                [(*branch, numbers.tobytes()) for branch, numbers in life.of_branches.items()],
+                life.stays,
+                [(*branch, stays) for branch, stays in life.of_branches.items()],
             )
             for group, life in self._lives.items()
         }
@@ -110,8 +117,7 @@ class Lives:
             self.discards.thaw(*discards)
         self._numbers = {holder: number for number, holder in enumerate(self._holders)}
         for group, (opened_at, delivered_at, stays, of_branches) in lives.items():
-            branches = {(index, branch): array("d", numbers) for index, branch, numbers in of_branches}
-            stays = [array("d", numbers) for numbers in stays]
+            branches = {(index, branch): told for index, branch, told in of_branches}
             self._lives[group] = GroupLife(opened_at, stays, delivered_at, branches)
 
     def of(self, group: Group) -> "GroupLife":
@@ -119,10 +125,8 @@ class Lives:
 
     def stays(self, sample: Sample) -> Iterator[wire.Stay]:
         """Where it has been up to now."""
-        rows = iter(self.of(sample.group).of(sample))
-        for what, holder, began, ended, start, end, how in zip(*[rows] * WIDTH, strict=True):
-            where = name_of(self._holders[int(holder)])
-            yield wire.Stay(WHAT[int(what)], where, began, ended, int(start), int(end), HOW[int(how)])
+        for what, how, holder, began, ended, start, end in STAY.iter_unpack(self.of(sample.group).of(sample)):
+            yield wire.Stay(WHAT[what], name_of(self._holders[holder]), began, ended, start, end, HOW[how])
 
     def head_of(self, line: Sample, reward: float) -> wire.SampleHead:
         """What is told of it with its batch, or beside that."""
@@ -132,7 +136,7 @@ class Lives:
             line.length,
             reward,
             session.finish_reason,
-            list(line.segments),
+            line.segments,
             session.details or {},
             list(self.stays(line)),
             line.branch,
@@ -159,7 +163,7 @@ class Lives:
 
     def _opened(self, event: events.GroupOpened, now: float) -> None:
         if not event.evaluation:
-            self._lives[event.group] = GroupLife(now, [array("d") for _ in range(event.size)])
+            self._lives[event.group] = GroupLife(now, [b""] * event.size)
 
     def _leased(self, event: events.Leased, now: float) -> None:
         group = self.ledger.groups[event.group]
@@ -199,11 +203,11 @@ class Lives:
     def _discarded(self, lines: Sequence[Sample], reason: str, kept: int) -> None:
         """Keep what is told of them, where that is wanted; the life of a group that has ended is forgotten."""
         group, now = lines[0].group, self.ledger.now
-        told = [line for line in lines if line.segments or group.prompt_tokens]
+        told = [line for line in lines if line.own or group.prompt_tokens]
         if self.ledger.rules.keeps_discards and told and reason != UNREADABLE and self.discards.has_room(reason):
             life = self.of(group)
             for line in told:
-                life.end_all(line, now)
+                life.end(line, now, line.length, "void")
             heads = [
                 replace(
                     self.head_of(line, math.nan if line.session.reward is None else line.session.reward),
@@ -214,31 +218,23 @@ class Lives:
                 for line in told
             ]
             head = wire.GroupHead(group.id, group.prompt_tokens, heads, life.opened_at, now, discarded=reason)
-            self.discards.add(Discard(head, group.prompt, [line.chunks.tobytes() for line in told]))
+            self.discards.add(Discard(head, group.prompt, [line.chunks for line in told]))
         if group.id not in self.ledger.groups:
             self._lives.pop(group.id, None)
 
     def _begin(self, sample: Sample, what: int, holder: str, now: float, length: int) -> None:
-        life = self._life(sample.group)
-        if life is None:
-            return
-        self._end(sample, what, now, length, "void")
-        life.of(sample).extend((what, self._number(holder), now, now, length, length, 0))
+        if life := self._life(sample.group):
+            life.end(sample, now, length, "void", [what])
+            life.tell(sample, life.of(sample) + STAY.pack(what, 0, self._number(holder), now, now, length, length))
 
     def _end(self, sample: Sample, what: int, now: float, length: int, how: str) -> None:
         """The newest stay of that kind, if it has not ended."""
-        life = self._life(sample.group)
-        numbers = life.of(sample) if life else array("d")
-        for place in range(len(numbers) - WIDTH, -1, -WIDTH):
-            if numbers[place] == what:
-                if not numbers[place + HOW_ENDED]:
-                    numbers[place + ENDED], numbers[place + END] = now, length
-                    numbers[place + HOW_ENDED] = HOW.index(how)
-                return
+        if life := self._life(sample.group):
+            life.end(sample, now, length, how, [what])
 
 
 def no_life(group: Group) -> GroupLife:
-    return GroupLife(0.0, [array("d") for _ in group.samples])
+    return GroupLife(0.0, [b""] * len(group.samples))
 
 
 def what_under(lease: Lease, sample: Sample) -> int:

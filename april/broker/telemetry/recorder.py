@@ -379,8 +379,9 @@ def tokens_by_age(groups: list[Group], step: int) -> Counter[int]:
     for group in groups:
         for line in group.lines:
             if line.state is SampleState.DONE:
-                for sampled_at, tokens in line.segments.tokens_by_step():
-                    ages[step - sampled_at] += tokens
+                for _, _, _, _, tokens, observed, _, sampled_at in line.places:
+                    if not observed:
+                        ages[step - sampled_at] += tokens
     return ages
 
 

@@ -1,0 +1,54 @@
+"""The places of a response are a list of `Place` that takes less room; its segments follow from them."""
+
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from april.broker.ledger.places import LONG, SHORT, Place, add_place, places_in, segments_of
+from april.wire.version import Version
+
+NUMBERS, RECORDS, TOKENS = st.integers(0, 2**32 - 1), st.integers(0, 2**48 - 1), st.integers(1, 2**31 - 1)
+ODD = st.builds(Place, RECORDS, NUMBERS, NUMBERS, NUMBERS, TOKENS, st.booleans(), NUMBERS, NUMBERS)
+EDGES = [0, 1, 2**10 - 1, 2**10, 2**16 - 1, 2**16, 2**22 - 1, 2**22, 2**32 - 1]
+
+
+@st.composite
+def chunks(draw):
+    """As workers report them, of sizes and versions at the edges of what a short place can say."""
+    tokens = max(1, min(draw(st.sampled_from(EDGES)), 2**29 - 1))
+    numbers = [draw(st.sampled_from(EDGES)) for _ in range(4)]
+    return Place(draw(RECORDS), numbers[0], 8 * tokens, numbers[1], tokens, False, numbers[2] & 1, numbers[3])
+
+
+def packed(places):
+    data = b""
+    for place in places:
+        data = add_place(data, *place)
+    return data
+
+
+@given(st.lists(ODD | chunks()))
+def test_what_goes_in_comes_out(places):
+    assert list(places_in(packed(places))) == places
+
+
+def test_a_chunk_much_like_the_first_takes_half_the_room():
+    first = Place(10**12, 600, 480, 1, 60, False, 3, 0)
+    later = first._replace(record=10**13, offset=4_000_000, checksum=2**32 - 1, step=1023)
+    assert len(packed([first, later])) == LONG.size + SHORT.size
+    for other in ({"size": 484}, {"observed": True}, {"branch": 2}, {"step": 1024}):
+        odd = later._replace(**other)
+        assert len(packed([first, odd])) == 2 * LONG.size and list(places_in(packed([first, odd]))) == [first, odd]
+
+
+@given(st.lists(st.tuples(st.integers(1, 1000), st.booleans(), st.integers(0, 1), st.integers(0, 2)), max_size=20))
+def test_tokens_that_follow_under_the_same_version_are_one_segment(spans):
+    """Spans are (tokens, whether they are an observation, branch, step)."""
+    versions = [None if observed else Version(branch, step) for n, observed, branch, step in spans for _ in range(n)]
+    segments = segments_of(Place(0, 0, 8 * n, 0, n, *rest) for n, *rest in spans)
+    told = [None] * len(versions)
+    for start, end, version in segments:
+        told[start:end] = [version] * (end - start)
+    assert told == versions
+    assert all(one[1] < other[0] or one[2] != other[2] for one, other in pairwise(segments))
