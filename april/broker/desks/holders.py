@@ -67,7 +67,7 @@ class HolderDesk:
         self.sessions.send_control(session, wire.Cancel([lease_id]))
 
     def leases_of(self, uid: str) -> list[Lease]:
-        return [self.ledger.leases[lease_id] for lease_id in sorted(self.ledger.held.get(uid, ()))]
+        return [self.ledger.leases[lease_id] for lease_id in self.ledger.held.get(uid, ())]
 
     def _holds(self, uid: str, lease_id: int) -> bool:
         lease = self.ledger.leases.get(lease_id)

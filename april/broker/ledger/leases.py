@@ -1,5 +1,7 @@
 """Who holds which sample: the leases that are current, by id and by holder."""
 
+from array import array
+from bisect import bisect_left, insort
 from collections import Counter
 
 from april.broker.ledger.samples import Lease, Sample
@@ -9,8 +11,8 @@ from april.wire.agents import session_of
 class LeaseBook:
     def __init__(self) -> None:
         self.leases: dict[int, Lease] = {}
-        self.held: dict[str, set[int]] = {}
-        """ids of leases by holder"""
+        self.held: dict[str, array[int]] = {}
+        """ids of leases by holder, in order"""
         self.load: Counter[tuple[str, bool]] = Counter()
         """leases that generate, by (worker, evaluation)"""
         self.generating = 0
@@ -22,7 +24,7 @@ class LeaseBook:
         """Enter a lease in the books."""
         lease.floor = max(lease.step, lease.sample.first_step)
         self.leases[lease.id] = lease
-        self.held.setdefault(lease.worker, set()).add(lease.id)
+        insort(self.held.setdefault(lease.worker, array("Q")), lease.id)
         if lease.generating:
             self.load[lease.worker, lease.sample.group.evaluation] += 1
             self.generating += not lease.sample.group.evaluation
@@ -32,7 +34,7 @@ class LeaseBook:
         lease = self.leases.pop(lease_id)
         self.stops_generating(lease)
         held = self.held[lease.worker]
-        held.remove(lease_id)
+        del held[bisect_left(held, lease_id)]
         if not held:
             del self.held[lease.worker]
         if lease.agent:
