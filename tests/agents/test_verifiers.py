@@ -26,9 +26,6 @@ def play(meet):
     return one
 
 
-pytestmark = pytest.mark.full
-
-
 def test_what_it_says_between_turns_is_read_and_its_rubric_is_the_reward(play):
     row = orjson.dumps({"example_id": 5, "answer": "1", "info": {"n": 5}}).decode()
     assert play(row, "7$", "8$", "1$", turns=3) == (1.0, ["12*3=", "+5=", "+5="])

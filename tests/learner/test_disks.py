@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from learner_setup import job, make_config, uneven_batch
 from ranks import run_ranks
 
+from april.learner.disks import Disks
 from april.learner.holdings import Held, Move, found_in, in_rounds, lacking, nowhere
 
 SUMS = {"a": "1", "b": "2", "c": "3", "d": "4"}
@@ -63,6 +64,14 @@ def test_ranks_that_take_moves_in_rounds_lose_none_and_a_ring_takes_no_longer_th
     for move in ring:
         free[move.source] = free[move.target] = 1 + max(free[move.source], free[move.target])
     assert max(free) <= 3
+
+
+def test_what_ranks_write_goes_to_the_disk_after_their_own_if_there_is_one():
+    disks = object.__new__(Disks)
+    disks.leaders, disks.of_rank = [0, 2], [0, 0, 1]
+    assert disks.copies([["a"], ["b"], ["c"]]) == [Move("a", 0, 2), Move("b", 1, 2), Move("c", 2, 0)]
+    disks.leaders, disks.of_rank = [0], [0, 0, 0]
+    assert disks.copies([["a"], ["b"], ["c"]]) == []
 
 
 @pytest.mark.full
