@@ -16,6 +16,7 @@ from common import Row
 from april.broker.ledger.events import GroupOpened, Leased, RowsAccepted
 from april.config import ConfigError
 from april.config.costs import HARDWARE, shipped_costs
+from april.report.run_folder import read_run
 from april.simulate.pipeline import simulate
 from april.simulate.recording import read_events
 from april.simulate.scenario import Scenario, load_scenario
@@ -61,10 +62,22 @@ def rows(name: str, keys: dict, runs: list[Measured], pace: str, forced: dict | 
         Row(f"limit_share_simulated_{name}", [one.consumed_per_s / limit for one in told], "share", of=fmean),
         Row(f"prediction_error_speed_{name}", [fmean(one.consumed_per_s for one in told) / speed - 1], "ratio"),
     ]
+    busy = fmean(busy_share(run.folder) for run in runs)
+    found.append(Row(f"prediction_error_busy_{name}", [fmean(one.occupancy for one in told) / busy - 1], "ratio"))
     if measured := fmean(run.staleness for run in runs):
         simulated = fmean(one.staleness_mean for one in told)
         found.append(Row(f"prediction_error_staleness_{name}", [simulated / measured - 1], "ratio"))
     return found
+
+
+def busy_share(folder: Path) -> float:
+    """Of the slots, mean over a run's time."""
+    run = read_run(folder)
+    times = [
+        min(lane["start"] for lane in run.lanes if lane["kind"] == "generate"),
+        *(step["time"] for step in run.steps),
+    ]
+    return float(np.average([step["slots"]["busy"] for step in run.steps], weights=np.diff(times)))
 
 
 def scenario_of(pace: str, keys: dict, lengths: dict) -> Scenario:
