@@ -3,6 +3,7 @@
 import os
 import shutil
 import threading
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -89,12 +90,13 @@ def test_it_is_none_before_the_last_of_several_ranks_has_put_its_files(objects, 
         (tmp_path / name).write_text(name)
     sums = {name: digest_of(tmp_path / name) for (name,) in names}
 
+    meet = partial(meeting.wait, 60)
+    copies = [InStore(stored, SimpleNamespace(rank=number, leads=True, meet=meet)) for number in range(2)]
+
     def rank(number):
-        disks = SimpleNamespace(rank=number, leads=True, meet=lambda: meeting.wait(60))
-        copies = InStore(stored, disks)
         if number == 1:
             assert put.wait(60)
-        copies.add(7, tmp_path, names, sums)
+        copies[number].add(7, tmp_path, names, sums)
 
     ranks = [threading.Thread(target=rank, args=(number,), daemon=True) for number in range(2)]
     for one in ranks:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import april
-from april.formats.versions import FILE
+from april.formats.versions import FILE, JOURNAL
 from tests.run.processes import APRIL, assert_closed, steps_recorded, wait_until
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
@@ -59,8 +59,9 @@ def test_the_next_april_goes_on_with_a_drained_run(start, config_file, drained, 
 
 
 def test_an_april_with_another_journal_says_which_one_finishes_the_run(config_file, drained, next_april):
-    following = next_april(("formats/versions.py", '4: "0.2"}', '4: "0.2", 5: "0.3"}'))
+    now = JOURNAL.current
+    following = next_april(("formats/versions.py", f'{now}: "0.2"}}', f'{now}: "0.2", {now + 1}: "0.3"}}'))
     done = subprocess.run([*following, "run", str(config_file), "--resume", *ENDLESS], capture_output=True, text=True)
     assert done.returncode == 2
-    assert "was written by April 0.2 (format 4, where this April 0.3 has 5); finish it with" in done.stderr
+    assert f"by April 0.2 (format {now}, where this April 0.3 has {now + 1}); finish it with" in done.stderr
     assert "Traceback" not in done.stderr and assert_closed(drained)["steps"] >= 2
