@@ -30,9 +30,9 @@ tests() { python -m pytest --durations=40 -m "$@" || failed=$?; }
 failed=0
 if $all; then
     tests "not (sglang or vllm)" -n 2 --dist loadgroup "$@"
-    # SGLang's beside vLLM's: a server beside a reader that has to share its core with many others runs ahead of it.
+    # By themselves: a server beside a reader that has to share its core with others runs ahead of it.
     # Without arguments: those choose among the tests above.
-    [ $# != 0 ] || tests "sglang or vllm" -n 2 --dist loadgroup
+    [ $# != 0 ] || tests "sglang or vllm"
 else
     tests "not full" -n 2 --dist loadgroup "$@"
 fi
