@@ -256,12 +256,15 @@ def test_over_ssh_each_part_has_accelerators_of_its_own_and_those_of_an_ended_on
         f"#!/bin/bash\nscript=$(cat)\ncase $script in *setsid*) wc -l <{tmp_path}/count; echo >>{tmp_path}/count;;\n"
         f"*'kill -0'*) [[ $script == *'kill -0 3 '* ]] && echo has ended || echo runs;; esac\n"
     )
-    ssh.chmod(0o755)
+    python = tmp_path / "python"
+    python.write_text("#!/bin/bash\necho 0.5.23\n")
+    for program in (ssh, python):
+        program.chmod(0o755)
     (tmp_path / "count").touch()
     options = (
         "--launch.hosts", "['127.0.0.1', '127.0.0.2']", "--launch.ssh", str([str(ssh)]), "--learner.device", "auto",
-        "--worker.device", "auto", "--worker.engine", "sglang", "--engine.servers", "2", "--learner.ranks", "2",
-        "--worker.count", "3",
+        "--worker.device", "auto", "--worker.engine", "sglang", "--engine.python", str(python),
+        "--engine.servers", "2", "--learner.ranks", "2", "--worker.count", "3",
     )  # fmt: skip
     assert main(["launch", str(config_file), "--on", "ssh", "--security.keys", keys, *options]) == 0
     folder = tmp_path / "runs/small" / FOLDER
