@@ -58,13 +58,14 @@ class GroupLife:
 
     def end(self, sample: Sample, now: float, length: int, how: str, kinds: Sequence[int] = range(len(WHAT))) -> None:
         """The newest stay of each of these kinds, unless it has ended."""
-        stays = list(STAY.iter_unpack(self.of(sample)))
+        stays = self.of(sample)
         for kind in kinds:
-            places = [place for place, (what, *_) in enumerate(stays) if what == kind]
-            if places and not stays[places[-1]][1]:
-                _, _, holder, began, _, start, _ = stays[places[-1]]
-                stays[places[-1]] = kind, HOW.index(how), holder, began, now, start, length
-        self.tell(sample, b"".join(STAY.pack(*stay) for stay in stays))
+            at = next((at for at in range(len(stays) - STAY.size, -1, -STAY.size) if stays[at] == kind), None)
+            if at is not None and not stays[at + 1]:
+                _, _, holder, began, _, start, _ = STAY.unpack_from(stays, at)
+                ended = STAY.pack(kind, HOW.index(how), holder, began, now, start, length)
+                stays = stays[:at] + ended + stays[at + STAY.size :]
+        self.tell(sample, stays)
 
 
 class Lives:
