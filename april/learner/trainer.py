@@ -23,14 +23,15 @@ from april.formats.stored import stored_checkpoints
 from april.learner import checkpoint, flops
 from april.learner.backends import BACKENDS
 from april.learner.batch import Batch, TrainSample
-from april.learner.critic import Critic, Judged
+from april.learner.critic import Critic
 from april.learner.diagnostics import TokenTotals
 from april.learner.engine_gaps import EngineGaps
-from april.learner.losses.columns import bounded, log_ratio
+from april.learner.losses.columns import bounded
 from april.learner.losses.divergence import k1
+from april.learner.micro import Measured, Micro
 from april.learner.model import uses_bf16
-from april.learner.objective import Objective, OfBatch, Prepared, ResponseTokens
-from april.learner.packing import MicroBatch, input_tokens, pack, plan
+from april.learner.objective import Objective, Prepared, ResponseTokens
+from april.learner.packing import input_tokens, pack, plan
 from april.learner.phases import PhaseSeconds, Seconds
 from april.learner.seen import SeenTokens, keeps
 from april.learner.store import Store
@@ -40,25 +41,6 @@ from april.weights.canary import Canary, canary_tokens
 from april.wire.version import Version
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, eq=False)
-class Micro:
-    """What goes through the model at a time."""
-
-    indices: list[int]
-    """of its samples among those prepared"""
-    packed: MicroBatch
-    tokens: ResponseTokens | None
-    """what the loss needs of them; None for a dummy"""
-    before: Tensor | None = None
-    """float32 [K]: their log-probabilities under the weights before the first optimizer step, where those are wanted"""
-    reference: Tensor | None = None
-    """float32 [K]: and under the reference, where the loss wants those"""
-    judged: Judged | None = None
-    """what a critic says of them"""
-    given: OfBatch | None = None
-    """what the loss takes from all tokens of the batch"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -488,18 +470,3 @@ class Trainer:
 
 def unseen(indices: list[int], logprobs: Tensor, entropies: Tensor, tokens: ResponseTokens) -> None:
     """A `See` of what has been shown before."""
-
-
-@dataclass(frozen=True, eq=False)
-class Measured:
-    """The `Loss` whose gradient is that of a response, which adds up what is known of it in `log_ratio`."""
-
-    passes: list[Micro]
-    log_ratio: Tensor
-
-    def __call__(self, place: int, logprobs: Tensor, entropies: Tensor) -> Tensor:
-        tokens = self.passes[place].tokens
-        if tokens is None:
-            return 0.0 * logprobs.sum()
-        self.log_ratio.add_(log_ratio(logprobs.detach(), tokens.behaviour_logprobs).sum())
-        return logprobs.sum()
