@@ -59,8 +59,9 @@ def test_every_panel_has_a_series_on_a_prometheus_that_scrapes_a_run(start_run, 
     )
     listens, home = "--web.listen-address=127.0.0.1:0", f"--storage.tsdb.path={tmp_path / 'tsdb'}"
     command = [str(PROMETHEUS / "prometheus"), f"--config.file={tmp_path / 'prometheus.yml'}", listens, home]
-    prometheus, places = start("prometheus", command), []
-    wait_until(lambda: places.extend(LISTENS.findall(prometheus.output)) or places, prometheus)
+    prometheus = start("prometheus", command)
+    wait_until(lambda: "Server is ready to receive web requests" in prometheus.output, prometheus)
+    places = LISTENS.findall(prometheus.output)
     wanted = set(expressions())
 
     def all_seen():

@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from april.report.run_folder import read_records
-from tests.run.processes import assert_closed, both_workers_are_there, steps_recorded, wait_until
+from tests.run.processes import assert_closed, steps_recorded, wait_until
 
 
 @pytest.mark.full
@@ -15,8 +15,8 @@ def test_killed_worker_and_learner_go_on_with_the_adapter_and_what_is_trained_is
 ):
     lora = ["--lora.rank", "4", "--lora.embedding", "true", "--learner.lr", "1e-2", "--schedule.max_steps", "5"]
     job = start_run(*lora, *gate.hold(2))
-    wait_until(lambda: both_workers_are_there(job), job)
     wait_until(lambda: steps_recorded(run_dir) == 2, job)
+    wait_until(lambda: all("is proven" in (run_dir / f"logs/worker-{index}.log").read_text() for index in (0, 1)), job)
     job.kill("--name worker-0")
     job.kill("-u -m april.learner")
     wait_until(lambda: "worker-0 ended" in job.output and "learner ended" in job.output, job)
