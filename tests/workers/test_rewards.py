@@ -11,6 +11,7 @@ import pytest
 
 from april.processes.pool import IN_FLIGHT_ITEMS, PoolProcess, ProcessPool
 from april.workers.rewards.verifiers import check_verifier
+from tests.conftest import full
 from tests.workers.rewards_setup import PATIENCE_S, collect
 
 
@@ -173,9 +174,10 @@ def test_a_verifier_without_memory_is_replaced_and_what_waits_for_it_is_not_char
 @pytest.mark.parametrize(
     "answer",
     [
-        "2^{1000000007}", "10^{10^{10}}", "20000000!", "(" * 60 + "1" + ")" * 60, "[" * 60 + "1" + "]" * 60,
-        pytest.param("9^{9^{9^{9^9}}}", marks=pytest.mark.full),
-        pytest.param("\\binom{1000000}{500000}", marks=pytest.mark.full),
+        "10^{10^{10}}",
+        "(" * 60 + "1" + ")" * 60,
+        *map(full, ["2^{1000000007}", "9^{9^{9^{9^9}}}", "20000000!", "\\binom{1000000}{500000}"]),
+        full("[" * 60 + "1" + "]" * 60),
     ],
 )  # fmt: skip
 def test_an_answer_that_is_expensive_to_compare_is_a_wrong_one(make_pool, answer):
@@ -277,7 +279,7 @@ def test_close_ends_every_process(make_pool):
     assert all(process.inner.returncode is not None for process in pool.processes)
 
 
-@pytest.mark.parametrize("verifier", ["exact", "bad_verifiers:loop"])
+@pytest.mark.parametrize("verifier", [full("exact"), "bad_verifiers:loop"])
 def test_verifier_processes_do_not_outlive_a_killed_parent(bad_verifiers, verifier):
     parent = subprocess.Popen(
         [
