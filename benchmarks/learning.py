@@ -11,6 +11,7 @@ import os
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
+import shutil
 import sys
 import tempfile
 import tomllib
@@ -196,8 +197,9 @@ class Outcome:
 
 
 def train(folder: Path, policy: Path, prompts: Path, study: Study, name: str, seed: int, keys: dict, held_out: int):
-    """The outcome of one run, which stays in `folder`."""
+    """The outcome of one run, which stays in `folder`, where an earlier one of its name gives way to it."""
     run_name = f"{name}-{seed}"
+    shutil.rmtree(folder / run_name, ignore_errors=True)
     keys = keys | {"run.dir": folder, "run.name": run_name, "model.path": policy, "data.path": prompts, "seed": seed}
     keys |= study.arms[name].keys | study.keys
     if study.pace:

@@ -81,7 +81,7 @@ def turn(engine: PinnedEngine, folder: Path, seed: int, steps: int, migrate: boo
     keys = {"seed": seed, "steps": steps, "warmup_steps": 1, "schedule.migrate": migrate}
     scenario = load_scenario(folder / "setting.toml", list(keys.items()))
     config = configuration.load(engine.write_run(folder, scenario))
-    trainer = TimedTrainer(config, scenario.learner, engine.tensors, scenario.first_measured, steps)
+    trainer = TimedTrainer(config, scenario.learner, scenario.first_measured, steps)
     with contextlib.ExitStack() as parts:
         broker = parts.enter_context(process(["-m", "april.cli", "broker", folder / "run.toml"], folder / "broker.log"))
         address = wait_for_address(config, broker)

@@ -281,6 +281,7 @@ def main() -> int:
     arguments.add_argument("--simulated", action="store_true", help="the published setting on a virtual clock")
     arguments.add_argument("--engine", choices=("torch", "sglang"), help="the schedules on this engine")
     arguments.add_argument("--trains", action="store_true", help="on an engine: with a learner that trains")
+    arguments.add_argument("--only", nargs="+", default=[], metavar="WORD", help="on an engine: schedules named so")
     arguments.add_argument("--steps", type=int, help="measured batches of a turn on an engine [default 24, SGLang 12]")
     arguments.add_argument("--processes", type=int, default=2, help="simulations at a time [default 2]")
     arguments.add_argument(
@@ -296,8 +297,8 @@ def main() -> int:
         arguments.error("--part is of --simulated; on the torch engine migration alone is one")
     if options.part and options.part not in (known := [*COSTS, *BESIDE_COSTS]):
         arguments.error(f"--part {options.part} is none of the parts; give one of {', '.join(known)}")
-    if options.simulated and (options.trains or options.steps):
-        arguments.error("--trains and --steps are of an --engine")
+    if options.simulated and (options.trains or options.steps or options.only):
+        arguments.error("--trains, --steps and --only are of an --engine")
     usual_seeds, usual_steps = (3, 24) if options.simulated else (2, 24) if options.engine == "torch" else (1, 12)
     options.seeds, options.steps = options.seeds or usual_seeds, options.steps or usual_steps
     seeds, measured = (range(1), 2) if options.quick else (range(options.seeds), options.steps)
@@ -310,7 +311,7 @@ def main() -> int:
     else:
         import rollout_real
 
-        rows, tables = rollout_real.measure(options.engine, seeds, measured, options.trains)
+        rows, tables = rollout_real.measure(options.engine, seeds, measured, options.trains, options.only)
     report(rows, options.json, tables)
     return 0
 

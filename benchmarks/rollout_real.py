@@ -10,7 +10,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import isnan, nan
 from pathlib import Path
@@ -23,6 +23,7 @@ from common import Row
 from pinned_engine import PROMPT_TOKENS, PinnedEngine
 from rollout_turn import Turn, run_turn
 
+from april.simulate.calibrate import COSTS
 from april.simulate.pipeline import simulate
 from april.simulate.scenario import Scenario, load_scenario
 from april.simulate.variants import table, variants, with_schedule
@@ -114,6 +115,11 @@ def schedules(base: Scenario) -> dict[str, Scenario]:
     return found
 
 
+def chosen(base: Scenario, only: Sequence[str]) -> dict[str, Scenario]:
+    """The schedules whose names contain one of those words, or all."""
+    return {name: one for name, one in schedules(base).items() if not only or any(word in name for word in only)}
+
+
 def scenario_of(kind: str, cost: Path | None, folder: Path, seed: int, steps: int) -> Scenario:
     """`cost`: sections that `april calibrate` has written; none: nothing is known of the engine yet."""
     path, samples = folder / "setting.toml", GROUPS[kind] * GROUP_SIZE
@@ -143,15 +149,25 @@ def calibrate(engine: PinnedEngine, folder: Path, seed: int, steps: int) -> Scen
     return scenario_of(engine.kind, cost, folder, seed, steps).with_keys(**costs)
 
 
+def with_costs_between(engine: PinnedEngine, scenario: Scenario, before: Path, after: Path) -> Scenario:
+    """With the means of two calibrations, one before and one after its turn: the machine's speed drifts."""
+    measured = [scenario_of(engine.kind, cost, cost.parent, 0, 1) for cost in (before, after)]
+    costs = {f"cost__{name}": float(np.mean([getattr(one.cost, name) for one in measured])) for name in COSTS}
+    return scenario.with_keys(**costs, weights__pause_s=float(np.mean([one.weights.pause_s for one in measured])))
+
+
 def made(folder: Path) -> Path:
     folder.mkdir(parents=True)
     return folder
 
 
-def measure(kind: str, seeds: range, steps: int, trains: bool = False) -> tuple[list[Row], dict]:
-    """Every schedule and every limit once for each seed, behind a calibration, in an order that turns round from seed
-    to seed. If the learner `trains`, each schedule has a limit of its own, under the load of its learner. The rows, and
-    the values of the table's columns by schedule, a list over the seeds each."""
+def measure(
+    kind: str, seeds: range, steps: int, trains: bool = False, only: Sequence[str] = ()
+) -> tuple[list[Row], dict]:
+    """Every schedule and every limit once for each seed, in an order that turns round from seed to seed, with a
+    calibration before the first and after each turn that is foretold. If the learner `trains`, each schedule has a
+    limit of its own, under the load of its learner, and there is one calibration, before all. The rows, and the values
+    of the table's columns by schedule, a list over the seeds each. `only`: see `chosen`."""
     turns = with_training if trains else of_seed
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -160,9 +176,12 @@ def measure(kind: str, seeds: range, steps: int, trains: bool = False) -> tuple[
         slots = scenario_of(kind, None, folder, 0, 1).engines.slots
         engine = PinnedEngine(kind, folder, slots, LONGEST)
         try:
-            found = [turns(engine, calibrate(engine, made(folder / f"costs-{seed}"), seed, steps)) for seed in seeds]
+            found = [
+                turns(engine, calibrate(engine, made(folder / f"costs-{seed}"), seed, steps), only) for seed in seeds
+            ]
         finally:
             engine.close()
+        called = dict(zip(schedules(scenario_of(kind, None, folder, 0, 1)), LABELS, strict=True))
     by_name = {name: [one[name] for one in found] for name in found[0]}
     lines = [[name, *(cell(ones, *column) for column in COLUMNS.values())] for name, ones in by_name.items()]
     print(f"medians of {len(seeds)} seeds\n{table(lines, ('', *COLUMNS))}\n", flush=True)
@@ -170,23 +189,27 @@ def measure(kind: str, seeds: range, steps: int, trains: bool = False) -> tuple[
         name: {column: [float(value(one)) for one in ones] for column, (value, _) in COLUMNS.items()}
         for name, ones in by_name.items()
     }
-    return rows(f"{kind}_training" if trains else kind, by_name), values
+    by_label = {called[name]: outcomes for name, outcomes in by_name.items()}
+    return rows(f"{kind}_training" if trains else kind, by_label), values
 
 
 def cell(outcomes: list[Outcome], value: Callable[[Outcome], float], form: str) -> str:
     return format(median(map(value, outcomes)), form)
 
 
-def of_seed(engine: PinnedEngine, base: Scenario) -> dict[str, Outcome]:
-    runs = schedules(base)
+def of_seed(engine: PinnedEngine, base: Scenario, only: Sequence[str]) -> dict[str, Outcome]:
+    runs = chosen(base, only)
+    beside = {limit_name(engine, one) for one in runs.values() if one.schedule.kind == "continuous"}
     limits, order = {}, []
     for name, one in runs.items():
         limit = limit_name(engine, one)
-        if one.schedule.kind == "continuous" and limit not in limits:
+        if limit not in limits and (one.schedule.kind == "continuous" or limit not in beside):
             limits[limit] = one
             order.append(limit)
         order.append(name)
     turns: dict[str, Turn | float] = {}
+    known: dict[str, Scenario] = {}
+    cost = engine.folder / f"costs-{base.seed}" / "cost.toml"
     for name in order if base.seed % 2 == 0 else reversed(order):
         folder = made(engine.folder / f"seed-{base.seed}" / name.replace(" ", "-"))
         if name in limits:
@@ -195,9 +218,13 @@ def of_seed(engine: PinnedEngine, base: Scenario) -> dict[str, Outcome]:
         else:
             turns[name] = run_turn(engine, runs[name], folder)
             said = f"{turns[name].consumed_per_s:,.0f} tokens/s"
+            before, cost = cost, folder / "cost.toml"
+            engine.calibrate(cost)
+            known[name] = with_costs_between(engine, runs[name], before, cost)
         print(f"  seed {base.seed}, {name}: {said}", file=sys.stderr, flush=True)
     return {
-        name: Outcome(turns[name], turns[limit_name(engine, one)], foretold(engine, one)) for name, one in runs.items()
+        name: Outcome(turns[name], turns[limit_name(engine, one)], foretold(engine, known[name]))
+        for name, one in runs.items()
     }
 
 
@@ -211,8 +238,8 @@ def foretold(engine: PinnedEngine, scenario: Scenario) -> float:
     return nan if engine.sends_each_token(scenario) else simulate(scenario).consumed_per_s
 
 
-def with_training(engine: PinnedEngine, base: Scenario) -> dict[str, Outcome]:
-    runs, found = schedules(base), {}
+def with_training(engine: PinnedEngine, base: Scenario, only: Sequence[str]) -> dict[str, Outcome]:
+    runs, found = chosen(base, only), {}
     for name in runs if base.seed % 2 == 0 else reversed(runs):
         folder = made(engine.folder / f"seed-{base.seed}" / name.replace(" ", "-"))
         turn = run_turn(engine, runs[name], folder, trains=True)
@@ -225,41 +252,46 @@ def with_training(engine: PinnedEngine, base: Scenario) -> dict[str, Outcome]:
     return {name: found[name] for name in runs}
 
 
+LABELS = ("sync", "sync_equal", "april", "dropped", "overlap", "fewer", "fewer_kept", "most", "most_kept")
+"""of `schedules`, in their order"""
+
+
 def rows(kind: str, outcomes: dict[str, list[Outcome]]) -> list[Row]:
-    sync, sync_equal, april, dropped, overlap, fewer, fewer_kept, most, most_kept = outcomes.values()
+    """By `LABELS`; those for which all that they compare was run."""
     gains = {
-        f"april_gain_{kind}": (april, sync),
-        f"april_gain_equal_concurrency_{kind}": (april, sync_equal),
-        f"partial_rollout_gain_{kind}": (april, dropped),
-        f"overlap_gain_equal_concurrency_{kind}": (overlap, sync_equal),
-        f"continuous_gain_{kind}": (most_kept, sync),
-        f"continuous_gain_{kind}_reprefill": (most, sync),
-        f"continuous_gain_equal_concurrency_{kind}": (most_kept, sync_equal),
-        f"continuous_gain_equal_concurrency_{kind}_reprefill": (most, sync_equal),
+        f"april_gain_{kind}": ("april", "sync"),
+        f"april_gain_equal_concurrency_{kind}": ("april", "sync_equal"),
+        f"partial_rollout_gain_{kind}": ("april", "dropped"),
+        f"overlap_gain_equal_concurrency_{kind}": ("overlap", "sync_equal"),
+        f"continuous_gain_{kind}": ("most_kept", "sync"),
+        f"continuous_gain_{kind}_reprefill": ("most", "sync"),
+        f"continuous_gain_equal_concurrency_{kind}": ("most_kept", "sync_equal"),
+        f"continuous_gain_equal_concurrency_{kind}_reprefill": ("most", "sync_equal"),
     }
+    speeds = {"": "consumed_per_s", "_rollout_time": "consumed_per_rollout_s", "_kept_tokens": "kept_per_s"}
     found = []
-    for name, (ours, theirs) in gains.items():
-        for suffix, value in (
-            ("", "consumed_per_s"),
-            ("_rollout_time", "consumed_per_rollout_s"),
-            ("_kept_tokens", "kept_per_s"),
-        ):
-            ratios = [getattr(a.turn, value) / getattr(b.turn, value) - 1 for a, b in zip(ours, theirs, strict=True)]
+    for name, pair in gains.items():
+        if not {*pair} <= outcomes.keys():
+            continue
+        for suffix, value in speeds.items():
+            ratios = [
+                getattr(a.turn, value) / getattr(b.turn, value) - 1
+                for a, b in zip(*(outcomes[label] for label in pair), strict=True)
+            ]
             found.append(Row(f"{name}{suffix}", ratios, "fraction"))
-    for suffix, ones in (
-        ("", fewer_kept),
-        ("_reprefill", fewer),
-        ("_most", most_kept),
-        ("_most_reprefill", most),
-    ):
-        found.append(Row(f"continuous_limit_{kind}{suffix}", [one.limit_share for one in ones], "fraction"))
-        shares = [one.generated_limit_share for one in ones]
-        found.append(Row(f"continuous_generated_limit_{kind}{suffix}", shares, "fraction"))
-    found.append(Row(f"idle_slot_share_total_{kind}", [1 - one.turn.occupancy for one in fewer], "fraction"))
-    for cause in fewer[0].turn.idle_share:
-        shares = [one.turn.idle_share[cause] for one in fewer]
-        found.append(Row(f"idle_slot_share_{cause}_{kind}", shares, "fraction"))
-    return [*found, Row("prediction_error_max", errors_by_schedule(outcomes), "fraction", of=max)]
+    limited = {"": "fewer_kept", "_reprefill": "fewer", "_most": "most_kept", "_most_reprefill": "most"}
+    for suffix, label in limited.items():
+        if ones := outcomes.get(label):
+            found.append(Row(f"continuous_limit_{kind}{suffix}", [one.limit_share for one in ones], "fraction"))
+            shares = [one.generated_limit_share for one in ones]
+            found.append(Row(f"continuous_generated_limit_{kind}{suffix}", shares, "fraction"))
+    if fewer := outcomes.get("fewer"):
+        found.append(Row(f"idle_slot_share_total_{kind}", [1 - one.turn.occupancy for one in fewer], "fraction"))
+        for cause in fewer[0].turn.idle_share:
+            shares = [one.turn.idle_share[cause] for one in fewer]
+            found.append(Row(f"idle_slot_share_{cause}_{kind}", shares, "fraction"))
+    errors = errors_by_schedule(outcomes)
+    return [*found, *([Row("prediction_error_max", errors, "fraction", of=max)] if errors else [])]
 
 
 def errors_by_schedule(outcomes: dict[str, list[Outcome]]) -> list[float]:

@@ -109,9 +109,7 @@ def run_turn(engine: PinnedEngine, scenario: Scenario, folder: Path, trains: boo
     """Run the scenario's schedule for its warm-up and its steps; `trains`: a learner that does. Raises Failed."""
     config = configuration.load(engine.write_run(folder, scenario))
     counts = scenario.first_measured, scenario.steps
-    trainer = (
-        RealTrainer(config, *counts) if trains else TimedTrainer(config, scenario.learner, engine.tensors, *counts)
-    )
+    trainer = RealTrainer(config, *counts) if trains else TimedTrainer(config, scenario.learner, *counts)
     with contextlib.ExitStack() as parts:
         broker = parts.enter_context(process(["-m", "april.cli", "broker", folder / "run.toml"], folder / "broker.log"))
         address = wait_for_address(config, broker)

@@ -3,7 +3,7 @@
 import itertools
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -58,21 +58,13 @@ class Counted:
         return self.trained[self.warmup_steps - 1].at
 
 
-class TimedTrainer(Counted):
+class TimedTrainer(Counted, Trainer):
     """Waits in place of training, for as long as a scenario's learner; the weights that it publishes are real."""
 
-    oldest_checkpoint = 0
-    seen = None
-
-    def __init__(
-        self, config: Config, cost: LearnerCost, tensors: Mapping[str, torch.Tensor], warmup_steps: int, steps: int
-    ):
-        super().__init__(warmup_steps, steps)
-        self.config, self.cost, self.tensors = config, cost, tensors
-        self.step_count = 0
-
-    def restore(self) -> int:
-        return 0
+    def __init__(self, config: Config, cost: LearnerCost, warmup_steps: int, steps: int):
+        Counted.__init__(self, warmup_steps, steps)
+        Trainer.__init__(self, config, torch.device("cpu"))
+        self.cost = cost
 
     def prepare(self, batch: Batch) -> None:
         """There is nothing to make ready."""
@@ -83,14 +75,6 @@ class TimedTrainer(Counted):
         self.note(began, batch)
         self.step_count += 1
         return {"loss": 0.0, "nonfinite": 0.0, "tokens": float(tokens)}
-
-    def weights(self) -> Mapping[str, torch.Tensor]:
-        return self.tensors
-
-    def start_save(self) -> None:
-        """There is nothing to save."""
-
-    def export(self) -> None: ...
 
 
 class RealTrainer(Counted, Trainer):
