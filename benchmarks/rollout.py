@@ -281,7 +281,7 @@ def main() -> int:
     arguments.add_argument("--simulated", action="store_true", help="the published setting on a virtual clock")
     arguments.add_argument("--engine", choices=("torch", "sglang"), help="the schedules on this engine")
     arguments.add_argument("--trains", action="store_true", help="on an engine: with a learner that trains")
-    arguments.add_argument("--only", nargs="+", default=[], metavar="WORD", help="on an engine: schedules named so")
+    arguments.add_argument("--only", nargs="+", default=[], metavar="NAME", help="on an engine: these schedules")
     arguments.add_argument("--steps", type=int, help="measured batches of a turn on an engine [default 24, SGLang 12]")
     arguments.add_argument("--processes", type=int, default=2, help="simulations at a time [default 2]")
     arguments.add_argument(

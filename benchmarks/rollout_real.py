@@ -116,8 +116,11 @@ def schedules(base: Scenario) -> dict[str, Scenario]:
 
 
 def chosen(base: Scenario, only: Sequence[str]) -> dict[str, Scenario]:
-    """The schedules whose names contain one of those words, or all."""
-    return {name: one for name, one in schedules(base).items() if not only or any(word in name for word in only)}
+    """The schedules of these names, or all."""
+    known = schedules(base)
+    if strange := [name for name in only if name not in known]:
+        sys.exit(f"--only {strange[0]!r} is none of the schedules; give some of {', '.join(map(repr, known))}")
+    return {name: one for name, one in known.items() if not only or name in only}
 
 
 def scenario_of(kind: str, cost: Path | None, folder: Path, seed: int, steps: int) -> Scenario:
