@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import time
 from dataclasses import replace
@@ -191,17 +192,35 @@ def test_tokens_are_of_the_server_s_own_weights_with_the_newest_adapter(settings
         engine.close()
 
 
-def test_a_whole_run_of_an_adapter_samples_from_what_the_learner_trains(start_run, run_dir, gate):
+def test_a_run_of_an_adapter_goes_on_with_the_newest_on_a_server_that_is_started_again(start_run, run_dir, gate):
+    """Beside the model's weights and proven, while the run is held and nothing new is published; what is sampled
+    then is of what the learner trains. The entropy term trains every token."""
     words = ["--worker.engine", "vllm", "--engine.python", str(VLLM_PYTHON), "--worker.count", "1"]
-    job = start_run(*words, "--lora.rank", "4", "--learner.lr", "1e-2", *gate.hold(1))
-    wait_until(lambda: steps_recorded(run_dir) >= 1, job, PATIENCE_S)
-    assert job.descendants("--enable-lora")
+    lora = ["--lora.rank", "4", "--learner.lr", "1e-2", "--algorithm.entropy_coef", "0.01", "--schedule.max_steps", "5"]
+
+    def newest():
+        return f"0.{(run_dir / 'logs/learner.log').read_text().count(' trained in ')}"
+
+    def proven(log):
+        return re.findall(r"adapter of version (\S+) beside its model's weights.*?version \1 is proven", log, re.DOTALL)
+
+    def worker_log():
+        return (run_dir / "logs/worker-0.log").read_text()
+
+    job = start_run(*words, *lora, *gate.hold(2))
+    wait_until(lambda: steps_recorded(run_dir) >= 2 and newest() in proven(worker_log()), job, PATIENCE_S)
+    job.kill("vllm/program")
+    wait_until(lambda: newest() in proven(worker_log().partition("the vLLM server serves again")[2]), job, PATIENCE_S)
     gate.open()
     assert job.wait(PATIENCE_S) == 0, job.output
-    assert assert_closed(run_dir)["steps"] == 3
+    found = assert_closed(run_dir)
+    assert found["steps"] == 5 and not found["tokens"]["discarded"] and "restart" not in job.output
     steps = read_records(run_dir / "metrics.jsonl")
-    fresh = [gap["mean"] for step in steps for gap in step["engine_gaps"].values() if gap["age"] == 0]
-    assert fresh and max(fresh) < 1e-4
+    before, after = (
+        [gap["mean"] for step in some for gap in step["engine_gaps"].values() if gap["age"] == 0]
+        for some in (steps[:2], steps[3:])
+    )
+    assert before and after and max(before + after) < 1e-4
 
 
 def test_an_unknown_option_is_refused_with_the_server_s_own_words(settings):

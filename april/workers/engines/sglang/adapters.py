@@ -1,6 +1,7 @@
 """How an adapter gets into a server that takes some, between pause and continue: as a folder that the server reads."""
 
 import asyncio
+import logging
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
     from april.weights.lane_messages import Adapter
 
+log = logging.getLogger(__name__)
+
 
 async def load_adapter(
     client: SGLangClient, model: Path, adapter: "Adapter", tensors: "Mapping[str, torch.Tensor]", version: str
@@ -28,6 +31,7 @@ async def load_adapter(
         with tempfile.TemporaryDirectory(prefix=SNAPSHOT_PREFIX, dir=place) as folder:
             await asyncio.to_thread(write, Path(folder), model, adapter, tensors)
             await client.call("/load_lora_adapter", {"lora_path": folder, "weight_version": version}, UPDATE_S)
+            log.info("the server has the adapter of version %s beside its model's weights", version)
     except OSError as error:
         raise EngineError(f"the adapter cannot be written to {place} ({error}); make room there") from None
 
