@@ -156,6 +156,20 @@ def cut_batch(policy: Path) -> Batch:
     return near_policy(Batch(6, [[cut(sample) for sample in group] for group in turns.groups]), policy, rng)
 
 
+def far_batch(policy: Path) -> Batch:
+    """The stale batch from a policy that is far away: of every four responses one is e^2 times as likely token by
+    token as when it was sampled, one the other way round, and of one its first token e^30 times."""
+    by = ((0.0, slice(0)), (-2.0, slice(None)), (2.0, slice(None)), (-30.0, slice(1)))
+
+    def moved(place, sample):
+        logprobs, (distance, tokens) = sample.logprobs.copy(), by[place % len(by)]
+        logprobs[tokens] += distance
+        return replace(sample, logprobs=logprobs)
+
+    groups = stale_batch(policy).groups
+    return Batch(6, [[moved(place, sample) for place, sample in enumerate(group)] for group in groups])
+
+
 class Diary:
     """Source and publisher in one, writing down everything in order; batch k is always the same."""
 

@@ -2,6 +2,7 @@
 
 The pipeline is tested against this page. It shares no code with it. Read it from `step` on: rewards become
 advantages, each response gets its loss token by token, and one AdamW step follows, or one for each minibatch.
+Log-ratios count within ±20, those of a token as well as what they add up to over a response (`log_ratio`, `bounded`).
 """
 
 import copy
@@ -181,8 +182,8 @@ class ReferenceLearner:
             logprobs = self.sample_logprobs(sample)
             gradients = torch.autograd.grad(logprobs.sum(), list(self.lm.parameters()))
             square = sum((gradient.double() ** 2).sum().item() for gradient in gradients)
-            gap = logprobs.detach() - torch.tensor(sample.logprobs)[sampled(sample)]
-            counts.append(math.exp(gap.double().sum().item()) ** 2 * square)
+            gap = log_ratio(logprobs.detach(), torch.tensor(sample.logprobs)[sampled(sample)])
+            counts.append(bounded(gap.double().sum()).exp().item() ** 2 * square)
         baseline = sum(c * sample.reward for c, sample in zip(counts, group, strict=True)) / sum(counts)
         return [sample.reward - baseline for sample in group]
 
@@ -194,8 +195,8 @@ class ReferenceLearner:
         for sample, advantage, logprobs in zip(samples, advantages, before, strict=True):
             if torch.as_tensor(advantage).any() and sampled(sample):
                 mu, proximal = self.policies(sample, step, logprobs)
-                moved += (logprobs - mu).double().square().tolist()
-                ratios = (logprobs - proximal).double().exp().tolist()
+                moved += log_ratio(logprobs, mu).double().square().tolist()
+                ratios = log_ratio(logprobs, proximal).double().exp().tolist()
                 contributions += zip(ratios, torch.as_tensor(advantage).expand(len(ratios)).tolist(), strict=True)
         moved.sort()
         while moved and statistics.mean(moved) >= s.m2po_threshold:
@@ -222,26 +223,26 @@ class ReferenceLearner:
         s, logprobs = self.settings, now.logprobs
         fixed, ages = logprobs.detach(), ages_of(sample, step)
         mu, proximal = self.policies(sample, step, before)
-        weight, capped = self.correction(proximal - mu, before - mu, ages, advantage, mu)
+        weight, capped = self.correction(proximal, before, mu, ages, advantage)
         losses, clipped = self.policy_loss(logprobs, proximal, advantage)
-        losses = weight * losses + s.behaviour_coef * (logprobs - mu) ** 2 / 2 * (advantage != 0)
+        losses = weight * losses + s.behaviour_coef * log_ratio(logprobs, mu) ** 2 / 2 * (advantage != 0)
         if s.kl_coef:
-            gap = logprobs - reference
+            gap = log_ratio(logprobs, reference)
             estimate = {"k1": gap, "k2": gap**2 / 2, "k3": (torch.exp(-gap) - 1 + gap).clamp(max=10.0)}
             losses = losses + s.kl_coef * estimate[s.kl_estimator]
         losses = losses - s.entropy_coef * now.entropies
-        ratio = (fixed - mu).exp()
+        gap = log_ratio(fixed, mu)
         figures = {
             "entropy": now.entropies.detach(),
-            "k1": mu - fixed,
-            "k3": (ratio - 1 - (fixed - mu)).clamp(max=10.0),
+            "k1": -gap,
+            "k3": (gap.exp() - 1 - gap).clamp(max=10.0),
             "clip_fraction": clipped.float(),
             "mask_fraction": (weight == 0).float(),
             "truncated_fraction": capped.float(),
-            "ratio_mean": ratio,
+            "ratio_mean": gap.exp(),
             "weight_mean": weight,
             "off_policy_share": (ages > 0).float(),
-            "sequence_ratio": (fixed - mu).sum().exp()[None],
+            "sequence_ratio": bounded(gap.sum()).exp()[None],
         }
         return losses, figures
 
@@ -255,15 +256,16 @@ class ReferenceLearner:
         prior = [m if a < 2 else m + (a - 1) / a * (c - m) for c, m, a in zip(current, mu, ages.tolist(), strict=True)]
         return torch.stack(prior)
 
-    def correction(self, proximal_gap, whole_gap, ages, advantage, mu) -> tuple[torch.Tensor, torch.Tensor]:
+    def correction(self, proximal, before, mu, ages, advantage) -> tuple[torch.Tensor, torch.Tensor]:
         """What the losses are multiplied by, and where that is a cap."""
-        s, weight = self.settings, torch.ones_like(whole_gap)
-        ratio, capped = proximal_gap.exp(), torch.zeros_like(whole_gap)
+        s, weight, capped = self.settings, torch.ones_like(mu), torch.zeros_like(mu)
+        proximal_gap, whole_gap = log_ratio(proximal, mu), log_ratio(before, mu)
+        ratio, product = proximal_gap.exp(), bounded(proximal_gap.sum()).exp()
         if "truncated" in s.corrections:
             weight, capped = weight * ratio.clamp(max=s.truncation), ratio > s.truncation
         if "truncated_sequence" in s.corrections:
-            product = proximal_gap.sum().exp().expand(len(ratio))
-            weight, capped = weight * product.clamp(max=s.sequence_truncation), product > s.sequence_truncation
+            weight = weight * product.clamp(max=s.sequence_truncation)
+            capped = (product > s.sequence_truncation).expand(len(ratio))
         if "icepop" in s.corrections:
             weight = weight * ratio * (s.icepop_low <= ratio) * (ratio <= s.icepop_high)
         if "geometric" in s.corrections:
@@ -274,28 +276,27 @@ class ReferenceLearner:
             good = advantage >= 0
             k = s.vespo_k_positive if good else s.vespo_k_negative
             decay = s.vespo_lambda_positive if good else s.vespo_lambda_negative
-            w = proximal_gap.sum().exp()
-            weight = weight * math.exp(decay) * w**k * torch.exp(-decay * w)
+            weight = weight * math.exp(decay) * product**k * torch.exp(-decay * product)
         if "m2po" in s.corrections and advantage:
             weight = weight * (whole_gap.double() ** 2 <= self.farthest)
         if "dppo_tv" in s.corrections:
-            risen = (whole_gap + mu).exp() - mu.exp()
+            risen = before.exp() - mu.exp()
             weight = weight * ((risen <= s.dppo_rise) if advantage > 0 else (risen >= -s.dppo_fall))
         return weight, capped
 
     def policy_loss(self, logprobs, proximal, advantage: float) -> tuple[torch.Tensor, torch.Tensor]:
         s = self.settings
         low, high = self.bounds
-        ratio = (logprobs - proximal).exp()
+        ratio = log_ratio(logprobs, proximal).exp()
         if s.loss == "cispo":
             weight = ratio.detach().clamp(low, high)
             return -weight * advantage * logprobs, weight != ratio
         if s.loss in ("gspo", "gspo_token"):
-            ratio = (logprobs - proximal).mean().exp().expand(len(logprobs))
+            ratio = bounded((logprobs - proximal).mean()).exp().expand(len(logprobs))
         if s.loss == "gspo_token":
             ratio = ratio.detach() * logprobs.exp() / logprobs.exp().detach()
-        plain, bounded = -ratio * advantage, -ratio.clamp(low, high) * advantage
-        losses, clipped = torch.maximum(plain, bounded), bounded > plain
+        plain, clamped = -ratio * advantage, -ratio.clamp(low, high) * advantage
+        losses, clipped = torch.maximum(plain, clamped), clamped > plain
         if s.loss in ("ppo", "bapo") and s.dual_clip is not None and advantage < 0:
             ceiling = torch.full_like(losses, -s.dual_clip * advantage)
             losses, clipped = torch.minimum(losses, ceiling), clipped | (losses > ceiling)
@@ -351,6 +352,15 @@ class ReferenceLearner:
     def sample_logprobs(self, sample) -> torch.Tensor:
         """[K]: log-probability of each token that was sampled."""
         return self.score(self.lm, [sample])[0].logprobs
+
+
+def log_ratio(logprobs, others) -> torch.Tensor:
+    """[K]: so that a token's ratio is at most 5e8."""
+    return bounded(logprobs - others)
+
+
+def bounded(log_ratios) -> torch.Tensor:
+    return log_ratios.clamp(-20, 20)
 
 
 def sampled_under(sample) -> list[tuple[int, object]]:

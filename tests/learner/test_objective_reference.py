@@ -1,12 +1,13 @@
 """Loss, gradients and figures of every algorithm x correction x normalisation equal the single-file reference."""
 
+import math
 from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
 from frozen import FrozenReference, FrozenTrainer, assert_equals, short
-from learner_setup import batch_in_turns, cut_batch, make_config, settings, stale_batch
+from learner_setup import batch_in_turns, cut_batch, far_batch, make_config, settings, stale_batch
 from reference import ReferenceLearner
 
 from april.config.checks import check_algorithm
@@ -106,6 +107,11 @@ def pair_cut(lone_rank, policy_folder, tmp_path_factory):
     return Pair(policy_folder, tmp_path_factory.mktemp("cut"), cut_batch(policy_folder))
 
 
+@pytest.fixture(scope="module")
+def pair_far(lone_rank, policy_folder, tmp_path_factory):
+    return Pair(policy_folder, tmp_path_factory.mktemp("far"), far_batch(policy_folder))
+
+
 @pytest.mark.parametrize("part", [0, full(1), full(2)])
 @pytest.mark.parametrize("correction", CORRECTIONS)
 @pytest.mark.parametrize("loss", [name for name in LOSSES if name != "ppo dual"])
@@ -137,6 +143,16 @@ def test_observations_count_in_nothing(pair_in_turns, loss):
     samples = pair_in_turns.batch.samples
     sampled = sum(end - start for sample in samples for start, end, _ in sample.segments)
     assert metrics["tokens"] == sampled < sum(sample.response_tokens for sample in samples)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_ratios_count_within_a_bound_those_of_a_token_and_of_a_whole_response(pair_far, loss):
+    pulled = {"behaviour_coef": 0.3}
+    for i, correction in enumerate(CORRECTIONS):
+        advantage, normalisation = KINDS[i % len(KINDS)]
+        keys = {"advantage": advantage, "normalisation": normalisation} | (pulled if i % 2 else {})
+        metrics = pair_far.compare(BUDGETS[i % len(BUDGETS)], keys | LOSSES[loss] | CORRECTIONS[correction])
+    assert metrics["ratio_max"] == pytest.approx(math.exp(20))
 
 
 @pytest.mark.parametrize("loss", ["ppo", "gspo", "cispo"])
