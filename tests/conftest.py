@@ -42,6 +42,8 @@ PROMPTS = 64
 """rows of the training file"""
 BEFORE = pytest.StashKey[set]()
 """what was in the checkout when the tests began"""
+FOLDERS = pytest.StashKey[dict]()
+"""that tests have been looked for in, by their paths"""
 
 
 def full(value, **options):
@@ -75,6 +77,13 @@ def pytest_sessionfinish(session):
         reporter = session.config.pluginmanager.get_plugin("terminalreporter")
         reporter.write_line(f"\nleft behind in the checkout: {', '.join(sorted(left))}", red=True)
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_directory(path, parent):
+    """Each folder once. With a file above it between two of its own, pytest 9.1 makes another node of it, without the
+    fixtures of its conftest.py (pytest-dev/pytest#14635)."""
+    return parent.session.stash.setdefault(FOLDERS, {}).setdefault(path, (yield))
 
 
 @pytest.hookimpl(tryfirst=True)
