@@ -22,6 +22,8 @@ LOGITS_PER_CHUNK = 2**24
 """logits held at a time by the head (64 MiB in fp32); larger heads work through their tokens in chunks"""
 BUCKET_BYTES = 16 * 2**20
 """gathered to rank 0 at a time; the fastest size measured on gloo"""
+GROUPED_BYTES = 16
+"""of which the rows of each factor of a grouped product have a multiple"""
 UNSUPPORTED_HEADS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 """configuration keys of models that change logits after the head, which `score_tokens` does not do"""
 
@@ -228,6 +230,7 @@ def shard(policy: Model, device: torch.device, bf16: bool = False, trained: bool
         options["reshard_after_forward"] = True
     if bf16:
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    choose_product(policy.lm, torch.bfloat16 if bf16 else torch.float32)
     for layer in policy.lm.base_model.layers:
         fully_shard(layer, **options)
     fully_shard(policy, **options)
@@ -236,6 +239,13 @@ def shard(policy: Model, device: torch.device, bf16: bool = False, trained: bool
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
     return policy
+
+
+def choose_product(lm: nn.Module, dtype: torch.dtype) -> None:
+    """Experts whose sizes torch's grouped product of matrices does not take are computed one after the other."""
+    sizes = [size for name, each in lm.named_parameters() if ".experts." in name for size in each.shape[1:]]
+    if any(size * dtype.itemsize % GROUPED_BYTES for size in sizes):
+        lm.set_experts_implementation("eager")
 
 
 def full_state(

@@ -88,7 +88,8 @@ class ReferenceLearner:
     def __init__(self, folder, settings: Settings, padded: bool = False):
         """`padded`: all sequences in one forward pass, padded on the right, instead of one after the other."""
         self.settings, self.padded = settings, padded
-        self.lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
+        self.lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **plain)
         self.start = copy.deepcopy(self.lm).requires_grad_(False)
         self.optimizer = torch.optim.AdamW(
             self.lm.parameters(), lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay

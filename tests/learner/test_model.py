@@ -70,6 +70,7 @@ ARCHITECTURES = pytest.mark.parametrize(
         LlamaConfig(**SHAPE),
         Glm4Config(**SHAPE),
         Qwen3MoeConfig(**SHAPE, **EXPERTS),
+        Qwen3MoeConfig(**SHAPE, **EXPERTS | {"moe_intermediate_size": 6}),
         Glm4MoeConfig(**SHAPE, **GLM_EXPERTS),
     ],
     ids=lambda config: config.model_type,
@@ -98,6 +99,26 @@ def test_scores_gradients_names_and_export_are_the_model_s_own(config, one_rank,
     checkpoint.export(policy.lm, state, folder, tmp_path / "policy")
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "policy").state_dict()
     assert all(torch.equal(value, exported[name]) for name, value in reference.lm.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("width", "bf16", "product"),
+    [
+        (16, False, "grouped_mm"),
+        (12, False, "grouped_mm"),
+        (6, False, "eager"),
+        (16, True, "grouped_mm"),
+        (12, True, "eager"),
+    ],
+)
+def test_experts_are_computed_one_after_the_other_where_one_product_does_not_take_their_size(
+    one_rank, tmp_path, width, bf16, product
+):
+    folder = random_model(Qwen3MoeConfig(**SHAPE, **EXPERTS | {"moe_intermediate_size": width}), tmp_path / "source")
+    policy = load_sharded(outline(folder, temperature=0.7), folder, CPU, bf16)
+    assert policy.lm.config._experts_implementation == product
+    logprobs, _ = policy(pack([make_sample(np.random.default_rng(0), 3, 5, 1.0)], CPU))
+    logprobs.sum().backward()
 
 
 @ARCHITECTURES
