@@ -1,6 +1,6 @@
-"""Run under April's launcher by learner.py, in .venv-megatron: seconds of a step of each back end on the same ranks.
+"""Run under April's launcher by learner.py, in .venv-megatron: seconds of a step of two learners on the same ranks.
 
-The back ends take turns on one batch, and at going first; rank 0 writes what each turn took, but the first.
+The learners take turns on one batch, and at going first; rank 0 writes what each turn took, but the first.
 """
 
 import sys
@@ -18,8 +18,6 @@ from april.learner.batch import decode
 from april.learner.trainer import Trainer
 from april.processes.lifetime import end
 
-OURS, THEIRS = {"backend": "megatron", "tensor_parallel": 2}, {"backend": "fsdp"}
-
 
 def seconds(step) -> float:
     dist.barrier()
@@ -30,8 +28,9 @@ def seconds(step) -> float:
 
 
 def main(folder: Path, rounds: int) -> None:
-    base = orjson.loads((folder / "run.json").read_bytes())
-    configs = [Config.model_validate(base | {"learner": base["learner"] | where}) for where in (OURS, THEIRS)]
+    run = orjson.loads((folder / "run.json").read_bytes())
+    base = run["base"]
+    configs = [Config.model_validate(base | {"learner": base["learner"] | keys}) for keys in run["learners"]]
     device = process_group.join(configs[0].learner)
     batch = decode((folder / "batch.msgpack").read_bytes())
     steps = [partial(Trainer(config, device).step, batch) for config in configs]

@@ -58,8 +58,12 @@ LORA_MEASURES = ("lora_step_vs_full", "lora_memory_vs_full", "lora_worker")
 PUBLISH_MEASURES = ("lora_publish_vs_full", "lora_publish")
 MEMORY_MEASURES = ("logits_memory_ratio", "load_peak_bytes_per_rank")
 MEASURES = (*STEP_MEASURES, *LORA_MEASURES, *PUBLISH_MEASURES, "samples_cost", "rank_imbalance", *MEMORY_MEASURES)
-BACKENDS = "megatron_vs_fsdp_step"
-"""asked for by name: it makes .venv-megatron where there is none"""
+TENSOR = {"backend": "megatron", "tensor_parallel": 2}
+BACKENDS = {
+    "megatron_vs_fsdp_step": (TENSOR, {"backend": "fsdp"}),
+    "megatron_pipeline_vs_tensor_step": ({"backend": "megatron", "pipeline_parallel": 2}, TENSOR),
+}
+"""keys of two learners of two ranks, ours and theirs; asked for by name: they make .venv-megatron"""
 ROOT = Path(__file__).parents[1]
 LORA_RANK = 16
 SMALL = {
@@ -327,24 +331,26 @@ def loading_row(folder: Path, quick: bool) -> Row:
     return Row("load_peak_bytes_per_rank", load_memory.peaks_over_bound(folder), "of model / ranks + largest tensor")
 
 
-def backend_row(folder: Path, quick: bool) -> Row:
-    """Speed of a step of Megatron-core over one of FSDP2, on two ranks: two shares of each layer, or two shares of the
-    batch. Both in Megatron's environment, taking turns."""
+def backend_row(folder: Path, name: str, quick: bool) -> Row:
+    """Speed of a step of one of two learners of two ranks over the other's. Both in Megatron's environment, taking
+    turns. A pass of stages is of half as many tokens, so that a batch has several."""
+    ours, theirs = BACKENDS[name]
+    budget = BUDGET_TOKENS // ours.get("pipeline_parallel", 1)
     subprocess.run([ROOT / "launch/install-megatron.sh"], check=True, stdout=sys.stderr)
     vocabulary = make_model(folder, SMALL).vocab_size
     config = {
         "model": {"path": str(folder)},
         "data": {"path": "none.jsonl"},
         "run": {"dir": str(folder.parent), "name": "of-back-ends"},
-        "learner": {"lr": LR, "device": "cpu", "microbatch_tokens": BUDGET_TOKENS, "ranks": 2},
+        "learner": {"lr": LR, "device": "cpu", "microbatch_tokens": budget, "ranks": 2},
     }
-    (folder / "run.json").write_bytes(orjson.dumps(config))
+    (folder / "run.json").write_bytes(orjson.dumps({"base": config, "learners": [ours, theirs]}))
     (folder / "batch.msgpack").write_bytes(encode(longtail_batch(vocabulary, 1 if quick else 4, seed=7)))
     python, script = ROOT / ".venv-megatron/bin/python", Path(__file__).with_name("backend_step.py")
     launch = [python, "-m", "april.learner.launch", "--nproc-per-node=2", script, folder, "1" if quick else "5"]
     subprocess.run(launch, check=True, cwd=ROOT, stdout=sys.stderr)
     turns = orjson.loads((folder / "seconds.json").read_bytes())
-    return Row(BACKENDS, [theirs / ours for ours, theirs in turns], "ratio")
+    return Row(name, [second / first for first, second in turns], "ratio")
 
 
 def memory_rows(quick: bool) -> list[Row]:
@@ -357,7 +363,7 @@ def memory_rows(quick: bool) -> list[Row]:
 
 def main() -> None:
     arguments = parser(__doc__.partition("\n")[0])
-    arguments.add_argument("--only", nargs="+", choices=(*MEASURES, BACKENDS), metavar="NAME", help="these rows")
+    arguments.add_argument("--only", nargs="+", choices=(*MEASURES, *BACKENDS), metavar="NAME", help="these rows")
     options = arguments.parse_args()
     torch.set_num_threads(1)
     logging.set_verbosity_error()
@@ -380,8 +386,8 @@ def main() -> None:
         dist.destroy_process_group()
         if "load_peak_bytes_per_rank" in wanted:
             rows.append(loading_row(Path(made) / "to load", options.quick))
-        if BACKENDS in wanted:
-            rows.append(backend_row(Path(made) / "of back ends", options.quick))
+        for name in wanted.intersection(BACKENDS):
+            rows.append(backend_row(Path(made) / name, name, options.quick))
     if "logits_memory_ratio" in wanted:
         rows += memory_rows(options.quick)
     report(rows, options.json)
