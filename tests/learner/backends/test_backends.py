@@ -51,6 +51,8 @@ ONE_STEP = {name: (name, {}) for name in MODELS} | {"opob": ("tied", {"advantage
 UNCLIPPED = {"grad_clip": 1e9, "microbatch_tokens": 64}
 LEARNS = {"microbatch_tokens": 64, "grad_clip": 0.5, "weight_decay": 0.1}
 KL = {"kl_coef": 0.2}
+UNBOUND = {"clip_low": 1.0, "clip_high": 100.0}
+"""no ratio is clipped, so that rounding moves none over a bound"""
 STEPS, SAVED_AFTER = 4, 2
 RUNS = ["tied", "experts"]
 """models that are trained for so many steps, and again from a checkpoint"""
@@ -111,8 +113,10 @@ def outcome(request, models, batches, begun, tmp_path_factory):
         jobs[f"whole {model}"] = jobs[f"resumed {model}"] = (whole, batches, models[model])
         jobs[f"taken {model}"] = (taken, batches, models[model])
         shutil.copytree(begun[model], taken.run_dir)
+        rounded = config(f"rounded-{model}", model, algorithm=KL | UNBOUND, compute="bf16", **LEARNS)
+        jobs[f"rounded {model}"] = jobs[f"rounded again {model}"] = (rounded, batches[: SAVED_AFTER + 1], models[model])
     ordered = [
-        job(c, given, save_after=[SAVED_AFTER] if name.startswith("whole") else [])
+        job(c, given, save_after=[SAVED_AFTER] if name.startswith(("whole", "rounded")) else [])
         for name, (c, given, _) in jobs.items()
     ]
     (folder / "jobs.json").write_bytes(orjson.dumps(ordered))
@@ -182,8 +186,9 @@ def test_steps_are_the_reference_s_with_clipping_decay_and_divergence(outcome, m
 
 
 @pytest.mark.parametrize("model", RUNS)
-def test_a_resumed_run_is_bitwise_the_same(outcome, model):
-    whole, resumed = outcome[f"whole {model}"][0], outcome[f"resumed {model}"][0]
+@pytest.mark.parametrize("names", [("whole", "resumed"), ("rounded", "rounded again")], ids=["fp32", "bf16"])
+def test_a_resumed_run_is_bitwise_the_same(outcome, model, names):
+    whole, resumed = (outcome[f"{name} {model}"][0] for name in names)
     assert (whole["restored"], resumed["restored"]) == (0, SAVED_AFTER)
     for kind in ("weights", "state"):
         assert whole[kind].keys() == resumed[kind].keys()
@@ -195,6 +200,25 @@ def test_a_resumed_run_is_bitwise_the_same(outcome, model):
 
 def untimed(metrics):
     return {name: value for name, value in metrics.items() if not name.endswith(("_s", "tflop_per_s"))}
+
+
+@pytest.mark.parametrize("model", RUNS)
+def test_in_bfloat16_a_step_is_the_reference_s_but_for_rounding(outcome, expected, model):
+    """What is kept of the weights is fp32, and moves by less than bfloat16 can tell."""
+    result, config, batches, folder = outcome[f"rounded {model}"]
+    logprobs, step = expected(f"rounded {model}", folder, config, batches[0])
+    found = result["steps"][0]
+    off = torch.cat([(seen - logprobs[place]).abs() for place, seen in found["logprobs"].items()])
+    assert 1e-4 < off.mean() < 0.03
+    assert found["metrics"]["loss"] == pytest.approx(step.loss, rel=0.02)
+    assert found["metrics"]["grad_norm"] == pytest.approx(step.grad_norm, rel=0.02)
+    ours, theirs = (
+        torch.cat([gradients[name].flatten() for name in step.gradients])
+        for gradients in (found["gradients"], step.gradients)
+    )
+    assert torch.cosine_similarity(ours, theirs, 0) > 0.998
+    kept = [value for name, value in result["state"].items() if name.startswith("model.")]
+    assert not all(torch.equal(value, value.bfloat16().float()) for value in kept)
 
 
 @pytest.mark.parametrize("model", RUNS)
@@ -252,7 +276,6 @@ REFUSED = {
     ),
     "lora": ({"learner": {"backend": "megatron"}, "lora": {"rank": 4}}, "does not do lora.rank = 4"),
     "critic": ({"learner": {"backend": "megatron"}, "algorithm": {"advantage": "gae"}}, "advantage = 'gae'"),
-    "bf16": ({"learner": {"backend": "megatron", "compute": "bf16"}}, "does not do learner.compute = 'bf16'"),
 }
 
 

@@ -21,7 +21,7 @@ from april.learner.backends.megatron.piece import Piece, Stack
 from april.learner.checkpoint import MOMENTS, Part
 from april.learner.gradients import adamw
 from april.learner.losses.ranks import Ranks
-from april.learner.model import as_in_files, gathered, outline
+from april.learner.model import as_in_files, gathered, outline, uses_bf16
 from april.learner.packing import MicroBatch
 from april.learner.phases import Seconds, untimed
 
@@ -51,13 +51,15 @@ class MegatronPart(Part):
         for piece in self.model.pieces:
             for kind, tensors in self.tensors_of(piece).items():
                 piece.put(tensors, state[f"{self.prefix}{kind}.{piece.name}"].to_local())
+        self.model.round()
 
 
 class MegatronBackend(Backend):
     def __init__(self, config: Config, device: torch.device):
         self.config, self.device = config, device
-        self.computes_in, self.adapter = "float32", {"rank": 0}
-        section = config.learner
+        section, self.adapter = config.learner, {"rank": 0}
+        self.bf16 = uses_bf16(section, device)
+        self.computes_in = "bfloat16" if self.bf16 else "float32"
         make_ready(section, device)
         self.layout = layout = Layout.of(section, device)
         stages = parallel_state.get_pipeline_model_parallel_group()
@@ -68,6 +70,7 @@ class MegatronBackend(Backend):
         self.cost = flops.cost(self.lm)
         self.policy = self.load().train()
         optimizer = adamw([parameter for _, parameter in self.policy.trained], section.lr, section)
+        optimizer.register_step_post_hook(lambda *_: self.policy.round())
         self.part = MegatronPart("", self.policy, optimizer)
         pieces = {id(parameter): piece for piece in self.policy.pieces for parameter in piece.parameters}
         self.experts: list[nn.Parameter] = []
@@ -104,9 +107,8 @@ class MegatronBackend(Backend):
         pipeline.backward(self.line, self.policy, micros, loss, seconds)
 
     def load(self) -> MegatronPolicy:
-        return MegatronPolicy(self.lm, self.config.model.path, self.config.sampling.temperature, self.layout).to(
-            self.device
-        )
+        path, temperature = self.config.model.path, self.config.sampling.temperature
+        return MegatronPolicy(self.lm, path, temperature, self.layout, self.bf16).to(self.device)
 
     def reference(self) -> nn.Module:
         return self.load().requires_grad_(False).eval()

@@ -40,7 +40,6 @@ class MegatronEntry(BackendEntry):
             f"algorithm.advantage = {config.algorithm.advantage!r}": needs_values(config.algorithm, imported=False),
             f"sampling.top_k = {config.sampling.top_k}, top_p = {config.sampling.top_p} and "
             f"min_p = {config.sampling.min_p}": config.sampling.is_cut,
-            f"learner.compute = {learner.compute!r}": learner.compute == "bf16",
             "learner.activation_checkpointing = true": learner.activation_checkpointing,
         }
         for what, is_set in refused.items():

@@ -61,7 +61,7 @@ def score_tokens(
 def score_rows(
     hidden: Tensor, weight: Tensor, first: int, targets: Tensor, temperature: float, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor]:
-    logits = Shared.apply(hidden, group).float() @ weight.float().T / temperature
+    logits = Shared.apply(hidden.float(), group) @ weight.float().T / temperature
     largest = logits.detach().amax(1)
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     normaliser = largest + Summed.apply((logits - largest[:, None]).exp().sum(1), group).log()

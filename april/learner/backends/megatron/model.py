@@ -7,9 +7,14 @@ Where a model has experts, the ranks that share a layer divide its tokens betwee
 routes each token once, on the rank that has it.
 
 A rank has the layers of its stage. The first stage has the embedding, the last the final norm and the head.
+
+Weights that are kept and updated are fp32. Where bfloat16 is computed in, what computes is a copy that is rounded after
+each change of them, and what it finds of their gradients is added up in fp32.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +82,7 @@ class Norm(nn.RMSNorm):
     """Megatron's own refuses tokens that are divided, of which a norm knows nothing."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **unused):
-        super().__init__(hidden_size, eps=eps)
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
 
 
 class Router(TopKRouter):
@@ -90,11 +95,12 @@ class Router(TopKRouter):
 class MegatronPolicy(nn.Module):
     """Reads its own part of a Hugging Face folder; `lm` is the outline of that model."""
 
-    def __init__(self, lm: nn.Module, folder: Path, temperature: float, layout: Layout):
+    def __init__(self, lm: nn.Module, folder: Path, temperature: float, layout: Layout, bf16: bool = False):
         super().__init__()
         mesh, self.shares, self.hidden_size = layout.layers, layout.shares, lm.config.hidden_size
         check_model(lm, folder, layout)
         self.model, self.temperature = make_model(lm, layout), temperature
+        self.computing = make_model(lm, layout, torch.bfloat16) if bf16 else self.model
         self.divides_tokens = self.model.config.sequence_parallel
         """each rank of a layer sees some alone, but for attention"""
         self.pieces = list(pieces(self.model, lm, layout))
@@ -108,6 +114,21 @@ class MegatronPolicy(nn.Module):
         files = Files(folder)
         for piece in self.pieces:
             piece.read(files)
+        self.round()
+        if bf16:
+            for rounded, kept in self.rounded():
+                rounded.register_post_accumulate_grad_hook(partial(hand_over, kept))
+
+    def rounded(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+        """What is computed with, and what is kept of it."""
+        return zip(self.computing.parameters(), self.model.parameters(), strict=True)
+
+    @torch.no_grad()
+    def round(self) -> None:
+        """Called whenever the weights have changed."""
+        if self.computing is not self.model:
+            for rounded, kept in self.rounded():
+                rounded.copy_(kept)
 
     @property
     def trained(self) -> list[tuple[str, nn.Parameter]]:
@@ -118,7 +139,8 @@ class MegatronPolicy(nn.Module):
         tokens = micro.ids.shape[1]
         if self.divides_tokens:
             tokens = -(-tokens // self.shares)
-        return torch.empty(tokens, 1, self.hidden_size, device=micro.ids.device)
+        dtype = self.computing.config.params_dtype
+        return torch.empty(tokens, 1, self.hidden_size, dtype=dtype, device=micro.ids.device)
 
     def hidden(self, micro: MicroBatch, given: Tensor | None) -> Tensor:
         """[T, 1, D] of what its layers make of the stage's before; of a rank's own tokens, where they are divided."""
@@ -126,18 +148,25 @@ class MegatronPolicy(nn.Module):
             micro = filled_up(micro, self.shares)
         longest, starts = max(micro.seq_lens), micro.cu_seq_lens
         packed = Packed("thd", starts, starts, max_seqlen_q=longest, max_seqlen_kv=longest, seq_lens=micro.seq_lens)
-        self.model.set_input_tensor(given)
-        return self.model(micro.ids, micro.positions, None, packed_seq_params=packed)
+        self.computing.set_input_tensor(given)
+        return self.computing(micro.ids, micro.positions, None, packed_seq_params=packed)
 
     def score(self, hidden: Tensor, micro: MicroBatch, temperature: float | None) -> tuple[Tensor, Tensor]:
         """(log-probability, entropy) of each target, float32 [K], of what the last layer has made."""
         if self.divides_tokens:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=self.group)
         rows = hidden[:, 0][micro.target_rows]
-        shared = self.model.share_embeddings_and_output_weights
-        head = (self.model.embedding.word_embeddings if shared else self.model.output_layer).weight
+        shared = self.computing.share_embeddings_and_output_weights
+        head = (self.computing.embedding.word_embeddings if shared else self.computing.output_layer).weight
         own = head[: self.own_rows]
         return score_tokens(rows, own, self.first_row, micro.targets, temperature or self.temperature, self.group)
+
+
+def hand_over(kept: nn.Parameter, rounded: nn.Parameter) -> None:
+    """The gradient that a backward pass has found, to the weights that are kept."""
+    assert rounded.grad is not None
+    found, rounded.grad = rounded.grad.to(kept.dtype), None
+    kept.grad = found if kept.grad is None else kept.grad.add_(found)
 
 
 def filled_up(micro: MicroBatch, ranks: int) -> MicroBatch:
@@ -190,7 +219,7 @@ def check_model(lm: nn.Module, folder: Path, layout: Layout) -> None:
         )
 
 
-def make_model(lm: nn.Module, layout: Layout) -> GPTModel:
+def make_model(lm: nn.Module, layout: Layout, dtype: torch.dtype = torch.float32) -> GPTModel:
     """Without values yet: the layers of this rank's stage."""
     config, rotary, shares = lm.config, lm.base_model.rotary_emb, layout.shares
     layer = lm.base_model.layers[0]
@@ -212,8 +241,8 @@ def make_model(lm: nn.Module, layout: Layout) -> GPTModel:
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=shares,
-        params_dtype=torch.float32,
-        pipeline_dtype=torch.float32,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
         **of_stages(config.num_hidden_layers, layout),
         use_cpu_initialization=True,
         perform_initialization=False,
