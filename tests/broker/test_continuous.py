@@ -16,18 +16,18 @@ N, GROUP_SIZE, STALENESS = 2, 2, 1
 class Run:
     """Batches of 2 groups of 2, staleness at most 1; whoever leases may finish whenever the test says so."""
 
-    def __init__(self, prompts=1000, in_flight=100, longest=1000, **section):
+    def __init__(self, prompts=1000, in_flight=100, longest=1000, staleness=STALENESS, **section):
         self.section = ScheduleSection(
             kind="continuous",
             rollout_batch_size=N,
             n_samples_per_prompt=GROUP_SIZE,
-            max_staleness=STALENESS,
+            max_staleness=staleness,
             in_flight=in_flight,
             **section,
         )
         self.prompts = NumberedPrompts(prompts, 1)
         self.schedule = make_schedule(self.section, self.prompts)
-        self.ledger = Ledger(Rules(N, GROUP_SIZE, STALENESS, max_response_tokens=longest))
+        self.ledger = Ledger(Rules(N, GROUP_SIZE, staleness, max_response_tokens=longest))
         self.ledger.start_learner(0)
         self.schedule.advance(self.ledger)
 
@@ -175,3 +175,17 @@ def test_beside_one_batch_that_waits_only_what_stragglers_hold_up_anyway_is_open
     assert run.schedule.backlog(run.ledger) == 2, "nothing is trained yet"
     run.consume()
     assert run.schedule.backlog(run.ledger) == pytest.approx(batches)
+
+
+@pytest.mark.parametrize(("staleness", "opened", "replaced"), [(3, [8, 8, 9, 9], [10, 10, 11, 11]), (2, [], [])])
+def test_where_no_straggler_is_late_a_backlog_keeps_nothing_back_that_flight_needs(staleness, opened, replaced):
+    """8 responses of 3 tokens in flight, all groups' equally long: 4 groups and a batch of 2 may be undelivered. Two
+    batches complete beside the longest response, so that a bound of 2 has no room for one that waits."""
+    run = Run(in_flight=8, longest=3, staleness=staleness)
+    run.finish(*run.fill())
+    run.consume()
+    run.finish(*run.fill(step=1))
+    assert len(run.ledger.ready) == 2 * N
+    assert groups_of(run.fill(step=1)) == opened
+    run.consume()
+    assert groups_of(run.fill(step=2)) == replaced

@@ -224,6 +224,27 @@ def test_complete_groups_do_not_pile_up_behind_a_straggler():
     assert 2 * 4 <= most_ready <= 2 * 4 + 48 / 2
 
 
+def test_a_learner_that_cannot_keep_up_slows_many_batches_in_flight_down_and_does_not_stop_them():
+    """12 batches in flight, and a learner that makes 0.8 of what engines can: it always trains, and they go on."""
+    pipeline = Pipeline(
+        scenario(
+            schedule__kind="continuous", schedule__in_flight=96, schedule__max_staleness=200, engines__slots=48,
+            learner__token_s=10 * MILLISECOND / 96 / 0.8, warmup_steps=60, steps=200,
+        )
+    )  # fmt: skip
+    least = 96
+
+    def look(event, arrays):
+        nonlocal least
+        if pipeline.measures.steps:
+            least = min(least, pipeline.ledger.generating)
+
+    pipeline.ledger.write = look
+    measured = pipeline.run().measured
+    assert measured.training_s > 0.97 * measured.time_s
+    assert least > 96 / 3
+
+
 def test_every_variant_of_a_scenario_runs():
     admitted, refused = variants(scenario(steps=3))
     assert len(admitted) == 8 and not refused

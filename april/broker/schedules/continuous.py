@@ -4,13 +4,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from april.broker.ledger.ledger import Ledger
-from april.broker.ledger.samples import GroupState, Sample
+from april.broker.ledger.prompts import Prompts
+from april.broker.ledger.samples import Group, GroupState, Sample
 from april.broker.schedules import SCHEDULES
 from april.broker.schedules.schedule import Dial, Schedule
 from april.config import ConfigError, ScheduleSection
 
 LEAST_BACKLOG, MOST_BACKLOG = 1.0, 2.0
 """batches of complete groups beside which no group is opened, see `ContinuousSchedule.backlog`"""
+REMEMBERED = 0.9
+"""of what batches have shown, when the next one is added to it"""
 
 
 class ContinuousSchedule(Schedule):
@@ -69,6 +72,11 @@ class ContinuousSchedule(Schedule):
             f"{peak}, cache recomputed": {"in_flight": peak, "weights__keep_kv": False},
         }
 
+    def __init__(self, section: ScheduleSection, prompts: Prompts):
+        super().__init__(section, prompts)
+        self._mean = self._longest = 0.0
+        """tokens of the samples of a group, and of its longest, summed over the groups of the last batches"""
+
     def advance(self, ledger: Ledger) -> bool:
         """Deliver a batch if the learner has none; True when that was the last one."""
         if not self.finished(ledger):
@@ -76,6 +84,7 @@ class ContinuousSchedule(Schedule):
                 ledger.start_round()
             if ledger.consumed < ledger.next_step or not (batch := self.next_batch(ledger)):
                 return False
+            self._learn_lengths(batch)
             ledger.deliver(batch)
         if not ledger.round_open or not self.finished(ledger):
             return False
@@ -112,21 +121,48 @@ class ContinuousSchedule(Schedule):
         enough, unless stragglers are late anyway: beside the longest response, in_flight * longest / mean other
         samples complete, and what of them is more than S batches has to wait. The mean is that of the trained tokens.
         """
-        trained = ledger.tokens[GroupState.TRAINED]
-        if not trained:
+        if not ledger.tokens[GroupState.TRAINED]:
             return MOST_BACKLOG
-        rules = ledger.rules
+        return min(MOST_BACKLOG, max(LEAST_BACKLOG, self._beside_longest(ledger) - ledger.rules.max_staleness))
+
+    def _beside_longest(self, ledger: Ledger) -> float:
+        """Batches of samples that complete while the longest response is generated."""
+        rules, trained = ledger.rules, ledger.tokens[GroupState.TRAINED]
         mean_length = trained / (ledger.counts[GroupState.TRAINED] * rules.group_size)
         batch_tokens = mean_length * rules.group_size * rules.batch_groups
-        beside_longest = self.section.most_in_flight * rules.max_response_tokens / batch_tokens
-        return min(MOST_BACKLOG, max(LEAST_BACKLOG, beside_longest - rules.max_staleness))
+        return self.section.most_in_flight * rules.max_response_tokens / batch_tokens
+
+    def _learn_lengths(self, batch: list[Group]) -> None:
+        self._mean, self._longest = REMEMBERED * self._mean, REMEMBERED * self._longest
+        for group in batch:
+            self._mean += group.tokens / len(group.samples)
+            self._longest += max(sample.sampled for sample in group.samples)
+
+    def flight_lacks_groups(self, ledger: Ledger) -> bool:
+        """Whether fewer are undelivered than it takes to have `in_flight` samples in generation, and a batch; asked
+        where no straggler is ever late, of which a larger backlog would make more.
+
+        A group lasts as long as its longest sample, so that it takes in_flight / n groups times the longest over the
+        mean length. To open none beside a batch that waits stops many batches in flight: what is open goes on to
+        complete for as long as the longest response takes, and nothing comes behind it; then all begin at once, to
+        complete at once. Of a constant number of undelivered groups each batch that is delivered makes room for its
+        own, and a learner that falls behind slows generation down as far as it has to.
+        """
+        rules = ledger.rules
+        if rules.agents or not self._mean or not ledger.tokens[GroupState.TRAINED]:
+            return False
+        if self._beside_longest(ledger) + LEAST_BACKLOG > rules.max_staleness:
+            return False
+        wanted = self.section.most_in_flight / rules.group_size * self._longest / self._mean + rules.batch_groups
+        return ledger.counts[GroupState.OPEN] + len(ledger.ready) < wanted
 
     def _open_group(self, ledger: Ledger, step: int) -> bool:
         """Draw the next prompt for a worker at `step`, if some batch needs its group soon and the bound admits it."""
         batches_left = self.section.max_steps - ledger.next_step
         if len(ledger.ready) >= batches_left * ledger.rules.batch_groups:
             return False
-        if len(ledger.ready) >= self.backlog(ledger) * ledger.rules.batch_groups:
+        is_behind = len(ledger.ready) >= self.backlog(ledger) * ledger.rules.batch_groups
+        if is_behind and not self.flight_lacks_groups(ledger):
             return False
         if not ledger.bound.survives(ledger.next_step, step) or (prompt := ledger.next_prompt(self.prompts)) is None:
             return False

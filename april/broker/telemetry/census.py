@@ -64,19 +64,23 @@ class Census:
         self._seen: dict[int, float] = {}
         self._since: tuple[dict[str, float], dict[str, float]] = {}, {}
         self._waiting_since = self._leased_since = float("inf")
+        self._first_lease = 1 << 64
         self._waiting_steps = self._ready_steps = 0
         return iter(list(self.ledger.groups.values()))
 
     def _count(self, group: Group, now: float) -> None:
         since = self._seen[group.id] = self._first_seen.get(group.id, now)
-        oldest = self._since[group.evaluation]
-        for state in {sample.state for sample in group.samples}:
-            oldest[state] = min(since, oldest.get(state, since))
+        oldest, first_lease = self._since[group.evaluation], self._first_lease
         for sample in group.samples:
-            if sample.lease_id:
-                if lease := self.ledger.leases.get(sample.lease_id):
-                    self._leased_since = min(self._leased_since, lease.ends_at - self.max_run_s)
-            elif sample.state not in ENDED and not sample.agent_lease:
+            state, lease_id = sample.state, sample.lease_id
+            if state not in oldest:  # those that come later were not opened earlier
+                oldest[state] = since
+            if lease_id:
+                if lease_id < first_lease:  # they are numbered as they are granted
+                    first_lease = self._first_lease = lease_id
+                    if lease := self.ledger.leases.get(lease_id):
+                        self._leased_since = min(self._leased_since, lease.ends_at - self.max_run_s)
+            elif state not in ENDED and not sample.agent_lease:
                 self._waiting_since = min(self._waiting_since, since)
                 self._waiting_steps = max(self._waiting_steps, self.ledger.next_step - group.opened_at)
 
