@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from april.broker.ledger.places import LONG, SHORT, Place, add_place, places_in, segments_of
+from april.broker.ledger.places import LONG, SHORT, Place, add_place, places_in, segments_in
 from april.wire.version import Version
 
 NUMBERS, RECORDS, TOKENS = st.integers(0, 2**32 - 1), st.integers(0, 2**48 - 1), st.integers(1, 2**31 - 1)
@@ -46,7 +46,7 @@ def test_a_chunk_much_like_the_first_takes_half_the_room():
 def test_tokens_that_follow_under_the_same_version_are_one_segment(spans):
     """Spans are (tokens, whether they are an observation, branch, step)."""
     versions = [None if observed else Version(branch, step) for n, observed, branch, step in spans for _ in range(n)]
-    segments = segments_of(Place(0, 0, 8 * n, 0, n, *rest) for n, *rest in spans)
+    segments = segments_in(packed(Place(0, 0, 8 * n, 0, n, *rest) for n, *rest in spans))
     told = [None] * len(versions)
     for start, end, version in segments:
         told[start:end] = [version] * (end - start)

@@ -4,7 +4,7 @@ Those of a response are bytes, one behind the other: 16 for a chunk that is much
 """
 
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from april.wire.version import Version
@@ -69,16 +69,25 @@ def places_in(places: bytes) -> Iterator[Place]:
             yield Place(record, stretch, size, checksum, tokens, observed, branch, step)
 
 
-def segments_of(places: Iterable[Place]) -> list[Segment]:
+def segments_in(places: bytes) -> list[Segment]:
     """What the policy has sampled, in order; between them are observations. Neighbours under one version are one."""
+    first_branch, first_step = FIRST.unpack_from(places) if places else (0, 0)
     segments: list[Segment] = []
-    start = end = 0
-    for _, _, _, _, tokens, observed, branch, step in places:
-        if not observed:
-            if segments and segments[-1][1:] == (end, (branch, step)):
-                segments[-1] = start, end + tokens, segments[-1][2]
-            else:
-                start = end
-                segments.append((start, end + tokens, Version(branch, step)))
+    pieces, start, end = SHORT.iter_unpack(places), 0, 0
+    sampled_under: tuple[int, int] | None = None
+    """the version of the tokens before `end`, None of an observation"""
+    for _, _, tokens, _, stretch in pieces:
+        if tokens:
+            version: tuple[int, int] | None = (first_branch, first_step + stretch % SINCE)
+        else:
+            _, few, many, branch, step = next(pieces)
+            tokens = (many << 16 | few) & (OBSERVED - 1)
+            version = None if many >= OBSERVED >> 16 else (branch, step)
+        if version != sampled_under:
+            if sampled_under:
+                segments.append((start, end, Version(*sampled_under)))
+            sampled_under, start = version, end
         end += tokens
+    if sampled_under:
+        segments.append((start, end, Version(*sampled_under)))
     return segments

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from april.broker.ledger.places import Place, Segment, add_place, places_in, segments_of
+from april.broker.ledger.places import Place, Segment, add_place, places_in, segments_in
 
 
 class SampleState(StrEnum):
@@ -97,7 +97,7 @@ class Sample:
     @property
     def segments(self) -> list[Segment]:
         """Of what the policy has sampled."""
-        return segments_of(self.places)
+        return segments_in(self.chunks)
 
     @property
     def sampled_until(self) -> int:
