@@ -235,6 +235,7 @@ def in_the_long_run(turns: Turns) -> list[Row]:
     return [
         Row("rss_growth_ratio_10min", [endured.rss_growth], "ratio"),
         Row("bytes_per_inflight_sample", [endured.bytes_per_sample], "bytes"),
+        Row("bytes_per_held_sample", [endured.bytes_per_held], "bytes"),
         Row("bytes_per_session", [endured.bytes_per_session], "bytes"),
         Row("cpu_us_per_chunk", [endured.cpu_us_per_chunk], "us"),
         Row("soak_chunks_per_s", [endured.chunks_per_s], "chunks/s"),

@@ -443,9 +443,9 @@ class Service:
     def everyone_left(self) -> bool:
         """The run is over and no worker, scorer or learner is connected any more. Where all steps are done, the learner
         has to come once if the policy that it exports is missing."""
-        here = self.sessions.holders() or self.sessions.of_role("learner")
-        awaited = self.run.state == "finished" and not (self.learner.came or self.config.exported_policy.is_dir())
-        return bool(self.run.over) and not here and not awaited
+        if not self.run.over or self.sessions.holders() or self.sessions.of_role("learner"):
+            return False
+        return not (self.run.state == "finished" and not (self.learner.came or self.config.exported_policy.is_dir()))
 
     def close(self, now: float) -> None:
         self._write_summary(now)

@@ -6,15 +6,18 @@ once, a learner consumes every batch.
 
 import os
 import statistics
+import sys
 import time
 from ctypes import c_long
 from dataclasses import dataclass
 from multiprocessing.sharedctypes import RawValue
 from pathlib import Path
 
+from april.launch.operate import Target
+
 from .april_side import Door, consume, serving, write_run
 from .load import BenchmarkError, Crew, Load, cpu_s
-from .stream import PROMPT_TOKENS, Stream, attend, schedule
+from .stream import GROUP_SIZE, PROMPT_TOKENS, Stream, attend, schedule
 
 BATCH_GROUPS = 256
 RSS_EVERY_S = 1.0
@@ -32,7 +35,11 @@ class Endured:
     rss_growth: float
     """resident memory in the last tenth of the window over that in its first tenth"""
     bytes_per_sample: float
-    """resident memory after the warm-up, less that with only the sessions, for each sample in flight by then"""
+    """resident memory in the first tenth of the window, less that with only the sessions, for each sample that is in
+    workers' hands meanwhile"""
+    bytes_per_held: float
+    """the same for each sample that the ledger holds then: those too that have ended and wait for their group, or with
+    it for a batch"""
     bytes_per_session: float
     """resident memory with only the sessions, whose connections have been used, less that without, for each"""
     cpu_us_per_chunk: float
@@ -57,11 +64,13 @@ def endure(crowd: Stream, folder: Path) -> Endured:
         granting.value = 1
         wait_until_all(in_flight, crowd.in_flight, crew)
         crew.watch(crowd.warmup_s)
-        started_s, rss, held = cpu_s(broker.pid), [], []
+        started_s, rss, in_hands, held = cpu_s(broker.pid), [], [], []
         crew.window.open(crowd.window_s)
         while not crew.window.over():
             rss.append(rss_bytes(broker.pid))
-            held.append(sum(count.value for count in in_flight))
+            in_hands.append(sum(count.value for count in in_flight))
+            if len(rss) * RSS_EVERY_S >= (len(held) + 1) * crowd.window_s / 10:
+                held.append(look(address, rss[-1], in_hands[-1]))
             crew.watch(RSS_EVERY_S)
         used_s = cpu_s(broker.pid) - started_s
         _, *results = crew.work(Load(crowd.sessions, 1, 0.0, warmup_s=0.0))
@@ -69,12 +78,13 @@ def endure(crowd: Stream, folder: Path) -> Endured:
     first, last = statistics.median(rss[:tenth]), statistics.median(rss[-tenth:])
     return Endured(
         rss_growth=last / first,
-        bytes_per_sample=(first - before) / statistics.median(held[:tenth]),
+        bytes_per_sample=(first - before) / statistics.median(in_hands[:tenth]),
+        bytes_per_held=(first - before) / held[0],
         bytes_per_session=(before - alone) / crowd.sessions,
         cpu_us_per_chunk=used_s / chunks * 1e6,
         chunks_per_s=chunks / crowd.window_s,
         rss_mib=last / 2**20,
-        least_in_flight=min(held),
+        least_in_flight=min(in_hands),
     )
 
 
@@ -85,6 +95,20 @@ def wait_until_all(in_flight, wanted: int, crew: Crew) -> None:
         if time.monotonic() > deadline:
             raise BenchmarkError(f"only {held} of {wanted} samples are in flight after {FILL_S:g} s")
         crew.watch(0.1)
+
+
+def look(address: str, rss: int, in_hands: int) -> int:
+    """Say where samples are; how many the ledger holds, but those of the batch that the learner has."""
+    status = Target(None, address, None).status()
+    states, ready = status["queues"]["training"], GROUP_SIZE * status["groups_complete"]
+    of_open = ", ".join(f"{state} {count:,}" for state, count in states.items())
+    print(
+        f"  {in_hands:,} in flight; of open groups {of_open}; of complete ones {ready:,}; batch {status['step']}; "
+        f"{rss >> 20} MiB",
+        file=sys.stderr,
+        flush=True,
+    )
+    return sum(states.values()) + ready
 
 
 def rss_bytes(pid: int) -> int:

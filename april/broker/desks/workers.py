@@ -107,10 +107,12 @@ class WorkerDesk(HolderDesk):
 
     def _count(self, session: Session, table: np.ndarray, leases: list[Lease | None], now: float) -> None:
         """Rows that were taken, and their leases."""
-        evaluated = np.array([lease.sample.group.evaluation for lease in leases if lease], bool)
         sampled, tokens = table["kind"] == CHUNK, table["tokens"].astype(np.int64)
-        uses = [sampled & ~evaluated, sampled & evaluated]
-        chunks, accepted = [int(use.sum()) for use in uses], [int(tokens[use].sum()) for use in uses]
+        chunks, accepted = [int(sampled.sum()), 0], [int(tokens[sampled].sum()), 0]
+        if self.ledger.evaluations:
+            uses = sampled & np.array([lease.sample.group.evaluation for lease in leases if lease], bool)
+            chunks[1], accepted[1] = int(uses.sum()), int(tokens[uses].sum())
+            chunks[0], accepted[0] = chunks[0] - chunks[1], accepted[0] - accepted[1]
         self.sessions.tallies[session.uid].acknowledged += sum(accepted)
         session.acknowledged(now, sum(accepted))
         self.recorder.accept(chunks, accepted)
@@ -188,8 +190,7 @@ class WorkerDesk(HolderDesk):
         fullest = math.inf
         if self.shares:
             fullest = self.shares.fullest(self.sessions.workers(), self.newest_step, self.ledger, now)
-        foremost = (session for session in self.hungry.values() if self._is_foremost(session))
-        first = next((session for session in foremost if self._fullness(session) < fullest), None)
+        first = self._first_of_hungry(fullest)
         sample = self._choose(first) if first else None
         if first and sample is None:
             return
@@ -215,9 +216,15 @@ class WorkerDesk(HolderDesk):
                 nothing_up_to = session.step
         self.has_more = not left
 
-    def _is_foremost(self, session: Session) -> bool:
-        """Whether it has room and the newest weights that any worker has held: nothing for it is nothing for all."""
-        return session.version is not None and session.version.step >= self.newest_step and self._has_room(session)
+    def _first_of_hungry(self, fullest: float) -> Session | None:
+        """One with room and the newest weights that any worker has held: nothing for it is nothing for all. Those
+        without room that are met on the way are hungry no more."""
+        for number, session in list(self.hungry.items()):
+            if not self._has_room(session):
+                del self.hungry[number]
+            elif session.step >= self.newest_step and self._fullness(session) < fullest:
+                return session
+        return None
 
     def _has_room(self, session: Session) -> bool:
         if session.id not in self.sessions.by_id:

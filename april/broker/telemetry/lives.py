@@ -21,7 +21,7 @@ from april.broker.ledger.ledger import Ledger
 from april.broker.ledger.samples import Group, Lease, Sample, SampleState
 from april.broker.telemetry.discards import Discard, Discards
 from april.connections.identity import name_of
-from april.wire.rows import ENDINGS, TABLE
+from april.wire.rows import ENDINGS, TABLE, read_rows
 
 GENERATE, SCORE, ACT = range(3)
 WHAT = ("generate", "score", "act")
@@ -179,10 +179,10 @@ class Lives:
 
     def _rows_accepted(self, event: events.RowsAccepted, now: float) -> None:
         table = np.frombuffer(event.table, TABLE)
-        for row in table[table["finish"] > 0]:
-            lease, length = self.ledger.leases[int(row["lease_id"])], int(row["start"]) + int(row["tokens"])
-            self._end(lease.sample, GENERATE, now, length, ENDINGS[row["finish"]])
-            if not (row["over"] or self.ledger.rules.agents):
+        for row in read_rows(table[table["finish"] > 0].tobytes()):
+            lease, length = self.ledger.leases[row.lease_id], row.end
+            self._end(lease.sample, GENERATE, now, length, row.finish_reason)
+            if not (row.over or self.ledger.rules.agents):
                 self._begin(lease.sample, SCORE, lease.worker, now, length)
 
     def _ended(self, lease_id: int, how: str, now: float) -> None:
