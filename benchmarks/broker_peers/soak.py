@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from multiprocessing.sharedctypes import RawValue
 from pathlib import Path
 
-from april.launch.operate import Target
+from april import wire
+from april.launch.operate import content
 
-from .april_side import Door, consume, serving, write_run
+from .april_side import PATIENCE_S, Door, Member, consume, serving, write_run
 from .load import BenchmarkError, Crew, Load, cpu_s
 from .stream import GROUP_SIZE, PROMPT_TOKENS, Stream, attend, schedule
 
@@ -99,7 +100,9 @@ def wait_until_all(in_flight, wanted: int, crew: Crew) -> None:
 
 def look(address: str, rss: int, in_hands: int) -> int:
     """Say where samples are; how many the ledger holds, but those of the batch that the learner has."""
-    status = Target(None, address, None).status()
+    member = Member(Door(address), "monitor", "looks")
+    status = content(member.connection.request(wire.StatusRequest(), PATIENCE_S))
+    member.leave()
     states, ready = status["queues"]["training"], GROUP_SIZE * status["groups_complete"]
     of_open = ", ".join(f"{state} {count:,}" for state, count in states.items())
     print(
