@@ -21,6 +21,7 @@ from april.weights.publisher import WeightPublisher
 from april.weights.receiver import WeightReceiver
 from april.workers.engines.base import EngineError, Request
 from april.workers.engines.conformance.driving import V0, V1, VOCABULARY, Stream, drive, join, prompt
+from april.workers.engines.sglang import server as server_module
 from april.workers.engines.sglang.client import KeyRefused, ServerGone, ServerSilent
 from april.workers.engines.sglang.engine import PROBE_S, SGLangEngine
 from april.workers.engines.sglang.factory import api_key
@@ -355,6 +356,19 @@ def test_a_wrong_key_ends_the_start_at_once_and_the_server_s_own_is_the_right_on
     engine = SGLangEngine(settings.model, VOCABULARY, 640, server=SGLangServer(settings), api_key=api_key(options))
     assert engine.ready
     engine.close()
+
+
+def test_a_port_that_is_lost_before_the_server_is_there_costs_another_start(settings, monkeypatch):
+    key = {"api_key": "K"}
+    settings = LockedSettings(Path(sys.executable), settings.model, settings.log, options=key)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        found = [taken.getsockname()[1], server_module.free_port()]
+        ports = iter(found)
+        monkeypatch.setattr(server_module, "free_port", lambda: next(ports))
+        server = SGLangServer(settings)
+        engine = SGLangEngine(settings.model, VOCABULARY, 640, server=server, api_key=api_key(key))
+        assert engine.ready and server.port == found[1]
+        engine.close()
 
 
 def test_a_server_that_is_kept_by_others_must_be_there(tiny_model):

@@ -32,7 +32,7 @@ from april.workers.engines.sglang.others import take_name
 from april.workers.engines.sglang.requests import ServerRequests
 from april.workers.engines.sglang.run import Run
 from april.workers.engines.sglang.score import score_body, server_dtype, take_scores
-from april.workers.engines.sglang.server import AttachedServer, ServerFailed, SGLangServer
+from april.workers.engines.sglang.server import PORTS_TRIED, AttachedServer, PortLost, ServerFailed, SGLangServer
 from april.workers.engines.sglang.weights import DiskSnapshot, HalfLoaded, WeightPush
 
 if TYPE_CHECKING:
@@ -376,13 +376,20 @@ class SGLangEngine(ServerRequests):
 
     async def _start(self, again: bool = False) -> None:
         """Start the server if it is ours, and wait until it serves. Raises ServerFailed, ServerGone, ServerRefuses."""
-        if self._client:
-            await self._client.close()
         self.restarts += again
-        if not self._server.alive:
-            self._server.spawn()
-        self._client = SGLangClient(self._server.url, self._api_key, self.server_name)
-        self._check(await self._server.wait(self._client))
+        for left in reversed(range(PORTS_TRIED)):
+            if self._client:
+                await self._client.close()
+            if not self._server.alive:
+                self._server.spawn()
+            self._client = SGLangClient(self._server.url, self._api_key, self.server_name)
+            try:
+                self._check(await self._server.wait(self._client))
+                break
+            except PortLost:
+                if not left:
+                    raise
+                log.warning("the %s server's port was taken meanwhile; it is started on another", self.server_name)
         self._heard_at, self._updates = clock.now(), 0
         self._alarm.clear()
         self._suspicion, self.ready, self._holds_model = "", True, True

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import ctypes
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -26,10 +27,17 @@ RETURN_POLL_S = 0.5
 """between two looks for a server that others keep"""
 TAIL_LINES = 15
 HOST = "127.0.0.1"
+PORTS = range(20_000, 30_000)
+"""none that the kernel gives to connections: a server binds its port up to minutes after it was found free"""
+PORTS_TRIED = 3
 
 
 class ServerFailed(EngineError):
     """The server cannot be started; the text says why and holds its last lines."""
+
+
+class PortLost(ServerFailed):
+    """The port that was found for it has been taken by somebody else before it was there."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +104,7 @@ def option(name: str, value: Any) -> list[str]:
 class SGLangServer:
     def __init__(self, settings: ServerSettings):
         self.settings = settings
-        self.port = 0
+        self.port, self._port_was_found = 0, False
         self._process: subprocess.Popen | None = None
         self._log_start = 0
 
@@ -116,8 +124,9 @@ class SGLangServer:
                 f"key 'engine.python' = {str(settings.python)!r} does not exist; make it with "
                 f"launch/install-{settings.name.lower()}.sh, or give the interpreter that has {settings.name}"
             )
-        self.port = int(settings.options.get("port", settings.port)) or free_port()
-        if not is_free(self.port):
+        given = int(settings.options.get("port", settings.port))
+        self.port, self._port_was_found = given or free_port(), not given
+        if given and not is_free(given):
             raise ServerFailed(f"key 'engine.port' = {self.port} is taken; give another one, or 0 for any that is free")
         settings.log.parent.mkdir(parents=True, exist_ok=True)
         with settings.log.open("ab") as log:
@@ -131,13 +140,14 @@ class SGLangServer:
     async def wait(self, client: SGLangClient) -> dict:
         """Until it answers; its /server_info.
 
-        Raises ServerFailed after `start_s` or when the process has ended, KeyRefused.
+        Raises ServerFailed after `start_s` or when the process has ended, PortLost, KeyRefused.
         """
         deadline = clock.now() + self.settings.start_s
         while True:
             if not self.alive:
                 status = self._process.wait() if self._process else None
-                raise ServerFailed(
+                failure = PortLost if self._port_was_found and not is_free(self.port) else ServerFailed
+                raise failure(
                     f"the {self.settings.name} server ended at its start with status {status}; {self.last_words()}"
                 )
             try:
@@ -214,9 +224,12 @@ def die_with_parent() -> None:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return probe.getsockname()[1]
+    """Raises ServerFailed."""
+    tried = random.SystemRandom().sample(PORTS, 100)
+    found = next(filter(is_free, tried), None)
+    if found is None:
+        raise ServerFailed(f"of 100 ports tried between {PORTS[0]} and {PORTS[-1]} none is free; give engine.port one")
+    return found
 
 
 def is_free(port: int) -> bool:
