@@ -152,6 +152,7 @@ class BrokerConnection:
         try:
             sockets.send(socket, frames, wait=True)
         except zmq.Again:
+            self._check_handshakes()
             raise BrokerUnreachable(f"the broker at {self.address} takes no messages; is it running?") from None
 
     def is_disowned(self, received: wire.Received) -> bool:
@@ -241,11 +242,15 @@ class BrokerConnection:
 
     def check_alive(self) -> None:
         """Raise BrokerUnreachable if the broker, which answers every heartbeat, is silent for too long, or closed."""
+        self._check_handshakes()
+        if clock.now() - self._control.heard_at > self.patience_s:
+            raise BrokerUnreachable(f"the broker at {self.address} is silent for {self.patience_s:g} s; is it running?")
+
+    def _check_handshakes(self) -> None:
+        """Raise AccessDenied where the broker turns this peer away."""
         for handshake in self._handshakes:
             if problem := handshake.problem():
                 raise self._denied(problem)
-        if clock.now() - self._control.heard_at > self.patience_s:
-            raise BrokerUnreachable(f"the broker at {self.address} is silent for {self.patience_s:g} s; is it running?")
 
     def close(self) -> None:
         self._control.end()

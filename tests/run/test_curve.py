@@ -5,10 +5,12 @@ import uuid
 
 import orjson
 import pytest
+import zmq
 
 from april import wire
 from april.config import ConfigError
-from april.connections.broker import AccessDenied, BrokerConnection
+from april.connections import sockets
+from april.connections.broker import AccessDenied, BrokerConnection, BrokerUnreachable
 from april.security import keygen
 from april.security.keys import ALLOW_LIST, load_keys
 from tests.run.processes import APRIL, steps_recorded, wait_until
@@ -68,6 +70,21 @@ def test_every_wrong_key_is_refused_with_a_sentence_and_counted(broker, connect,
 
     wait_until(are_counted, broker)
     wait_until(lambda: f"unknown key, {stranger.public} from 127.0.0.1" in broker.output, broker)
+
+
+def test_a_peer_whose_socket_takes_nothing_any_more_hears_that_it_was_turned_away(connect, monkeypatch):
+    def full(*_, **__):
+        raise zmq.Again
+
+    connection = connect("monitor", None)
+    monkeypatch.setattr(sockets, "send", full)
+
+    def hears_why():
+        with pytest.raises((AccessDenied, BrokerUnreachable)) as said:
+            connection.hello([])
+        return "security.keys" in str(said.value)
+
+    wait_until(hears_why)
 
 
 def test_an_operator_needs_a_monitor_s_key(broker, keys, capsys):
