@@ -283,18 +283,18 @@ class Journal:
 
     def read_payloads(self, places: Iterable[Place]) -> Iterator[tuple[Place, memoryview]]:
         """The own bytes of rows, whatever else their records hold, each held against its own checksum."""
-        kept, starts, synced, pread = self._kept, self._starts, self._synced, os.pread
+        kept, starts, pread = self._kept, self._starts, os.pread
         file = begins = ends = 0
         for place in places:
             record, offset, size, checksum, _, _, _, _ = place
-            if record >= synced or record in kept:
+            if record >= self._synced or record in kept:
                 _, [*_, (_, data)], length = self._unwritten.get(record) or self._in_sync.get(record) or kept[record]
                 begin = offset - (length - len(data))
                 yield place, memoryview(data)[begin : begin + size]
                 continue
             if not begins <= record < ends:
                 later = bisect.bisect_right(starts, record)
-                begins, ends = starts[later - 1], starts[later] if later < len(starts) else synced
+                begins, ends = starts[later - 1], starts[later] if later < len(starts) else self._synced
                 file = self._files[begins]
             payload = pread(file, size, record - begins + offset)
             if len(payload) != size or crc32(payload) != checksum:
