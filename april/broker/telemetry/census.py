@@ -76,10 +76,10 @@ class Census:
             if state not in oldest:  # those that come later were not opened earlier
                 oldest[state] = since
             if lease_id:
-                if lease_id < first_lease:  # they are numbered as they are granted
+                # they are numbered as they are granted
+                if lease_id < first_lease and (lease := self.ledger.leases.get(lease_id)):
                     first_lease = self._first_lease = lease_id
-                    if lease := self.ledger.leases.get(lease_id):
-                        self._leased_since = min(self._leased_since, lease.ends_at - self.max_run_s)
+                    self._leased_since = min(self._leased_since, lease.ends_at - self.max_run_s)
             elif state not in ENDED and not sample.agent_lease:
                 self._waiting_since = min(self._waiting_since, since)
                 self._waiting_steps = max(self._waiting_steps, self.ledger.next_step - group.opened_at)
