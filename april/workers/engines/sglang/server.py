@@ -28,8 +28,9 @@ RETURN_POLL_S = 0.5
 TAIL_LINES = 15
 HOST = "127.0.0.1"
 PORTS = range(20_000, 30_000)
-"""none that the kernel gives to connections: a server binds its port up to minutes after it was found free"""
+"""none that Linux gives to connections by default: a server binds its port up to minutes after it was found free"""
 PORTS_TRIED = 3
+"""one after the other, where somebody else was sooner"""
 
 
 class ServerFailed(EngineError):
@@ -146,6 +147,7 @@ class SGLangServer:
         while True:
             if not self.alive:
                 status = self._process.wait() if self._process else None
+                self.kill()
                 failure = PortLost if self._port_was_found and not is_free(self.port) else ServerFailed
                 raise failure(
                     f"the {self.settings.name} server ended at its start with status {status}; {self.last_words()}"
@@ -165,7 +167,7 @@ class SGLangServer:
             await asyncio.sleep(POLL_S)
 
     def kill(self) -> None:
-        """End the whole process group and wait for it."""
+        """End the whole process group, whose first process may have ended already, and wait for it."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
