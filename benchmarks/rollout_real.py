@@ -176,15 +176,16 @@ def measure(
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with tempfile.TemporaryDirectory(prefix="april-rollout-") as place:
         folder = Path(place)
-        slots = scenario_of(kind, None, folder, 0, 1).engines.slots
-        engine = PinnedEngine(kind, folder, slots, LONGEST)
+        setting = scenario_of(kind, None, folder, 0, 1)
+        called = dict(zip(schedules(setting), LABELS, strict=True))
+        chosen(setting, only)
+        engine = PinnedEngine(kind, folder, setting.engines.slots, LONGEST)
         try:
             found = [
                 turns(engine, calibrate(engine, made(folder / f"costs-{seed}"), seed, steps), only) for seed in seeds
             ]
         finally:
             engine.close()
-        called = dict(zip(schedules(scenario_of(kind, None, folder, 0, 1)), LABELS, strict=True))
     by_name = {name: [one[name] for one in found] for name in found[0]}
     lines = [[name, *(cell(ones, *column) for column in COLUMNS.values())] for name, ones in by_name.items()]
     print(f"medians of {len(seeds)} seeds\n{table(lines, ('', *COLUMNS))}\n", flush=True)
