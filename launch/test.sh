@@ -34,6 +34,6 @@ if $all; then
     # Without arguments: those choose among the tests above.
     [ $# != 0 ] || tests "sglang or vllm"
 else
-    tests "not full" -n 3 --dist loadgroup "$@"    # of two processes a quarter of two cores was idle
+    tests "not full" -n 3 --dist loadgroup "$@"    # two would leave a quarter of two cores idle
 fi
 exit "$failed"
