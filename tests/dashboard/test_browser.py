@@ -403,6 +403,20 @@ def moment(**does):
     return {"status": status, "sentence": waiting_for(status), "at": 0.0}
 
 
+def test_the_view_is_that_of_the_address_whichever_answer_comes_last(serve, open_page, runs_folder):
+    page, held = open_page(serve(runs_folder)), []
+    page.get_by_role("link", name="demo").wait_for()
+    page.route("**/api/runs", lambda route: held.append(route) if not held else route.continue_())
+    with page.expect_request("**/api/runs"):
+        page.reload()
+    page.goto(f"{page.url.partition('#')[0]}#/demo/samples")
+    page.get_by_text(ALL).wait_for()
+    with page.expect_response("**/api/runs"):
+        held[0].continue_()
+    page.evaluate("() => fetch('api/runs').then((answer) => answer.json())")
+    assert page.get_by_text(ALL).is_visible()
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("viewport", [WIDE, NARROW], ids=["1280", "400"])
 def test_now_says_what_everything_is_at_and_is_read_aloud_when_that_changes(serve, open_page, runs_folder, viewport):

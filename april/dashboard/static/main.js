@@ -25,12 +25,13 @@ function chooseView({ view: name, rest }) {
 }
 
 async function show() {
-  const address = readAddress();
+  leave.abort();
+  const { signal } = (leave = new AbortController());
   if (runs.length === 0) runs = await ask("api/runs");
+  if (signal.aborted) return;
+  const address = readAddress();
   if (!address.run && runs.length === 1) return location.replace(addressOf(runs[0].name, runs[0].steps === null ? "now" : "run"));
   if (address.run && !address.view) return location.replace(addressOf(address.run));
-  leave.abort();
-  leave = new AbortController();
   header(address);
   const run = runs.find((run) => run.name === address.run);
   const place = h("div", { class: `view ${address.view || "runs"}` });
@@ -43,7 +44,6 @@ async function show() {
   if (!run) return fill(place, problem(`There is no run ${address.run} here.`), h("a", { href: "#/" }, "All runs"));
   const draw = chooseView(address);
   if (!draw) return fill(place, problem(`There is no view ${address.view}.`), h("a", { href: addressOf(run.name) }, "To the run"));
-  const signal = leave.signal;
   try {
     await draw(place, { run, runs, address, signal, follow: (take, now) => follow(run.name, take, signal, now) });
   } catch (error) {
