@@ -5,7 +5,6 @@ sessions share a process, each with a data and a control connection of its own. 
 saturated, it sends the next as soon as that is answered.
 """
 
-import itertools
 import math
 import random
 import time
@@ -19,11 +18,14 @@ import zmq
 from zlib_ng.zlib_ng import crc32
 
 from april import wire
+from april.connections import sockets
 from april.connections.control import HEARTBEAT_S
+from april.wire.codec import Buffer
 from april.wire.rows import TABLE
 from april.wire.version import Version
 
 from .april_side import COMMAND, Door, consume, ping, serving, write_run
+from .inboxes import Inboxes
 from .load import BenchmarkError, Crew, Load, Window
 
 GROUP_SIZE, BATCH_GROUPS = 8, 64
@@ -133,6 +135,7 @@ class Session:
 
     data: zmq.Socket
     control: zmq.Socket
+    inboxes: Inboxes
     capacity: int
     rows: np.ndarray
     """[capacity] of `TABLE`: what the next report says of each sample; lease id 0 where there is none"""
@@ -155,7 +158,11 @@ class Session:
     """of each lease among the rows"""
 
     def send(self, message: wire.Message, arrays=()) -> None:
-        self.data.send_multipart(wire.encode(message, arrays, self.number), copy=False)
+        self._send(self.data, wire.encode(message, arrays, self.number))
+
+    def _send(self, socket: zmq.Socket, frames: list[Buffer]) -> None:
+        sockets.send(socket, frames, wait=True)
+        self.inboxes.look_at(socket)
 
     def beat(self, now: float) -> None:
         leases = list(self.places) if now >= self.next_renewal else []
@@ -163,7 +170,7 @@ class Session:
             self.next_renewal = now + RENEW_S
         self.next_beat = now + HEARTBEAT_S
         beat = wire.Heartbeat(leases, 0, self.received_bytes)
-        self.control.send_multipart(wire.encode(beat, (), self.number))
+        self._send(self.control, wire.encode(beat, (), self.number))
 
     def take_in(self, received: wire.Received, stream: Stream, chance: random.Random) -> None:
         self.received_bytes += received.array_bytes
@@ -222,8 +229,9 @@ def attend(
     chance, now = random.Random(number), time.monotonic()
     one = np.arange(stream.tokens, dtype="<i4").tobytes() + np.full(stream.tokens, -1.0, "<f4").tobytes()
     payload = memoryview(one * (stream.sequences + SPARE))
+    inboxes = Inboxes()
     sessions = [
-        say_hello(context, address, f"worker-{place}", stream, one)
+        say_hello(context, inboxes, address, f"worker-{place}", stream, one)
         for place in range(number, stream.sessions, stream.processes)
     ]
     if broken_in:
@@ -232,28 +240,28 @@ def attend(
         session.control.send_multipart(wire.encode(wire.Bind(), (), session.number))
     if broken_in:
         break_in([session.control for session in sessions], sessions)
-    owners, poller = {}, zmq.Poller()
+    owners = {socket: session for session in sessions for socket in (session.data, session.control)}
     for session in sessions:
         session.next_tick = now + chance.random() * min(stream.tick_s, 1e6)
-        for socket in (session.data, session.control):
-            owners[socket] = session
-            poller.register(socket, zmq.POLLIN)
-    counted, times_ms, beats = 0, [], itertools.cycle(sessions)
+    counted, times_ms, next_round = 0, [], 0.0
     ready()
     while not window.over():
-        for socket, _ in poller.poll(POLL_MS):
+        stirred = {}
+        for socket, frames in inboxes.receive(POLL_MS):
             session = owners[socket]
-            while socket.poll(0):
-                received = wire.decode(socket.recv_multipart(copy=False))
-                session.take_in(received, stream, chance)
-                if session.sent_at and isinstance(received.message, wire.Answers):
-                    now = time.monotonic()
-                    if window.covers(now):
-                        counted += session.reported
-                        times_ms.append((now - session.sent_at) * 1000)
-                    session.sent_at = 0.0
+            received = wire.decode(frames)
+            session.take_in(received, stream, chance)
+            stirred[session.number] = session
+            if session.sent_at and isinstance(received.message, wire.Answers):
+                now = time.monotonic()
+                if window.covers(now):
+                    counted += session.reported
+                    times_ms.append((now - session.sent_at) * 1000)
+                session.sent_at = 0.0
         now = time.monotonic()
-        for session in itertools.islice(beats, len(sessions)):
+        due = stirred.values() if now < next_round else sessions
+        next_round = now + POLL_MS / 1000 if now >= next_round else next_round
+        for session in due:
             if now >= session.next_beat:
                 session.beat(now)
             if granting.value and session.joins_at == math.inf:
@@ -267,15 +275,20 @@ def attend(
         in_flight.value = sum(len(session.places) for session in sessions)
     for session in sessions:
         session.send(wire.Goodbye())
+    inboxes.close()
     context.destroy(linger=2000)
     return counted, np.array(times_ms)
 
 
-def say_hello(context: zmq.Context, address: str, name: str, stream: Stream, payload: bytes) -> Session:
+def say_hello(
+    context: zmq.Context, inboxes: Inboxes, address: str, name: str, stream: Stream, payload: bytes
+) -> Session:
     rows = np.zeros(stream.sequences + SPARE, TABLE)
     rows["tokens"], rows["size"], rows["checksum"] = stream.tokens, len(payload), crc32(payload)
-    sockets = [connect(context, address) for _ in range(2)]
-    session = Session(*sockets, stream.sequences, rows, np.zeros(len(rows), np.int64))
+    data, control = (connect(context, address) for _ in range(2))
+    inboxes.add(data)
+    inboxes.add(control)
+    session = Session(data, control, inboxes, stream.sequences, rows, np.zeros(len(rows), np.int64))
     session.send(wire.Hello("worker", name, name))
     if not session.data.poll(HELLO_MS):
         raise BenchmarkError(f"the broker does not answer the hello of {name}")
@@ -283,14 +296,14 @@ def say_hello(context: zmq.Context, address: str, name: str, stream: Stream, pay
     return session
 
 
-def break_in(sockets: list[zmq.Socket], sessions: list[Session]) -> None:
+def break_in(connections: list[zmq.Socket], sessions: list[Session]) -> None:
     """Carry so many heartbeats and answers over each connection that libzmq's queues (two of 16 KiB a way, which become
     resident page by page with use) are what they are in a session that has lasted."""
     for _ in range(BURSTS):
-        for socket, session in zip(sockets, sessions, strict=True):
+        for socket, session in zip(connections, sessions, strict=True):
             for _ in range(BURST):
                 socket.send_multipart(wire.encode(wire.Heartbeat([], 0, 0), (), session.number))
-        for socket, session in zip(sockets, sessions, strict=True):
+        for socket, session in zip(connections, sessions, strict=True):
             for _ in range(BURST):
                 if not socket.poll(HELLO_MS):
                     raise BenchmarkError(f"the broker does not answer session {session.number}")
