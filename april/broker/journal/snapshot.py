@@ -21,7 +21,7 @@ from zlib_ng.zlib_ng import crc32
 
 from april.broker.ledger.dead_letters import DeadLetters
 from april.broker.ledger.events import RunStarted
-from april.broker.ledger.samples import UNFINISHED, Group, GroupState, Lease, Sample, SampleState
+from april.broker.ledger.samples import UNFINISHED, AgentSample, Group, GroupState, Lease, Sample, SampleState
 from april.broker.ledger.state import LedgerState
 from april.files.disk import sync
 
@@ -127,7 +127,8 @@ def _of_sample(sample: Sample) -> tuple[Any, ...]:
 def thaw(frozen: bytes | bytearray | memoryview, ledger: LedgerState) -> bytes:
     """Put an empty ledger into the state that was frozen; returns what was frozen beside it."""
     head, *rest = _pieces(memoryview(frozen))
-    image, groups = _decoder.decode(head), {group.id: group for group in map(_group, rest)}
+    image, agents = _decoder.decode(head), ledger.rules.agents
+    groups = {group.id: group for group in (_group(piece, agents) for piece in rest)}
     ledger.header = image.header
     for name in PLAIN:
         setattr(ledger, name, image.plain[name])
@@ -166,23 +167,30 @@ def header_of(frozen: bytes | bytearray | memoryview) -> RunStarted | None:
     return _decoder.decode(next(_pieces(memoryview(frozen)))).header
 
 
-def _group(frozen: memoryview) -> Group:
+def _group(frozen: memoryview, agents: bool) -> Group:
     values, samples = msgspec.msgpack.decode(frozen)
     group = Group(**dict(zip(IN_GROUPS, values, strict=True)))
     group.state, group.prompt = GroupState(group.state), group.prompt and tuple(group.prompt)
-    group.samples = [_sample(group, index, *values) for index, values in enumerate(samples)]
+    thawed = _session if agents else _sample
+    group.samples = [thawed(group, index, *values) for index, values in enumerate(samples)]
     return group
 
 
-def _sample(group: Group, index: int, state: str, *rest: Any, trunk: Sample | None = None) -> Sample:
-    """What `_of_sample` was of, with its branches."""
+def _sample(group: Group, index: int, state: str, *rest: Any) -> Sample:
+    """What `_of_sample` was of."""
+    *plain, _, _, _ = rest
+    return Sample(group, index, SampleState(state), *plain)
+
+
+def _session(group: Group, index: int, state: str, *rest: Any, trunk: Sample | None = None) -> AgentSample:
+    """The same of an agent's, with its branches."""
     *plain, beyond = rest
-    sample = Sample(group, index, SampleState(state), *plain)
+    sample = AgentSample(group, index, SampleState(state), *plain)
     sample.trunk = trunk
     if trunk:
         sample.branch, sample.parent, sample.shared = beyond
     else:
-        sample.branches = tuple(_sample(group, index, *values, trunk=sample) for values in beyond)
+        sample.branches = tuple(_session(group, index, *values, trunk=sample) for values in beyond)
     return sample
 
 

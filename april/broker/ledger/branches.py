@@ -7,7 +7,7 @@ versions that never decrease, and that each token which was sampled is trained i
 
 from collections.abc import Iterator, Sequence
 
-from april.broker.ledger.samples import Sample, SampleState
+from april.broker.ledger.samples import AgentSample, Sample, SampleState, of_agent
 
 Superseded = Sequence[tuple[int, int]]
 """(branch, length) where an earlier execution of an agent has gone further than the last one knows"""
@@ -15,12 +15,12 @@ Superseded = Sequence[tuple[int, int]]
 
 def fork(parent: Sample, branch: int, length: int) -> Sample:
     """Add a branch to the session of `parent`, of which it shares so many tokens; a turn ends there."""
-    new = Sample(parent.group, parent.index, SampleState.PARTIAL, home=parent.home)
+    new = AgentSample(parent.group, parent.index, SampleState.PARTIAL, home=parent.home)
     for place in parent.places:
         if new.length < length:
             new.extend(place._replace(observed=True))
     new.trunk, new.branch, new.parent, new.shared = parent.session, branch, parent.branch, length
-    parent.session.branches += (new,)
+    of_agent(parent.session).branches += (new,)
     return new
 
 

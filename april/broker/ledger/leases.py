@@ -4,7 +4,7 @@ from array import array
 from bisect import bisect_left, insort
 from collections import Counter
 
-from april.broker.ledger.samples import Lease, Sample
+from april.broker.ledger.samples import Lease, Sample, of_agent
 from april.wire.agents import session_of
 
 
@@ -38,7 +38,7 @@ class LeaseBook:
         if not held:
             del self.held[lease.worker]
         if lease.agent:
-            lease.sample.agent_lease = 0
+            of_agent(lease.sample).agent_lease = 0
         else:
             for sample in lease.samples:
                 sample.lease_id = 0

@@ -34,8 +34,21 @@ UNFINISHED = (*TO_GENERATE, SampleState.LEASED, SampleState.ACTING)
 ENDED = (SampleState.DONE, SampleState.DEAD)
 
 
+class WithoutAgent:
+    """What is so of every sample that no agent speaks for, and need not be kept with each: see `AgentSample`."""
+
+    __slots__ = ()
+    agent_lease: int = 0
+    left: bytes = b""
+    branches: "tuple[Sample, ...]" = ()
+    trunk: "Sample | None" = None
+    branch: int = 0
+    parent: int = 0
+    shared: int = 0
+
+
 @dataclass(slots=True, eq=False)
-class Sample:
+class Sample(WithoutAgent):
     """Slot `index` of its group. Its tokens stay in the journal; `chunks` says where."""
 
     group: "Group"
@@ -60,20 +73,6 @@ class Sample:
     """what its reward is made of"""
     home: str = ""
     """the worker that handed it back and has its prefix in cache until new weights come"""
-    agent_lease: int = 0
-    """of the session that its agent has with the policy, 0 for none"""
-    left: bytes = b""
-    """the state that its agent has left, until it is scored"""
-    branches: "tuple[Sample, ...]" = ()
-    """of its session, beside the one that it stands for itself: lines of conversation that did not follow its own"""
-    trunk: "Sample | None" = None
-    """the sample whose session it is a branch of, None of one that is no branch"""
-    branch: int = 0
-    """its number in the session; 0 is the one that the session began with"""
-    parent: int = 0
-    """the branch that it has left"""
-    shared: int = 0
-    """tokens at its beginning that are another branch's: read here, and trained there"""
 
     @property
     def session(self) -> "Sample":
@@ -188,6 +187,32 @@ class Sample:
         return max(opened_at, self.last_step) if self.length else opened_at
 
 
+@dataclass(slots=True, eq=False)
+class AgentSample(Sample):
+    """A session that an agent has with the policy, or a branch of one."""
+
+    agent_lease: int = 0
+    """of the session that its agent has with the policy, 0 for none"""
+    left: bytes = b""
+    """the state that its agent has left, until it is scored"""
+    branches: "tuple[Sample, ...]" = ()
+    """of its session, beside the one that it stands for itself: lines of conversation that did not follow its own"""
+    trunk: "Sample | None" = None
+    """the sample whose session it is a branch of, None of one that is no branch"""
+    branch: int = 0
+    """its number in the session; 0 is the one that the session began with"""
+    parent: int = 0
+    """the branch that it has left"""
+    shared: int = 0
+    """tokens at its beginning that are another branch's: read here, and trained there"""
+
+
+def of_agent(sample: Sample) -> AgentSample:
+    """The same sample, in a run of agents."""
+    assert isinstance(sample, AgentSample)
+    return sample
+
+
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Group:
     """The samples of one prompt draw."""
@@ -218,7 +243,8 @@ class Group:
     def forget(self) -> None:
         """Part from its samples, which refer to it: the memory is free at once, without a garbage collection."""
         for sample in self.samples:
-            sample.branches = ()
+            if isinstance(sample, AgentSample):
+                sample.branches = ()
         self.samples.clear()
 
     @property

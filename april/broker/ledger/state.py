@@ -18,12 +18,14 @@ from april.broker.ledger.queues import HandOutQueue
 from april.broker.ledger.rules import Rules
 from april.broker.ledger.samples import (
     TO_GENERATE,
+    AgentSample,
     Group,
     GroupState,
     Lease,
     Sample,
     SampleState,
     lacks_agent,
+    of_agent,
 )
 from april.wire.agents import BRANCHES, session_of
 from april.wire.rows import CHUNK, ENDINGS, ROW, padded
@@ -111,8 +113,8 @@ class LedgerState(LeaseBook, Batches):
             event.group, ordinal, event.evaluation, event.epoch, event.row, event.floor, reference, event.prompt_tokens,
             together=event.together,
         )  # fmt: skip
-        state = SampleState.ACTING if self.rules.agents else SampleState.WAITING
-        group.samples = [Sample(group, index, state) for index in range(event.size)]
+        kind, state = (AgentSample, SampleState.ACTING) if self.rules.agents else (Sample, SampleState.WAITING)
+        group.samples = [kind(group, index, state) for index in range(event.size)]
         self.open_samples.add(group)
         if event.evaluation:
             self.evaluations.setdefault(event.floor, []).append(group)
@@ -153,7 +155,7 @@ class LedgerState(LeaseBook, Batches):
             self._start(group, event.step)
 
     def _on_AgentLeased(self, event: events.AgentLeased, reference: Any) -> None:
-        sample = self.groups[event.group].samples[event.index]
+        sample = of_agent(self.groups[event.group].samples[event.index])
         sample.agent_lease, self.last_lease_id = event.lease_id, event.lease_id + BRANCHES - 1
         self.hold(Lease(event.lease_id, sample, event.holder, 0, False, float("inf"), agent=True))
 
@@ -241,12 +243,17 @@ class LedgerState(LeaseBook, Batches):
         sample = lease.sample
         if lease.agent:
             self._end_session(sample, event.superseded)
-        sample.reward, sample.details, sample.left = event.reward, event.details or None, b""
-        self.open_samples.turn(sample, SampleState.DONE)
+        self._scored(sample, event.reward, event.details)
         self._complete(sample.group)
 
+    def _scored(self, sample: Sample, reward: float, details: dict[str, float]) -> None:
+        sample.reward, sample.details = reward, details or None
+        if isinstance(sample, AgentSample):
+            sample.left = b""
+        self.open_samples.turn(sample, SampleState.DONE)
+
     def _on_AgentClosed(self, event: events.AgentClosed, reference: Any) -> None:
-        sample = self.release(event.lease_id).sample
+        sample = of_agent(self.release(event.lease_id).sample)
         self._end_session(sample, event.superseded)
         sample.left = event.state
         self.open_samples.turn(sample, SampleState.GENERATED)
@@ -264,6 +271,8 @@ class LedgerState(LeaseBook, Batches):
 
     def _end_branches(self, sample: Sample, state: SampleState) -> None:
         """Those in which nothing is left that the policy has said are forgotten."""
+        if not isinstance(sample, AgentSample):
+            return
         for line in sample.branches:
             self.open_samples.turn(line, state)
             if not line.own:
@@ -284,8 +293,7 @@ class LedgerState(LeaseBook, Batches):
     def _on_GroupScored(self, event: events.GroupScored, reference: Any) -> None:
         lease = self.release(event.lease_id)
         for sample, reward, details in zip(lease.samples, event.rewards, event.details, strict=True):
-            sample.reward, sample.details, sample.left = reward, details or None, b""
-            self.open_samples.turn(sample, SampleState.DONE)
+            self._scored(sample, reward, details)
         self._complete(lease.sample.group)
 
     def _on_LeaseEnded(self, event: events.LeaseEnded, reference: Any) -> None:
