@@ -4,8 +4,9 @@ import logging
 
 from april import wire
 from april.broker.books import Books
+from april.broker.desks.grants import send_grant
 from april.broker.ledger.admission import Verdict
-from april.broker.ledger.samples import Lease
+from april.broker.ledger.samples import Lease, Sample
 from april.broker.sessions import Session
 from april.wire import limits
 
@@ -22,9 +23,19 @@ class HolderDesk:
         self.ledger = books.ledger
         self.sessions = books.sessions
         self.recorder = books.recorder
+        self._terms = 0.0, 0.0, 0.0
+        """of the leases that were granted last: when that was, when they expire, how long they can be renewed"""
 
     def mark(self, session: Session, instant: str, now: float) -> None:
         """Note an instant of a holder's life: joined, lost."""
+
+    def lease(self, sample: Sample, session: Session, step: int, now: float) -> Lease:
+        """Lease a sample to a holder at policy step `step`, and tell it so."""
+        if self._terms[0] != now:  # there are a great many leases: those of one pass share their instants
+            self._terms = now, now + self.config.broker.lease_s, now + self.config.broker.max_run_s
+        lease = self.ledger.lease(sample, session.uid, step, *self._terms[1:])
+        send_grant(self.books, session, lease)
+        return lease
 
     # --- coming and going -----------------------------------------------------------------------------------
 

@@ -4,7 +4,6 @@ A scorer needs no weights, so that any of them takes anything.
 """
 
 from april import wire
-from april.broker.desks.grants import send_grant
 from april.broker.desks.holders import HolderDesk
 from april.broker.sessions import Session
 
@@ -21,9 +20,7 @@ class ScorerDesk(HolderDesk):
         able = [session for session in self.sessions.scorers() if self._has_room(session)]
         while able and (sample := queue.take_scoring()):
             session = min(able, key=lambda one: self._load(one) / one.capacity)
-            lease_s, max_run_s = self.config.broker.lease_s, self.config.broker.max_run_s
-            lease = self.ledger.lease(sample, session.uid, 0, now + lease_s, now + max_run_s)
-            send_grant(self.books, session, lease)
+            self.lease(sample, session, 0, now)
             able = [session for session in able if self._has_room(session)]
 
     def _load(self, session: Session) -> int:

@@ -10,7 +10,6 @@ import numpy as np
 
 from april import wire
 from april.broker.books import Books
-from april.broker.desks.grants import send_grant
 from april.broker.desks.holders import NOT_CURRENT, HolderDesk
 from april.broker.desks.reports import RowChecks, read_report
 from april.broker.desks.shares import Shares
@@ -168,7 +167,7 @@ class WorkerDesk(HolderDesk):
             if session is None or not self._has_room(session) or session.step < move.sample.first_step:
                 continue
             if self.books.schedule.hands_out(self.ledger, session.step):
-                migration.moved(self._lease(move.sample, session, now), now)
+                migration.moved(self.lease(move.sample, session, session.step, now), now)
                 self.recorder.moved("done")
 
     def _recall(self, migration: Migration, now: float) -> None:
@@ -252,13 +251,7 @@ class WorkerDesk(HolderDesk):
         home = able.get(sample.cached_by(step))
         if home and home.step == step and self._has_room(home):
             session = home
-        self._lease(sample, session, now)
-
-    def _lease(self, sample: Sample, session: Session, now: float) -> Lease:
-        lease_s, max_run_s = self.config.broker.lease_s, self.config.broker.max_run_s
-        lease = self.ledger.lease(sample, session.uid, session.step, now + lease_s, now + max_run_s)
-        send_grant(self.books, session, lease)
-        return lease
+        self.lease(sample, session, session.step, now)
 
     def _evaluation_share_left(self, session: Session) -> bool:
         return self.ledger.load.get((session.uid, True), 0) < self.config.evaluation.share * session.capacity

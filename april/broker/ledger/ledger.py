@@ -16,7 +16,7 @@ generated = trained + delivered + ready + open + sum(discarded), in acknowledged
     ledger.score(lease.id, reward=1.0)
 """
 
-import heapq
+from array import array
 from collections.abc import Callable, Container, Sequence
 from typing import Any
 
@@ -53,8 +53,8 @@ class Ledger(LedgerState):
         super().__init__(rules)
         self.write = write
         self.together = together
-        self._expiries: list[tuple[float, int]] = []
-        """heap of (instant, lease id): when to look at a lease; renewals make it outlive some of its entries"""
+        self._expiries: dict[int, array[int]] = {}
+        """ids of leases by the second in which to look at them; renewals make a lease outlive some of its entries"""
 
     # --- commands -------------------------------------------------------------------------------------------
 
@@ -150,7 +150,10 @@ class Ledger(LedgerState):
         """Let a lease end at `instant`, unless it is renewed, or at its end if that is earlier; infinite is never."""
         lease.expires_at = min(instant, lease.ends_at)
         if lease.expires_at < float("inf"):
-            heapq.heappush(self._expiries, (lease.expires_at, lease.id))
+            self._look_at(lease)
+
+    def _look_at(self, lease: Lease) -> None:
+        self._expiries.setdefault(int(lease.expires_at), array("Q")).append(lease.id)
 
     def add_chunks(
         self,
@@ -263,21 +266,20 @@ class Ledger(LedgerState):
 
     def expire(self, now: float) -> list[Lease]:
         """End the leases whose time is over."""
-        expired = []
-        while self._expiries and self._expiries[0][0] <= now:
-            _, lease_id = heapq.heappop(self._expiries)
-            if lease := self.leases.get(lease_id):
+        expired = {}
+        for second in [second for second in self._expiries if second <= now]:
+            for lease in filter(None, map(self.leases.get, self._expiries.pop(second))):
                 if lease.expires_at <= now:
-                    expired.append(lease)
+                    expired[lease.id] = lease
                 else:
-                    heapq.heappush(self._expiries, (lease.expires_at, lease_id))
-        for lease in {lease.id: lease for lease in expired}.values():
+                    self._look_at(lease)
+        for lease in expired.values():
             if self.is_aborted(lease.id):
                 self.end_lease(lease.id, "abort", at=now)
             else:
                 why = "was held for longer than broker.max_run_s" if lease.ends_at <= now else "was not renewed"
                 self.end_lease(lease.id, "expired", f"the lease {why}", at=now)
-        return expired
+        return list(expired.values())
 
     def discard(self, group: Group, reason: str) -> None:
         """End a group that is not trained for a reason that is counted; its leases are void, its batch goes without."""
