@@ -234,7 +234,7 @@ class BrokerSection(Section):
         description="folder of a disk for the journals of runs, each under its run's name; none: in the run's folder",
     )
     journal_file_mb: int = Field(512, ge=1, description="size of a journal file; a snapshot is taken with each (MiB)")
-    journal_file_records: int = Field(250_000, ge=100, description="most records in a journal file")
+    journal_file_records: int = Field(500_000, ge=100, description="most records in a journal file")
     patience_s: float = Field(600.0, gt=0, description="peers wait this long for a broker that is away (seconds)")
     max_restarts: int = Field(5, ge=0, description="restarts without a new step in between before giving up")
     hung_s: float = Field(120.0, gt=0, description="`april run` restarts a broker silent for this long (seconds)")

@@ -32,7 +32,7 @@ from april.processes.descriptors import NO_DESCRIPTORS
 log = logging.getLogger(__name__)
 
 FILE_BYTES = 512 << 20
-FILE_RECORDS = 250_000
+FILE_RECORDS = 500_000
 """a file ends after this many records at the latest, each row of a table counted as one: they bound the time of a
 restart as the bytes do"""
 CACHED_BYTES, LET_GO_BYTES = 1 << 30, 1 << 20
