@@ -6,7 +6,7 @@ names. Keys and values are kept by whoever calls (see `kv_cache.py`).
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -181,6 +181,7 @@ class Decoder:
         self.norm = RMSNorm(self._own(tensors["model.norm.weight"]), shape.norm_eps)
         self.output = self.embedding if shape.tied else self._own(tensors["lm_head.weight"])
         self.layers = [self._layer(tensors, f"model.layers.{layer}.") for layer in range(shape.layers)]
+        self._last_keys_values = self._without_queries(self.layers[-1])
 
     def _own(self, tensor: Tensor) -> Tensor:
         return tensor.detach().to(self.device, self.dtype, copy=True)
@@ -220,6 +221,17 @@ class Decoder:
             down_bias=fused("mlp.down_proj", bias=True),
         )
 
+    def _without_queries(self, layer: Layer) -> Layer:
+        """The same block, as far as it makes keys and values."""
+        shape = self.shape
+        first = shape.heads * shape.head_dim
+        return replace(
+            layer,
+            qkv=layer.qkv[first:],
+            qkv_bias=None if layer.qkv_bias is None else layer.qkv_bias[first:],
+            qk_norm=layer.qk_norm and RMSNorm(layer.qk_norm.weight[shape.heads :], shape.norm_eps),
+        )
+
     def _paired(self, part: Tensor) -> Tensor:
         return part.view(-1, self.shape.head_dim, *part.shape[1:])[:, self._pairs].reshape(part.shape)
 
@@ -232,7 +244,7 @@ class Decoder:
         x = F.embedding(tokens, self.embedding)
         rotation = self.rotations[positions].unsqueeze(1)
         for index, layer in enumerate(self.layers):
-            heads = self._project(layer, x, rotation)
+            (heads,) = self._project(layer, x, rotation)
             attended = [span.attend(index, heads[span.start : span.stop]) for span in spans]
             x = self._mix(layer, x, attended[0] if len(spans) == 1 else torch.cat(attended))
         return F.linear(self.norm(x), self.output).float()
@@ -245,23 +257,22 @@ class Decoder:
         Rows are causal, so what stands in the padding does not reach the tokens before it. `before(layer)`: the same
         of the `start` tokens that stand before these in each row.
         """
-        shape, (n, length) = self.shape, tokens.shape
+        shape, length = self.shape, tokens.shape[1]
         x = F.embedding(tokens.reshape(-1), self.embedding)
-        rotation = self.rotations[start : start + length].repeat(n, 1).unsqueeze(1)
-        for index, layer in enumerate(self.layers):
-            heads = self._project(layer, x, rotation).view(n, length, -1, shape.head_dim)
+        rotation = self.rotations[start : start + length].unsqueeze(1)
+        for index, layer in enumerate(self.layers[:-1]):
+            heads = self._project(layer, x, rotation)
             yield heads[:, :, shape.heads :]
-            if layer is self.layers[-1]:
-                return
             attended = self._attend_behind(before(index), heads) if before else self._attend(heads)
             x = self._mix(layer, x, attended)
+        yield self._project(self._last_keys_values, x, rotation)
 
     def score(self, tokens: Tensor) -> Tensor:
         """Log-probabilities float32 [T - 1] of int64 [T] but the first, each behind those before it."""
         x = F.embedding(tokens[:-1], self.embedding)
         rotation = self.rotations[: len(x)].unsqueeze(1)
         for layer in self.layers:
-            x = self._mix(layer, x, self._attend(self._project(layer, x, rotation)[None]))
+            x = self._mix(layer, x, self._attend(self._project(layer, x, rotation)))
         logprobs = torch.log_softmax(F.linear(self.norm(x), self.output).float(), dim=-1)
         return logprobs.gather(1, tokens[1:, None])[:, 0]
 
@@ -294,11 +305,12 @@ class Decoder:
         return torch.cat(blocks, dim=2).transpose(1, 2).reshape(heads.shape[0] * length, -1)
 
     def _project(self, layer: Layer, x: Tensor, rotation: Tensor) -> Tensor:
-        """[n, heads + 2 * kv_heads, head_dim]: queries, keys, values, the first two rotated."""
+        """[n, length, heads + 2 * kv_heads, head_dim] of n rows, one behind the other in `x`: queries, keys, values,
+        the first two rotated by [length, 1, head_dim / 2]; without queries where the layer has none."""
         shape = self.shape
         qkv = F.linear(layer.attention_norm(x), layer.qkv, layer.qkv_bias)
-        heads = qkv.view(len(x), -1, shape.head_dim)
-        queries_keys = heads[:, : shape.heads + shape.kv_heads]
+        heads = qkv.view(-1, len(rotation), qkv.shape[-1] // shape.head_dim, shape.head_dim)
+        queries_keys = heads[:, :, : -shape.kv_heads]
         turned = queries_keys
         if layer.qk_norm is not None:
             turned = layer.qk_norm(queries_keys)

@@ -182,8 +182,9 @@ class TorchEngine:
 
     def _prefill(self, decoder: Decoder) -> None:
         """Bring the contexts of unfilled slots into the cache, but for the last token, which is decoded."""
-        for slot in self._unfilled:
-            self._cache.place(slot, int(self._table.length[slot]) - 1)
+        length = self._table.length
+        for slot in sorted(self._unfilled, key=lambda slot: (length[slot], slot)):  # as they are computed
+            self._cache.place(slot, int(length[slot]) - 1)
         for wave in self._waves():
             for slot, (other, shared) in wave.items():
                 if shared:
@@ -204,9 +205,10 @@ class TorchEngine:
         """Contexts behind their first `start` tokens, which are in the cache."""
         longest = int(self._table.length[slots].max()) - 1
         tokens = torch.from_numpy(self._table.tokens[slots, start:longest].astype(np.int64)).to(self.device)
-        before = partial(self._cache.read, slots, length=start) if start else None
+        rows = self._cache.rows(slots)
+        before = partial(self._cache.read, rows, length=start) if start else None
         for layer, keys_values in enumerate(decoder.prefill(tokens, start, before)):
-            self._cache.store(slots, layer, keys_values, start)
+            self._cache.store(rows, layer, keys_values, start)
 
     def _prefill_batches(self, shared: Mapping[int, int]) -> Iterator[tuple[np.ndarray, int]]:
         """Slots in batches of like length, each at most `_pass_tokens` with its padding, and from which position on

@@ -4,7 +4,7 @@ Sequences live in groups of doubling capacity and move up when they outgrow thei
 sequences in dense rows and attends over its own longest one; memory grows with what is occupied.
 """
 
-from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -108,6 +108,14 @@ class LengthGroup:
         return attended.view(rows, -1)
 
 
+class Rows(NamedTuple):
+    """Where a number of slots are."""
+
+    number: int
+    parts: list[tuple[LengthGroup, slice | Tensor, slice | Tensor]]
+    """each group of some of them, these ones' rows in it, and which of the slots they are"""
+
+
 class KVCache:
     """Where each slot's keys and values are: a group and a row in it."""
 
@@ -178,24 +186,34 @@ class KVCache:
     def occupied(self) -> list[LengthGroup]:
         return [group for group in self.groups if group.slots]
 
-    def store(self, slots: np.ndarray, layer: int, keys_values: Tensor, start: int = 0) -> None:
-        """Store a prefill: [n, length, 2 * kv_heads, head_dim], the rows of `slots`, from position `start` on."""
-        keys_values = keys_values.unflatten(2, (2, -1)).permute(2, 0, 3, 1, 4)
-        for group, rows, chosen in self._grouped(slots):
-            stop = min(start + keys_values.shape[3], group.capacity)
-            group.keys_values[layer][:, rows, :, start:stop] = keys_values[:, chosen, :, : stop - start]
-
-    def read(self, slots: np.ndarray, layer: int, length: int) -> Tensor:
-        """The first positions of `slots`, in the form of a prefill: [n, length, 2 * kv_heads, head_dim]."""
-        _, _, _, heads, _, head_dim = self.groups[0].keys_values.shape
-        held = self.groups[0].keys_values.new_empty(2, len(slots), heads, length, head_dim)
-        for group, rows, chosen in self._grouped(slots):
-            held[:, chosen] = group.keys_values[layer][:, rows, :, :length]
-        return held.permute(1, 3, 0, 2, 4).flatten(2, 3)
-
-    def _grouped(self, slots: np.ndarray) -> Iterator[tuple[LengthGroup, Tensor, Tensor]]:
-        """Each group of some of them, these ones' rows in it, and which of `slots` they are."""
+    def rows(self, slots: np.ndarray) -> Rows:
+        """Where these slots are."""
+        parts = []
         for index in np.unique(self._group_of[slots]):
-            inside, group = self._group_of[slots] == index, self.groups[index]
-            rows = torch.from_numpy(self._row_of[slots[inside]]).to(group.device)
-            yield group, rows, torch.from_numpy(np.flatnonzero(inside)).to(group.device)
+            inside, group = np.flatnonzero(self._group_of[slots] == index), self.groups[index]
+            places = [indices(one, group.device) for one in (self._row_of[slots[inside]], inside)]
+            parts.append((group, *places))
+        return Rows(len(slots), parts)
+
+    def store(self, rows: Rows, layer: int, keys_values: Tensor, start: int = 0) -> None:
+        """Store a prefill of these rows: [n, length, 2 * kv_heads, head_dim], from position `start` on."""
+        keys_values = keys_values.unflatten(2, (2, -1)).permute(2, 0, 3, 1, 4)
+        for group, held, chosen in rows.parts:
+            stop = min(start + keys_values.shape[3], group.capacity)
+            group.keys_values[layer][:, held, :, start:stop] = keys_values[:, chosen, :, : stop - start]
+
+    def read(self, rows: Rows, layer: int, length: int) -> Tensor:
+        """The first positions of these rows, in the form of a prefill: [n, length, 2 * kv_heads, head_dim]."""
+        _, _, _, heads, _, head_dim = self.groups[0].keys_values.shape
+        read = self.groups[0].keys_values.new_empty(2, rows.number, heads, length, head_dim)
+        for group, held, chosen in rows.parts:
+            read[:, chosen] = group.keys_values[layer][:, held, :, :length]
+        return read.permute(1, 3, 0, 2, 4).flatten(2, 3)
+
+
+def indices(places: np.ndarray, device: torch.device) -> slice | Tensor:
+    """Of int64 [n]; a slice where they lie behind each other, which is copied at once."""
+    first, count = int(places[0]), len(places)
+    if (places == np.arange(first, first + count)).all():
+        return slice(first, first + count)
+    return torch.from_numpy(places).to(device)
