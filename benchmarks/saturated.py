@@ -4,8 +4,9 @@ python benchmarks/saturated.py RUN.toml --scenario FILE
 """
 
 import argparse
-import itertools
+import random
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,14 @@ WARM_UP_RESPONSES = 3
 """of each slot before the measurement, in which contexts become those of responses in the middle"""
 SPARE = 8
 """requests that wait in an engine whose slots are all wanted, so that none is ever idle"""
-PROMPT = "05*3+60="
+
+
+def prompts(tokenizer: Tokenizer) -> Iterator[np.ndarray]:
+    """One for each group, as in a run, of which each is like the quickstart's."""
+    chance = random.Random(0)
+    while True:
+        first, second, third = chance.randrange(100), chance.randrange(10), chance.randrange(100)
+        yield tokenizer.encode_prompt(f"{first:02}*{second}+{third:02}=").astype(np.int32)
 
 
 def main() -> None:
@@ -33,10 +41,10 @@ def main() -> None:
     config, scenario = configuration.load(options.config), load_scenario(options.scenario)
     engine = make_engine(config, "cpu", "saturated")
     engine.load_weights(Version(0, 0), load_folder_weights(config.model.path))
-    prompt = Tokenizer(config.model.path).encode_prompt(PROMPT).astype(np.int32)
     lengths, in_flight = scenario.make_lengths(), scenario.slots_wanted
-    forced = (length for group in itertools.count() for length in lengths.of(group))
-    requests = (Request(number, prompt, length, seed=number) for number, length in enumerate(forced))
+    groups = enumerate(prompts(Tokenizer(config.model.path)))
+    forced = ((prompt, length) for group, prompt in groups for length in lengths.of(group))
+    requests = (Request(number, *one, seed=number) for number, one in enumerate(forced))
     for _ in range(in_flight + (SPARE if in_flight == scenario.engines.slots else 0)):
         engine.submit(next(requests))
     ended, began = 0, None
