@@ -27,7 +27,7 @@ import torch
 from common import Row, parser, read_runs, report, write_run
 from end_to_end import REWARD, ROOT, SEEDS, WINDOW_STEPS, Course, configuration_file, execute, ratio_of_times
 from forced_engine import LENGTHS
-from paced_prediction import Measured
+from paced_prediction import Measured, busy_share
 from paced_prediction import rows as foretold_rows
 from staleness import HELD_OUT, Sampler
 
@@ -178,7 +178,7 @@ class Outcome:
     staleness: float
     """mean of the trained tokens (steps)"""
     busy: float
-    """share of the slots"""
+    """share of the slots, as `busy_share` has it"""
     late: float
     """share of the paced engines' steps that this machine could not make in time, or of the learner's time beyond what
     its model says, whichever is more"""
@@ -215,9 +215,9 @@ def train(folder: Path, policy: Path, prompts: Path, study: Study, name: str, se
         sum(step["tokens"] for step in run.steps),
     )
     reached = accuracy(folder / run_name / "checkpoints/policy", held_out) if study.holds_out else 0.0
-    busy = fmean(step["slots"]["busy"] for step in run.steps)
     late = late_share(folder / run_name, run.steps, keys.get("learner.pace_token_s", 0.0))
-    return Outcome(name, seed, course, reached, run.summary["staleness"]["mean"], busy, late, study.label)
+    staleness, busy = run.summary["staleness"]["mean"], busy_share(run)
+    return Outcome(name, seed, course, reached, staleness, busy, late, study.label)
 
 
 def paced_study(task: str, lengths: str = "", pace: str = PACE, factor: float = FACTOR) -> Study:

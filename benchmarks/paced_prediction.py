@@ -1,8 +1,9 @@
 """What the simulator says of the paced runs of `learning.py`, beside what they measured.
 
-Each run is simulated with its own lengths, from the first lease to the last batch: group by group in the order in which
-they were opened, so that neither the draw of lengths nor their change with what is learned is part of the error. What
-was unfinished at the end of a run gets the length of another, later one of the run that is longer: many draws of that.
+Each run is simulated with its own lengths, from the first lease to the last batch, beyond which neither begins
+anything: group by group in the order in which they were opened, so that neither the draw of lengths nor their change
+with what is learned is part of the error. What was unfinished at the end of a run gets the length of another, later one
+of the run that is longer: many draws of that.
 """
 
 from collections.abc import Iterable
@@ -16,7 +17,7 @@ from common import Row
 from april.broker.ledger.events import GroupOpened, Leased, RowsAccepted
 from april.config import ConfigError
 from april.config.costs import HARDWARE, shipped_costs
-from april.report.run_folder import read_run
+from april.report.run_folder import Run, read_run
 from april.simulate.pipeline import simulate
 from april.simulate.recording import read_events
 from april.simulate.scenario import Scenario, load_scenario
@@ -62,17 +63,18 @@ def rows(name: str, keys: dict, runs: list[Measured], pace: str, forced: dict | 
         Row(f"limit_share_simulated_{name}", [one.consumed_per_s / limit for one in told], "share", of=fmean),
         Row(f"prediction_error_speed_{name}", [fmean(one.consumed_per_s for one in told) / speed - 1], "ratio"),
     ]
-    busy = fmean(busy_share(run.folder) for run in runs)
-    found.append(Row(f"prediction_error_busy_{name}", [fmean(one.occupancy for one in told) / busy - 1], "ratio"))
+    busy = fmean(busy_share(read_run(run.folder)) for run in runs)
+    found.append(Row(f"prediction_error_busy_{name}", [fmean(one.leased_share for one in told) / busy - 1], "ratio"))
     if measured := fmean(run.staleness for run in runs):
         simulated = fmean(one.staleness_mean for one in told)
         found.append(Row(f"prediction_error_staleness_{name}", [simulated / measured - 1], "ratio"))
     return found
 
 
-def busy_share(folder: Path) -> float:
-    """Of the slots, mean over a run's time."""
-    run = read_run(folder)
+def busy_share(run: Run) -> float:
+    """Of the slots, those with a lease whose response has not ended, mean over a run's time: all that a broker sees of
+    them. What a sample waits for under its lease (weights, the end of a decode step) is left in, as in `leased_share`.
+    """
     times = [
         min(lane["start"] for lane in run.lanes if lane["kind"] == "generate"),
         *(step["time"] for step in run.steps),
@@ -83,6 +85,7 @@ def busy_share(folder: Path) -> float:
 def scenario_of(pace: str, keys: dict, lengths: dict) -> Scenario:
     of_run = {
         "warmup_steps": 0,
+        "ends": True,
         "engines.prefix_cache": False,
         "engines.latency_s": 0.0,
         "learner.step_s": HANDOVER_S,

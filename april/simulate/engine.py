@@ -68,6 +68,7 @@ class SimulatedEngine:
         self.load = 0
         """samples leased to it and not handed in"""
         self.version = Version(0, 0)
+        """that it says it holds: newer ones once they are taken in"""
         self.clock_s = 0.0
         """the instant up to which its steps are counted; ahead of now while it computes context or takes weights"""
         self.steps = 0
@@ -99,6 +100,8 @@ class SimulatedEngine:
         self._changes: tuple[list[int], list[Version]] = ([0], [Version(0, 0)])
         """from which step on which version"""
         self._staged: tuple[float, Version, float] | None = None
+        self._taking: tuple[float, Version] | None = None
+        """weights that are being taken in, and until when"""
         self._take_back_s: float | None = None
         self._recalled: dict[int, float] = {}
         """leases of samples that are to be handed back one by one, and since when"""
@@ -151,6 +154,9 @@ class SimulatedEngine:
         """The event at `next_event_s`: (samples that have ended, samples handed back)."""
         steps, now = self._planned or self._plan()
         self._planned = None
+        if now < self.clock_s:
+            self._hold_what_was_taken(now)
+            return [], []
         self._count(steps)
         if self.kv > self.kv_peak:
             self.kv_peak = self.kv
@@ -159,6 +165,7 @@ class SimulatedEngine:
         self.clock_s = now
         if self._full:
             self._full_s = now
+        self._hold_what_was_taken(now)
         ended = self._pop_finished()
         handed_back = []
         if self._take_back_s is not None and self._take_back_s <= now:
@@ -181,7 +188,7 @@ class SimulatedEngine:
             self._full_s = now
         lost = self._take_all_back(now)
         self.handed_back.clear()
-        self.clock_s, self._staged, self._planned = now, None, None
+        self.clock_s, self._staged, self._taking, self._planned = now, None, None, None
         return lost
 
     def drop(self, lease_id: int) -> Run | None:
@@ -201,6 +208,8 @@ class SimulatedEngine:
         self.generated += steps * running
 
     def _plan(self) -> tuple[int, float]:
+        if self._taking and self._taking[0] < self.clock_s:
+            return 0, self._taking[0]
         running, wanted_s = len(self.running), self._wanted_s()
         if not running:
             return 0, max(self.clock_s, wanted_s)
@@ -219,6 +228,8 @@ class SimulatedEngine:
             wanted_s = min(wanted_s, *self._recalled.values())
         if self._staged:
             wanted_s = min(wanted_s, self._staged[0])
+        if self._taking:
+            wanted_s = min(wanted_s, self._taking[0])
         if self.waiting and not self._full and len(self.running) < self.slots:
             wanted_s = min(wanted_s, self.waiting[0].arrives_s)
         return wanted_s
@@ -288,8 +299,8 @@ class SimulatedEngine:
         self.kv -= run.context
 
     def _swap_weights(self, version: Version, pause_s: float) -> None:
-        self._staged = None
-        self.version = version
+        self._staged, self._taking = None, (self.clock_s + pause_s, version)
+        self._hold_what_was_taken(self.clock_s)
         self.handed_back.clear()
         self._change_version(version)
         if not self.keep_kv and self.kv:
@@ -299,6 +310,11 @@ class SimulatedEngine:
             self.recomputed_tokens += self.kv - prompts
         self.clock_s += pause_s
         self.pause_slot_s += pause_s * len(self.running)
+
+    def _hold_what_was_taken(self, now: float) -> None:
+        """Contexts are computed again afterwards."""
+        if self._taking and self._taking[0] <= now:
+            self.version, self._taking = self._taking[1], None
 
     def _change_version(self, version: Version) -> None:
         """From the next step on; changes before the oldest that runs was admitted are of no use any more."""

@@ -193,6 +193,12 @@ class Measures:
         return 1 - sum(self.idle_share.values())
 
     @property
+    def leased_share(self) -> float:
+        """Of the slots that the schedule wants to fill, those that had a lease, whatever its sample waited for: what
+        a run's broker calls busy."""
+        return self.measured.leased_slot_s / self.slot_s
+
+    @property
     def learner_share(self) -> float:
         return self.measured.training_s / self.measured.time_s
 

@@ -73,8 +73,9 @@ class Pipeline:
         self.scenario = scenario
         schedule = scenario.schedule
         self.last_step = scenario.first_measured + scenario.steps
-        beyond_the_end = schedule.model_copy(update={"max_steps": self.last_step + 2 * (schedule.max_staleness + 2)})
-        self.schedule = make_schedule(beyond_the_end, EndlessPrompts())
+        beyond = 0 if scenario.ends else 2 * (schedule.max_staleness + 2)
+        until = schedule.model_copy(update={"max_steps": self.last_step + beyond})
+        self.schedule = make_schedule(until, EndlessPrompts())
         self.ledger = Ledger(
             Rules(
                 schedule.rollout_batch_size,

@@ -52,6 +52,7 @@ class Scenario(Section):
     seed: int = Field(0, ge=0, description="of lengths, speeds and failures")
     steps: int = Field(100, ge=1, description="batches that are measured")
     warmup_steps: int | None = Field(None, ge=0, description="batches before them; none: 3 x (S + 1)")
+    ends: bool = Field(False, description="as a run does: nothing is begun that no batch needs; otherwise it goes on")
     limit_responses: int = Field(24_000, ge=1, description="that end while the no-barrier limit is measured")
     schedule: ScheduleSection = ScheduleSection()
     lengths: LengthsSection = LengthsSection()
