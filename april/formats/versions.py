@@ -85,8 +85,8 @@ def minor(version: str) -> str:
     return ".".join(version.split(".")[:2])
 
 
-JOURNAL = Form("journal", {1: "0.1", 5: "0.2"})
-"""records, events and snapshots; 2 to 4 are of nothing that was ever installed"""
+JOURNAL = Form("journal", {1: "0.1", 6: "0.2"})
+"""records, events and snapshots; 2 to 5 are of nothing that was ever installed"""
 RUN_FOLDER = Form("run folder", {1: "0.1", 3: "0.2"})
 """configuration, metrics, summary and checkpoints; 2 is of nothing that was ever installed"""
 

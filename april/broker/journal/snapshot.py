@@ -34,7 +34,7 @@ left, another never takes for its own"""
 LENGTH = struct.Struct("<I")
 HEAD = struct.Struct("<4sI")
 """of a file: its format, and the checksum of all that follows"""
-FORMAT = b"APSB"
+FORMAT = b"APSC"
 
 PLAIN = (
     "next_step", "consumed", "frontier", "durable", "branch", "dead_in_a_row", "last_error", "round", "round_open",
