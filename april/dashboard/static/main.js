@@ -105,7 +105,10 @@ button.onclick = () => {
 };
 theme(localStorage.getItem("april-theme") ?? "");
 
-const safely = () => show().catch((error) => fill(view, problem(`The dashboard does not answer: ${error.message}.`), note("Is it still running? Load the page again when it is.")));
+const safely = () => {
+  const showing = show(), { signal } = leave;
+  showing.catch((error) => signal.aborted || fill(view, problem(`The dashboard does not answer: ${error.message}.`), note("Is it still running? Load the page again when it is.")));
+};
 addEventListener("hashchange", safely);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", safely);
 safely();
