@@ -177,8 +177,8 @@ def _group(frozen: memoryview, agents: bool) -> Group:
 
 
 def _sample(group: Group, index: int, state: str, *rest: Any) -> Sample:
-    """What `_of_sample` was of."""
-    *plain, _, _, _ = rest
+    """What `_of_sample` was of, without the three that only an agent's has."""
+    *plain, _agent_lease, _left, _branches = rest
     return Sample(group, index, SampleState(state), *plain)
 
 
