@@ -1,9 +1,9 @@
 """A run with several sets of held-out prompts, whose broker and learner die: the best weights are kept and exported."""
 
 import pytest
-from safetensors.torch import load_file
 
 from april.learner import checkpoint
+from tests.run.checkpoints import assert_exported
 from tests.run.processes import assert_closed, steps_recorded, wait_until
 
 LENGTH = '''
@@ -17,7 +17,7 @@ def reward(response):
 
 @pytest.mark.full
 def test_the_best_checkpoint_by_one_of_the_sets_is_exported_beside_the_last(
-    start_run, run_dir, data_folder, tmp_path, gate
+    start_run, run_dir, data_folder, policy_folder, tmp_path, gate
 ):
     (tmp_path / "brief.py").write_text(LENGTH)
     path, sets = str(data_folder / "heldout.jsonl"), "evaluation.sets"
@@ -40,5 +40,5 @@ def test_the_best_checkpoint_by_one_of_the_sets_is_exported_beside_the_last(
     best = max((point["sets"]["brief"]["accuracy"], point["step"]) for point in found if point["step"])[1]
     directory = run_dir / "checkpoints"
     assert checkpoint.steps(directory) == sorted({best, 6})
-    exported, last = (load_file(directory / name / "model.safetensors") for name in ("best", "policy"))
-    assert (best == 6) == all(value.equal(last[name]) for name, value in exported.items())
+    for name, step in (("best", best), ("policy", 6)):
+        assert_exported(run_dir, name, step, policy_folder)

@@ -10,7 +10,6 @@ import nbformat
 import numpy as np
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from nbclient import NotebookClient
 from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace
 from transformers import AutoModelForCausalLM
@@ -24,6 +23,7 @@ from april.cli import main
 from april.report.facts import ledger_of
 from april.report.run_folder import read_records, read_run
 from tests.conftest import write_config
+from tests.run.checkpoints import assert_exported, model_of_checkpoint
 from tests.run.gate import Gate
 from tests.run.journal import events, events_and_arrays, with_payloads
 from tests.run.processes import APRIL, Job, assert_closed, both_workers_are_there, wait_until
@@ -184,13 +184,6 @@ def versions_with_true_logprobs(run_dir, policy_folder, models):
     return checked
 
 
-def model_of_checkpoint(run_dir, step, policy_folder):
-    model = AutoModelForCausalLM.from_pretrained(policy_folder, dtype=torch.float32)
-    state = {f"model.{name}": parameter.data for name, parameter in model.named_parameters()}
-    dcp.load(state, checkpoint_id=run_dir / "checkpoints" / f"step_{step:06d}", no_dist=True)
-    return model
-
-
 @torch.no_grad()
 def forward_logprobs(model, tokens, count):
     ids = torch.tensor(np.asarray(tokens), dtype=torch.long)[None]
@@ -199,11 +192,7 @@ def forward_logprobs(model, tokens, count):
 
 
 def test_the_exported_policy_is_the_last_checkpoint_and_loads_in_transformers(finished, policy_folder):
-    run_dir, _ = finished
-    exported = AutoModelForCausalLM.from_pretrained(run_dir / "checkpoints" / "policy", dtype=torch.float32)
-    last = model_of_checkpoint(run_dir, 3, policy_folder)
-    for name, parameter in last.named_parameters():
-        assert torch.equal(parameter, exported.get_parameter(name)), name
+    assert_exported(finished[0], "policy", 3, policy_folder)
 
 
 def test_status_prints_the_table(finished, capfd):
