@@ -8,6 +8,8 @@ GC_THRESHOLDS = (50_000, 20, 100)
 """looking for garbage among the ledger's objects is worth it less often than usual"""
 LARGE_BLOCK_BYTES = 1 << 20
 KEPT_FREE_BYTES = 64 << 20
+TRIM_S = 5.0
+"""how often to `trim`"""
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """from glibc's malloc.h"""
 
@@ -26,3 +28,10 @@ def settle() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
         mallopt(M_TRIM_THRESHOLD, KEPT_FREE_BYTES)
+
+
+def trim() -> None:
+    """Give the system the pages that are free between objects that live, which glibc keeps: after each batch there are
+    tens of megabytes of them. It takes a millisecond or two."""
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
