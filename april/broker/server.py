@@ -15,6 +15,7 @@ import zmq
 
 from april import wire
 from april.broker import memory
+from april.broker.inbox import Inbox
 from april.broker.journal.files import JournalError
 from april.broker.journal.journal import Journal
 from april.broker.journal.place import place_journal
@@ -108,6 +109,7 @@ class Server:
             self.door = Door(self.context, keys, allow_list)
             self.door.guard(self.socket)
             self.service.books.failed_handshakes = self.door.failures
+        self.inbox = Inbox(self.socket, lambda number: self.service.sessions.by_id.get(number))
         self._poller = zmq.Poller()
         self._poller.register(self.socket, zmq.POLLIN)
         self._poller.register(self._synced, zmq.POLLIN)
@@ -199,7 +201,7 @@ class Server:
         While some records are being synced, what comes meanwhile is handled already; its answers wait for the next
         sync.
         """
-        if not sockets.has_message(self.socket):
+        if not self.inbox.has_message:
             self._wait(0 if self.service.has_more else POLL_MS)
         try:
             self._work()
@@ -236,7 +238,7 @@ class Server:
         self._finish_sync()
         self._unsent = self.service.sessions.take_outgoing()
         self._in_sync = self.service.recorder.mark()
-        in_a_thread = self.journal.unsynced_bytes > SMALL_SYNC_BYTES or sockets.has_message(self.socket)
+        in_a_thread = self.journal.unsynced_bytes > SMALL_SYNC_BYTES or self.inbox.has_message
         self.journal.begin_sync(aside=in_a_thread and not self.journal.file_full)
         if not self.journal.sync_runs:
             self._finish_sync()
@@ -289,11 +291,8 @@ class Server:
     def _drain(self) -> bool:
         """Handle what has arrived, heartbeats answered at once; True if nothing is left."""
         until = clock.now() + DRAIN_S
-        while (now := clock.now()) < until:
-            try:
-                route, *frames = sockets.receive(self.socket)
-            except zmq.Again:
-                break
+        while (now := clock.now()) < until and (arrived := self.inbox.next()):
+            route, *frames = arrived
             peer = self.door.peer_of(route) if self.door else None
             self.service.handle(route.bytes, frames, now, peer)
         self._send(self.service.sessions.take_at_once())

@@ -164,6 +164,14 @@ def decode(bytes_like: Sequence[Any], limits: Limits = FROM_BROKER, bodies: Bodi
     return Received(body.message, unpack(body.arrays, frames[2:]), session, sequence)
 
 
+def session_in(frames: Sequence[Any]) -> int:
+    """The session that the header of a message names, whatever else it may be; 0 without such a header."""
+    if not frames or len(frames[0]) != HEADER.size:
+        return 0
+    number: int = HEADER.unpack(frames[0])[3]
+    return number
+
+
 def unpack(heads: list[ArrayHead], frames: list[memoryview]) -> list[Packed]:
     """The arrays that lie in the frames one behind the other, each in one of them."""
     packed, left = [], iter(frames)

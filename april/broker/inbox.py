@@ -1,0 +1,83 @@
+"""What has come to the broker and waits to be handled: what is short and waited for goes first.
+
+A ROUTER gives one message of each connection in turn, so that a learner's three messages for a batch would wait behind
+three reports of every worker. Here all that has come is taken in before anything is handled. What a learner, a monitor
+or an operator says, and what a worker says on its control connection, is handled next; reports follow in the order in
+which they came. The messages of one connection stay in order.
+"""
+
+from collections import deque
+from collections.abc import Callable
+
+import zmq
+
+from april import wire
+from april.broker.sessions import HOLDERS, Session
+from april.connections import sockets
+
+HELD_BYTES = 64 << 20
+HELD_MESSAGES = 4096
+"""with so many, or so many bytes, no more is taken in: what comes then waits in its connection and holds its peer up"""
+
+Arrived = list[zmq.Frame]
+"""a message, its route first"""
+
+
+class Inbox:
+    """inbox.next()   # or None"""
+
+    def __init__(self, socket: zmq.Socket, session_of: Callable[[int], Session | None]):
+        self.socket = socket
+        self.session_of = session_of
+        """by number"""
+        self._first: deque[Arrived] = deque()
+        self._rest: deque[Arrived] = deque()
+        self._behind: dict[bytes, int] = {}
+        """by route, how many messages of it are in the rest"""
+        self._bytes = 0
+
+    @property
+    def has_message(self) -> bool:
+        return bool(self._first or self._rest) or sockets.has_message(self.socket)
+
+    def next(self) -> Arrived | None:
+        """The message to handle now; None if nothing is left."""
+        while self._has_room and sockets.has_message(self.socket):
+            self._take_in(sockets.receive(self.socket))
+        if self._first:
+            message = self._first.popleft()
+        elif self._rest:
+            message = self._rest.popleft()
+            self._count(message, -1)
+        else:
+            return None
+        self._bytes -= size(message)
+        return message
+
+    @property
+    def _has_room(self) -> bool:
+        return self._bytes < HELD_BYTES and len(self._first) + len(self._rest) < HELD_MESSAGES
+
+    def _take_in(self, message: Arrived) -> None:
+        self._bytes += size(message)
+        if self._goes_first(message):
+            self._first.append(message)
+        else:
+            self._rest.append(message)
+            self._count(message, 1)
+
+    def _goes_first(self, message: Arrived) -> bool:
+        session, route = self.session_of(wire.session_in(message[1:])), message[0].bytes
+        if session is None or route in self._behind:
+            return False
+        return route == session.control_route or (route == session.data_route and session.role not in HOLDERS)
+
+    def _count(self, message: Arrived, more: int) -> None:
+        route = message[0].bytes
+        self._behind[route] = self._behind.get(route, 0) + more
+        if not self._behind[route]:
+            del self._behind[route]
+
+
+def size(message: Arrived) -> int:
+    return sum(map(len, message))

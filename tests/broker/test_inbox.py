@@ -1,0 +1,116 @@
+"""What has come to the broker: short messages that are waited for before reports, each connection's in order."""
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import zmq
+from hypothesis import given
+from hypothesis import strategies as st
+
+from april import wire
+from april.broker import inbox
+from april.broker.inbox import Inbox
+
+ROLES = ["worker", "scorer", "agents", "learner", "monitor"]
+
+
+class Crowd:
+    """A peer of each role with its two connections to one socket; the session of role k has number k + 1."""
+
+    def __init__(self):
+        self.context = zmq.Context()
+        self.socket = self.context.socket(zmq.ROUTER)
+        self.socket.bind("inproc://broker")
+        self.peers, self.sessions = {}, {}
+        for number, role in enumerate(ROLES, 1):
+            for way in ("data", "control"):
+                peer = self.peers[role, way] = self.context.socket(zmq.DEALER)
+                peer.setsockopt(zmq.IDENTITY, f"{role} {way}".encode())
+                peer.connect("inproc://broker")
+            routes = {f"{way}_route": f"{role} {way}".encode() for way in ("data", "control")}
+            self.sessions[number] = SimpleNamespace(role=role, **routes)
+        self.inbox = Inbox(self.socket, self.sessions.get)
+
+    def send(self, role, way, sequence, session=None):
+        number = ROLES.index(role) + 1 if session is None else session
+        self.peers[role, way].send_multipart(wire.encode(wire.Heartbeat(), (), number, sequence))
+
+    def handled(self):
+        """(role, connection, sequence) of all that has come, as it is handled."""
+        while message := self.inbox.next():
+            route, *frames = message
+            yield *route.bytes.decode().split(), wire.decode(frames).sequence
+
+    def close(self):
+        self.context.destroy(linger=0)
+
+
+@pytest.fixture
+def crowd():
+    crowd = Crowd()
+    yield crowd
+    crowd.close()
+
+
+def test_what_a_learner_says_is_handled_before_the_reports_that_came_before_it(crowd):
+    for sequence in range(50):
+        crowd.send("worker", "data", sequence)
+        crowd.send("scorer", "data", sequence)
+    for sequence in range(3):
+        crowd.send("learner", "data", sequence)
+    crowd.send("worker", "control", 0)
+    found = list(crowd.handled())
+    assert {(role, way) for role, way, _ in found[:4]} == {("learner", "data"), ("worker", "control")}
+    assert len(found) == 104
+
+
+def test_it_overtakes_what_has_been_taken_in_already(crowd):
+    for sequence in range(3):
+        crowd.send("worker", "data", sequence)
+    handled = crowd.handled()
+    assert next(handled) == ("worker", "data", 0)
+    crowd.send("monitor", "data", 0)
+    assert list(handled) == [("monitor", "data", 0), ("worker", "data", 1), ("worker", "data", 2)]
+
+
+def test_who_names_another_s_session_has_no_place_before_others(crowd):
+    crowd.send("worker", "data", 0)
+    crowd.send("scorer", "data", 0, session=ROLES.index("learner") + 1)
+    crowd.send("worker", "control", 0)
+    assert next(crowd.handled()) == ("worker", "control", 0)
+
+
+@given(st.lists(st.tuples(st.sampled_from(ROLES), st.sampled_from(["data", "control"]), st.booleans(), st.booleans())))
+def test_the_messages_of_a_connection_stay_in_order_and_none_is_lost(sent):
+    """Also where a session is known only from some message on, or the loop handles one in between."""
+    crowd, found, counts = Crowd(), [], itertools.count()
+    try:
+        for role, way, known, takes in sent:
+            crowd.send(role, way, next(counts), session=None if known else 0)
+            if takes:
+                found.append(next(crowd.handled()))
+        found += crowd.handled()
+    finally:
+        crowd.close()
+    assert sorted(sequence for _, _, sequence in found) == list(range(len(sent)))
+    of_each = {}
+    for role, way, sequence in found:
+        of_each.setdefault((role, way), []).append(sequence)
+    assert all(sequences == sorted(sequences) for sequences in of_each.values())
+
+
+def test_it_takes_in_only_so_much(crowd, monkeypatch):
+    monkeypatch.setattr(inbox, "HELD_MESSAGES", 4)
+    for sequence in range(10):
+        crowd.send("worker", "data", sequence)
+    handled = crowd.handled()
+    next(handled)
+    assert crowd.inbox.has_message and crowd.socket.poll(0)
+    assert [sequence for _, _, sequence in handled] == list(range(1, 10)) and not crowd.inbox.has_message
+
+
+def test_a_message_without_a_frame_is_passed_on(crowd):
+    crowd.peers["worker", "data"].send(b"")
+    route, *frames = crowd.inbox.next()
+    assert route.bytes == b"worker data" and [bytes(frame) for frame in frames] == [b""]
