@@ -31,6 +31,8 @@ from tests.run.processes import APRIL, Job, assert_closed, both_workers_are_ther
 pytestmark = pytest.mark.xdist_group("main_job")
 NOTEBOOK = Path(__file__).parents[2] / "docs/notebooks/a-run.ipynb"
 SETTINGS = ["--seed", "1", "--sampling.max_response_tokens", "64", "--learner.lr", "1e-2"]
+OF_THE_MACHINE = {"slow_part", "starved_engines", "saturated_engines", "disk_filling"}
+"""alarms that a clean run raises, too, where others keep its processors busy or fill its disk"""
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +78,8 @@ def test_the_run_folder_holds_what_it_promises(finished):
     assert {lane["worker"] for step in steps for lane in step["lanes"]} == {"worker-0", "worker-1"}
     fresh = [gap for step in steps for gap in step["engine_gaps"].values() if gap["age"] == 0]
     assert fresh and max(gap["mean"] for gap in fresh) < 1e-4, "the engines sample from what the learner trains"
-    assert not any(step["alarms"] for step in steps), "a clean run is silent"
+    raised = {alarm["name"] for step in steps for alarm in step["alarms"]}
+    assert not raised - OF_THE_MACHINE, "a clean run is silent"
     assert {"generate", "weights"} <= {lane["kind"] for step in steps for lane in step["lanes"]}
     assert configuration.load(run_dir / "config.toml").seed == 1
     assert "report.html" in output and (run_dir / "report.html").stat().st_size > 10_000
