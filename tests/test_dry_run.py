@@ -275,7 +275,7 @@ def own(folder, rows, monkeypatch):
 
 def test_functions_of_one_s_own_are_called_once_before_anything_starts(config_file, tmp_path, monkeypatch, capsys):
     keys = own(tmp_path, [("1", name) for name in FAILING], monkeypatch)
-    keys += ["--reward.timeout_s", "1", "--environment.name", "mine:turn", "--environment.turn_ends", '["="]']
+    keys += ["--reward.timeout_s", "3", "--environment.name", "mine:turn", "--environment.turn_ends", '["="]']
     keys += ["--schedule.group_filter", "mine:keep"]
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(1000, 999, 1))
     command = ["run", str(config_file), *keys]
@@ -286,7 +286,7 @@ def test_functions_of_one_s_own_are_called_once_before_anything_starts(config_fi
         f'File "{tmp_path}/mine.py", line 3, in raises',
         "row 2: returned 'yes', which is not a number; return a number",
         "row 3: its process ended (exit code 3)",
-        "row 4: no answer within 1 s",
+        "row 4: no answer within 3 s",
         "row 5: ValueError: returned 1 rewards for 2 responses",
         "environment 'mine:turn' fails on the turn '1=' of",
         "'schedule.group_filter': the filter keep failed: TypeError",
