@@ -16,12 +16,14 @@ def verdict(response, label, finish_reason):
     return float(response.endswith(label)), {"alone": 1.0}
 
 def ranks(responses, label, finish_reasons):
-    if label in responses:
+    if responses[0] == ranks.example(label):
         return [1.0] * len(responses)        # before the run starts
     (FOLDER / "scoring").touch()
     while not (FOLDER / "go").exists():
         time.sleep(0.01)
     return [(float(place), {"among": len(responses)}) for place in range(len(responses))]
+
+ranks.example = "<{}>".format                # which the policy cannot say
 """
 
 
