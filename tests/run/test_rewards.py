@@ -11,10 +11,11 @@ WILD = """
 import functools, os, sys, time
 
 def tame(verifier):
-    "Before the run starts, when it is given the label."
+    "Before the run starts, when it is given its example, which the policy cannot say."
     @functools.wraps(verifier)
     def first(response, label, finish_reason):
-        return 1.0 if response == label else verifier(response, label, finish_reason)
+        return 1.0 if response == first.example(label) else verifier(response, label, finish_reason)
+    first.example = "<{}>".format
     return first
 
 @tame
