@@ -93,8 +93,10 @@ def test_an_environment_of_verifiers_is_trained_on_by_name(start, finish_run, ru
     assert "agent_failed" not in summary["tokens"]["discarded"]
     for sample in read_step(run_dir):
         number = int(sample["prompt"][1])
-        assert sample["reward"] == sample["response"].endswith(str(number % 2)), "the rubric's"
-        assert f"+{number}=" in sample["response"], "what the environment says"
+        first, *others = answers = sample["response"].split(f"+{number}=")
+        assert others or not first, "the environment answers, but not what has no text"
+        last = next(filter(None, reversed(answers)), "")
+        assert sample["reward"] == last.endswith(str(number % 2)), "the rubric's, of the last that has a text"
 
 
 def bases(run_dir, place):
@@ -195,7 +197,7 @@ def test_a_harness_speaks_with_any_of_two_processes(start_run, run_dir):
     offered: list[dict] = []
     wait_until(lambda: offered.append(call("POST", 1, "/sessions", body={"wait_s": 10})) or offered[-1], job)
     told = offered[-1]
-    assert len(ask(0, told)) and len(ask(1, told))
+    assert all(isinstance(ask(place, told), str) for place in (0, 1)), "which may be empty"
     job.kill("--name agents-1")
     wait_until(lambda: is_told_so(told), job)
     wait_until(lambda: len(bases(run_dir, 1)) > 1, job)
