@@ -164,7 +164,7 @@ class Chaos:
         steps = summary(self.run_dir)["steps"] + 2
         self.job = self._start(self.log.with_name("output-of-the-end"), "--schedule.max_steps", str(steps))
         assert self.job.wait(PATIENCE_S) == 0, self.job.output
-        assert self.job.descendants() == []
+        wait_until(lambda: self.job.descendants() == [])
 
     def cuts(self) -> int:
         """How often a power loss has taken bytes from the journal of a killed broker."""

@@ -64,7 +64,8 @@ def test_it_trains_all_steps_and_the_run_ends_with_it(train, tmp_path):
     job = train("--schedule.max_steps", "2")
     assert job.wait() == 0, job.output
     assert assert_closed(tmp_path / "runs/small")["state"] == "finished"
-    assert summary(tmp_path / "runs/small")["steps"] == 2 and not job.descendants()
+    assert summary(tmp_path / "runs/small")["steps"] == 2
+    wait_until(lambda: not job.descendants())
 
 
 @pytest.mark.full
