@@ -135,12 +135,13 @@ class Desk:
     def samples(self, request: Request) -> dict[str, Any]:
         index = self._index(request.path_params["run"])
         asked = query.Query.of(request.query_params)
+        read = index.steps_read  # by now: what is read meanwhile may be lacking in the answer, and is asked for again
         rows = query.matching(index, asked)
         return {
             "total": len(rows),
             "rows": query.page(index, rows, asked),
             "page": query.PAGE,
-            "read": index.steps_read,
+            "read": read,
             "kept": index.steps_kept,
             "words": {name: sorted(words) for name, words in index.words.items()},
             "further": index.further,

@@ -12,7 +12,9 @@ MOST_PROMPTS = 50
 
 def shared_prompts(one: SampleIndex, other: SampleIndex, offset: int = 0) -> dict[str, Any]:
     """Prompts of which both have samples, where their mean rewards differ most first: `total`, and of a page of them
-    `prompt`, its text's end, and for each run how many samples there are and their mean reward."""
+    `prompt`, its text's end, and for each run how many samples there are and their mean reward; `reading`: whether some
+    may be lacking, as their files were still being read."""
+    reading = any(index.steps_read < index.steps_kept for index in (one, other))
     prompts_a, counts_a, rewards_a, where = rewards(one)
     prompts_b, counts_b, rewards_b, _ = rewards(other)
     both, at_a, at_b = np.intersect1d(prompts_a, prompts_b, assume_unique=True, return_indices=True)
@@ -24,7 +26,7 @@ def shared_prompts(one: SampleIndex, other: SampleIndex, offset: int = 0) -> dic
     return {
         "total": len(both),
         "page": MOST_PROMPTS,
-        "reading": any(index.steps_read < index.steps_kept for index in (one, other)),
+        "reading": reading,
         "prompts": [
             {
                 "prompt": f"{int(both[n]):016x}",

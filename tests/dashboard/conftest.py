@@ -1,11 +1,20 @@
-"""Dashboards over runs that are made in a moment."""
+"""Dashboards over runs that are made in a moment, asked by a client or shown in a browser."""
+
+import subprocess
+import sys
+import time
+from urllib.parse import urlsplit
 
 import pytest
 from starlette.testclient import TestClient
 
 from april.dashboard.app import make_app
 from april.dashboard.folder import Runs
+from tests.conftest import SERVERS
 from tests.dashboard.runs import make_run
+from tests.run.processes import PATIENCE_S
+
+WIDE = {"width": 1280, "height": 900}
 
 
 @pytest.fixture(scope="session")
@@ -32,9 +41,17 @@ def looked_at():
         runs.close()
 
 
+def steps_read(client, name="demo"):
+    """The client, once all steps of the run are read: an answer has those that are by then."""
+    deadline = time.monotonic() + 60
+    while not client.get(f"/api/runs/{name}").json()["all_read"]:
+        assert time.monotonic() < deadline
+    return client
+
+
 @pytest.fixture
 def client(looked_at, runs_folder):
-    return looked_at(runs_folder)
+    return steps_read(looked_at(runs_folder))
 
 
 @pytest.fixture
@@ -47,3 +64,54 @@ def ask(client):
         return answer.json()
 
     return get
+
+
+# --- in a browser ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=SERVERS["browser"], args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def serve():
+    """serve(what) -> address of a dashboard in a process of its own"""
+    processes = []
+
+    def begin(what):
+        command = [sys.executable, "-m", "april.cli", "dashboard", str(what), "--port", "0"]
+        processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        return processes[-1].stdout.readline().removeprefix("dashboard: ").strip()
+
+    yield begin
+    for process in processes:
+        process.terminate()
+        process.wait(PATIENCE_S)
+
+
+@pytest.fixture
+def open_page(chromium):
+    """open_page(address, **of the context) -> a page, on which nothing may go wrong and nothing come from elsewhere"""
+    pages, wrong = [], []
+
+    def begin(address, viewport=WIDE, **context):
+        page = chromium.new_context(viewport=viewport, **context).new_page()
+        page.set_default_timeout(1000 * PATIENCE_S)
+        host = urlsplit(address).netloc
+        page.on("console", lambda said: said.type in ("error", "warning") and wrong.append(said.text))
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on("request", lambda asked: urlsplit(asked.url).netloc != host and wrong.append(asked.url))
+        page.goto(address)
+        pages.append(page)
+        return page
+
+    yield begin
+    for page in pages:
+        page.context.close()
+    assert not wrong

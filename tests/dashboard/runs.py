@@ -49,13 +49,16 @@ def write_samples(run, step, letters, seed=0, broken=True):
 
 
 def write_rows(run, step, rows, broken=False):
+    """Whole at once, as a learner does: a dashboard may be looking."""
     table = pyarrow.Table.from_pylist(rows, schema=schema())
     if step == 1 and broken:
         texts = [row["response"].encode() for row in rows[:-1]] + [BROKEN]
         column = pyarrow.array(texts, pyarrow.binary()).view(pyarrow.string())
         table = table.set_column(table.schema.get_field_index("response"), "response", column)
     (run / "samples").mkdir(exist_ok=True)
-    parquet.write_table(table, run / f"samples/step_{step:06d}.parquet", row_group_size=ROW_GROUP_SAMPLES)
+    draft = run / "samples/draft"
+    parquet.write_table(table, draft, row_group_size=ROW_GROUP_SAMPLES)
+    draft.replace(run / f"samples/step_{step:06d}.parquet")
 
 
 def rows_of(step, letters, chance):

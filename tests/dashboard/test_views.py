@@ -4,17 +4,20 @@ import math
 import os
 import random
 import time
+from types import SimpleNamespace
 
 import orjson
 import pyarrow.parquet as parquet
 import pytest
 
-from april.dashboard import query
+from april.dashboard import compare, query
+from april.dashboard.app import Desk
 from april.dashboard.folder import WatchedRun
 from april.dashboard.index import SampleIndex
 from april.dashboard.query import Query, first, matching, page
 from april.launch.operate import Target
 from april.report.run_folder import read_run
+from tests.dashboard.conftest import steps_read
 from tests.dashboard.runs import GROUPS, HOSTILE, SIZE, add_step, make_run, rows_of, tokenizer, write_rows
 
 ALL = 12 * GROUPS * SIZE
@@ -67,7 +70,7 @@ def test_a_step_that_is_trained_anew_and_one_that_is_cut_off_in_its_line(looked_
     last = orjson.loads(path.read_bytes().splitlines()[-1])
     with path.open("ab") as file:
         file.write(orjson.dumps(last | {"reward": 0.25}) + b"\n" + b'{"step": 3, "rew')
-    table = client.get("/api/runs/demo/steps", params={"columns": "reward"}).json()
+    table = steps_read(client).get("/api/runs/demo/steps", params={"columns": "reward"}).json()
     assert (table["step"], table["reward"][-1]) == ([1, 2], 0.25)
     with path.open("ab") as file:
         file.write(b'ard": 0.5}\n')
@@ -243,6 +246,28 @@ def test_prompts_of_two_runs_are_paired_where_they_differ_most(looked_at, tmp_pa
     assert found["total"] == GROUPS and first["text"] == "How much is 4 + 4? "
     assert first["samples"] == [2 * SIZE, 2 * SIZE] and first["reward"] == pytest.approx([0.75, 0.375])
     assert all(one["reward"][0] == one["reward"][1] for one in others)
+
+
+def test_an_answer_does_not_say_that_it_has_what_was_read_while_it_was_made(tmp_path, monkeypatch):
+    """It would not be asked for again."""
+    runs = {name: SimpleNamespace(index=SampleIndex(make_run(tmp_path, name, steps=2))) for name in ("one", "two")}
+    desk = Desk(SimpleNamespace(find=lambda name, samples: runs[name]))
+    one, two = (run.index for run in runs.values())
+    for index in (one, two):
+        index.look()
+        index.advance()
+
+    def meanwhile(index, real):
+        return lambda *given: (index.advance(), real(*given))[1]
+
+    monkeypatch.setattr(query, "page", meanwhile(one, page))
+    monkeypatch.setattr(compare, "excerpts", meanwhile(two, compare.excerpts))
+    asked = SimpleNamespace(path_params={"run": "one"}, query_params={"a": "one", "b": "two"})
+    found = [desk.samples(asked) for _ in range(2)]
+    assert [(answer["read"], answer["total"]) for answer in found] == [(1, GROUPS * SIZE), (2, 2 * GROUPS * SIZE)]
+    found = [desk.compare(asked) for _ in range(2)]
+    assert [answer["reading"] for answer in found] == [True, False]
+    assert [answer["prompts"][0]["samples"] for answer in found] == [[2 * SIZE, SIZE], [2 * SIZE, 2 * SIZE]]
 
 
 def test_a_run_without_a_broker_says_so(ask):

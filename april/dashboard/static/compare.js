@@ -1,6 +1,6 @@
 // Compare: two runs' samples of the same prompt, where they differ most first.
 
-import { addressOf, apiOf, ask, fill, h, note, number, sampleName } from "./lib.js";
+import { addressOf, apiOf, ask, fill, h, note, number, sampleName, unlessLeft } from "./lib.js";
 import { card } from "./group.js";
 
 const AGAIN_MS = 1000;
@@ -22,7 +22,7 @@ export async function compareView(place, { run, runs, address, signal }) {
 
   async function allPrompts() {
     const found = await ask(`api/compare?a=${encodeURIComponent(run.name)}&b=${encodeURIComponent(other.name)}&offset=${offset}`, signal);
-    if (found.reading && !signal.aborted) setTimeout(() => signal.aborted || allPrompts(), AGAIN_MS);
+    if (found.reading && !signal.aborted) setTimeout(() => signal.aborted || allPrompts().catch(unlessLeft(signal)), AGAIN_MS);
     if (!found.total) return fill(body, note(found.reading ? "Their samples are still being read …" : "No prompt has samples in both."));
     fill(body, h("p", { class: "count" }, `${number(found.total)} prompts have samples in both.${found.reading ? " Some are still being read." : ""}`),
       h("div", { class: "scroll" }, h("table", { class: "rows fold", "aria-label": "Prompts of both runs" }, h("thead", {}, h("tr", {}, ["Prompt", `Reward in ${run.name}`, `in ${other.name}`, "Difference", "Samples"].map((text, n) => h("th", { scope: "col", class: n ? "figure" : "wide" }, text)))),

@@ -36,6 +36,9 @@ export async function ask(path, signal) {
   return content;
 }
 
+/** For what goes on asking behind a view: that the view is left is no error of it. */
+export const unlessLeft = (signal) => (error) => { if (!signal.aborted) throw error; };
+
 export const apiOf = (run) => `api/runs/${encodeURIComponent(run)}`;
 
 /** {run, view, rest, query} of `#/RUN/VIEW/REST?QUERY`. */

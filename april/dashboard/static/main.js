@@ -1,6 +1,6 @@
 // Which view is shown, of which run: all of it is in the address, so that whatever is seen can be linked to.
 
-import { addressOf, ask, fill, h, note, problem, readAddress } from "./lib.js";
+import { addressOf, ask, fill, h, note, problem, readAddress, unlessLeft } from "./lib.js";
 import { compareView } from "./compare.js";
 import { nowView } from "./now.js";
 import { runView } from "./run.js";
@@ -60,7 +60,7 @@ function follow(name, take, signal, now) {
     source.addEventListener(topic, (event) => {
       const content = JSON.parse(event.data);
       if (topic === "news") state(content.problem ? "unreadable" : content.state);
-      take(topic, content);
+      Promise.resolve(take(topic, content)).catch(unlessLeft(signal));
     });
   signal.addEventListener("abort", () => source.close());
   addEventListener("pagehide", () => source.close(), { once: true, signal });

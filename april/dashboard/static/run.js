@@ -1,6 +1,6 @@
 // Run: how a run goes, step by step, alone or laid over others; one step, or two beside each other.
 
-import { addressOf, apiOf, ask, choices, duration, fill, h, number, short } from "./lib.js";
+import { addressOf, apiOf, ask, choices, duration, fill, h, number, short, unlessLeft } from "./lib.js";
 import { chart } from "./charts.js";
 
 const CHARTS = [
@@ -129,7 +129,7 @@ export async function runView(place, { run, runs, address, signal, follow }) {
   async function choose(step) {
     picked = picked.includes(step) ? picked.filter((one) => one !== step) : [...picked, step].slice(-2);
     remember();
-    await showChosen();
+    await showChosen().catch(unlessLeft(signal));
   }
 
   async function showChosen() {

@@ -161,7 +161,7 @@ export async function timelineView(place, { run, address, signal, follow }) {
     const act = { ArrowLeft: () => move(-0.25), ArrowRight: () => move(0.25), "+": () => zoom(0.5), "-": () => zoom(2) }[event.key];
     if (act) { event.preventDefault(); act(); }
   });
-  const observer = new ResizeObserver(() => shown && (drawStrip(), drawLanes()));
+  const observer = new ResizeObserver(() => shown && (drawStrip(), drawLanes(), sayPointed()));
   observer.observe(place);
   signal.addEventListener("abort", () => observer.disconnect());
 
