@@ -28,7 +28,9 @@ HALF = EMPTY | {"trained_tokens": 20.0, "gradient_groups": 1.0}
 
 
 @pytest.fixture
-def talk(converse):
+def talk(converse, monkeypatch):
+    """Whatever else the disk of this machine has."""
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=50 << 30))
     return converse("--evaluation.prompts", "1", "--schedule.max_steps", "8")
 
 

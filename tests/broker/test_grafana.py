@@ -61,6 +61,7 @@ def test_every_panel_has_a_series_on_a_prometheus_that_scrapes_a_run(start_run, 
     command = [str(PROMETHEUS / "prometheus"), f"--config.file={tmp_path / 'prometheus.yml'}", listens, home]
     prometheus = start("prometheus", command)
     wait_until(lambda: "Server is ready to receive web requests" in prometheus.output, prometheus)
+    wait_until(lambda: LISTENS.search(prometheus.output), prometheus)
     places = LISTENS.findall(prometheus.output)
     wanted = set(expressions())
 
