@@ -35,16 +35,23 @@ def test_the_fewest_steps_that_take_so_long(seconds, running, kv):
     assert COST.steps_s(steps - 1, running, kv) < seconds * (1 + 1e-9)
 
 
-ARRIVALS = st.integers(0, 10**6).map(lambda place: (place + 0.5) * 1e-6)
-"""between the instants at which steps end, which are whole microseconds: at one of those rounding would decide"""
+MOST_REQUESTS = 12
 
 
 @settings(max_examples=50)
-@given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 60), ARRIVALS), min_size=1, max_size=12))
-def test_it_ends_samples_when_an_engine_that_takes_every_step_would(requests):
-    """Requests of (prompt, response, arrival), three slots: against a loop over single steps."""
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 50), st.integers(1, 60), st.integers(0, 10**6)), min_size=1, max_size=MOST_REQUESTS
+    )
+)
+def test_it_ends_samples_when_an_engine_that_takes_every_step_would(drawn):
+    """Requests of (prompt, response, arrival), three slots: against a loop over single steps. Each arrives at a part of
+    a microsecond of its own. Steps take whole ones from the arrival at which the engine has begun, so that none ends at
+    another: there rounding would decide."""
     engine = SimulatedEngine("e", COST, slots=3)
-    requests = sorted(requests, key=lambda one: one[2])
+    parts = [number / MOST_REQUESTS for number in range(MOST_REQUESTS)]
+    requests = [(*one, (place + part) * 1e-6) for (*one, place), part in zip(drawn, parts, strict=False)]
+    requests.sort(key=lambda one: one[2])
     for lease_id, (prompt, left, at) in enumerate(requests):
         engine.submit(Run(lease_id, prompt, 0, left, at))
     found = {run.lease_id: at for at, run in run_until_idle(engine)}
