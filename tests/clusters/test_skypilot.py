@@ -29,6 +29,7 @@ def test_the_recipe_has_known_keys_and_scripts_that_are_shell():
 
 
 @pytest.mark.slurm
+@pytest.mark.timeout(900)
 def test_the_recipe_makes_a_run_of_two_machines(config_file, tmp_path):
     keygen.make_folder(tmp_path / "KEYS")
     (tmp_path / ".venv").symlink_to(Path(sys.executable).parents[1])
@@ -46,7 +47,7 @@ def test_the_recipe_makes_a_run_of_two_machines(config_file, tmp_path):
                     )
                 )
         try:
-            wait_until(lambda: all(process.poll() is not None for process in started))
+            wait_until(lambda: all(process.poll() is not None for process in started), timeout_s=600)
             said = [(tmp_path / f"{rank}.log").read_text() for rank in range(2)]
             assert [process.returncode for process in started] == [0, 0], said
         finally:

@@ -38,7 +38,8 @@ LINKED = (".venv", ".venv-sglang", ".venv-vllm", ".venv-verl", ".venv-megatron")
 """of the tree's hidden entries, those that tests may need"""
 LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "runs", "build", "dist")
 TEST_LIMIT_S = 60
-"""a test that takes longer has failed: most faults that hang a program are found by that"""
+"""a test that takes longer with a fault has failed: most that hang a program are found by that. Without one it has the
+time that it always has, since other tests may share the machine"""
 SHORT = ("-m", "not full")
 READERS = ("--ignore=tests/mutants", "--ignore=tests/test_promises.py")
 """tests that read the source text: they would see any change of it"""
@@ -245,7 +246,7 @@ def run_pytest(tree: Tree, choice: Choice, whole: bool) -> None:
         forget("tests")
         sys.path[:] = [str(tree.root), *(path for path in sys.path if path and Path(path) != ROOT)]
         importlib.invalidate_caches()
-        options = ["-q", "-p", "no:cacheprovider", f"--timeout={TEST_LIMIT_S}", *([] if whole else ["-x"])]
+        options = ["-q", "-p", "no:cacheprovider", *([] if whole else ["-x", f"--timeout={TEST_LIMIT_S}"])]
         plugins = [Outcomes(tree.folder / OUTCOMES, choice.tests), SharedPolicy(tree.folder / "policy")]
         status = pytest.main([*options, *choice.arguments()], plugins=plugins)
         home = Path(sys.modules["april"].__file__)
