@@ -1,5 +1,7 @@
 """What each verifier makes of a response, and how penalties add up."""
 
+import importlib
+
 import pytest
 
 from april.config import ConfigError
@@ -8,7 +10,7 @@ from april.workers.rewards.answers import after_thinking, last_boxed
 from april.workers.rewards.gsm8k import gsm8k
 from april.workers.rewards.mathematics import dapo, deepscaler, math, normalise
 from april.workers.rewards.messages import Item, RewardRules
-from april.workers.rewards.process import verify
+from april.workers.rewards.process import load, verify
 from april.workers.rewards.text import choice, exact, f1, final_answer, regex
 from april.workers.rewards.verifiers import check_verifier
 
@@ -418,6 +420,21 @@ def test_a_verifier_of_ones_own_may_ask_for_prompt_and_tokens_and_give_details(t
     [score] = verify([Item(0, "my_rewards:brief", "1+1 is 2", "2", "stop", "1+1", 5)], RewardRules())
     assert score.reward == pytest.approx(0.95)
     assert score.details == {"right": 1.0, "echo": 1.0, "over_limit": 0.0}
+
+
+def test_a_verifier_that_imports_much_is_tried_before_its_process_is_ready(tmp_path, monkeypatch):
+    """What it does the first time is no response's time."""
+    (tmp_path / "first_time.py").write_text(
+        "tried = []\n"
+        "def plain(response, label, finish_reason): tried.append(response)\n"
+        "def heavy(response, label, finish_reason): tried.append((response, label))\n"
+        "plain.example = heavy.example = '#{}'.format\n"
+        "heavy.needs = 'json'\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("plain", "heavy", "nothing"):
+        load(f"first_time:{name}", RewardRules())
+    assert importlib.import_module("first_time").tried == [("#1", "1")]
 
 
 OWN = {

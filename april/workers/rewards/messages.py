@@ -13,7 +13,8 @@ class RewardRules(msgspec.Struct, frozen=True):
 
     timeout_s: float = 10.0
     verifiers: tuple[str, ...] = ()
-    """those that a process loads before its first item, since what they import may take longer than an item"""
+    """those that a process loads before its first item, since what they import, or do first, may take longer than an
+    item"""
     memory_mb: int = 4096
     overlong_buffer_tokens: int = 0
     overlong_penalty: float = 1.0

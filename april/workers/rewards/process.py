@@ -22,10 +22,12 @@ from april.wire.limits import DETAILS, REWARD, is_reward
 from april.workers.rewards import VERIFIERS
 from april.workers.rewards.messages import OVER_LIMIT, GroupItem, GroupScore, Item, RewardRules, Score, Undecided
 from april.workers.rewards.shaping import shape
-from april.workers.rewards.verifiers import find_verifier, in_batches
+from april.workers.rewards.verifiers import find_verifier, in_batches, right_response
 
 ERROR_CHARACTERS = 500
 BATCH_ITEMS = 32
+TRIED_ON = "1"
+"""a label"""
 SAID: set[tuple[str, type[Exception]]] = set()
 """verifiers and errors of which this process has printed one in full"""
 
@@ -38,7 +40,7 @@ def main(limit_s: float, rules: RewardRules) -> None:
     inbox = Inbox(items)
     signal.setitimer(signal.ITIMER_REAL, START_LIMIT_S + ORPHAN_MARGIN_S)
     for name in rules.verifiers:
-        load(name)
+        load(name, rules)
     signal.setitimer(signal.ITIMER_REAL, 0)
     send(scores, READY)
     while batch := inbox.take():
@@ -61,12 +63,15 @@ def answers_to(batch: list[Item | GroupItem], rules: RewardRules) -> tuple[Seque
     return [of_group(first, scores)] if isinstance(first, GroupItem) else scores, spent
 
 
-def load(name: str) -> None:
-    """Import a verifier and what it will import; whatever is wrong with it is said of the items that name it."""
+def load(name: str, rules: RewardRules) -> None:
+    """Import a verifier and what it will import, and try one that imports much, since its first response may take many
+    times as long as the next; whatever is wrong with it is said of the items that name it."""
     with contextlib.suppress(Exception):
-        find_verifier(name)
+        verifier = find_verifier(name)
         if needed := getattr(VERIFIERS.find(name), "needs", ""):
             importlib.import_module(needed)
+            if example := right_response(name):
+                verifier([Item(0, name, example(TRIED_ON), TRIED_ON, "stop")], rules)
 
 
 class Inbox:
