@@ -23,7 +23,7 @@ class ControlGroup:
         if parent is None:
             return
         with contextlib.suppress(OSError):
-            folder = parent / f"april-{os.getpid()}-{os.urandom(4).hex()}"
+            folder = own_folder(parent)
             folder.mkdir()
             self.folder, self._kills = folder, folder / BOUND[bound]
             (folder / bound).write_text(str(memory_mb << 20))
@@ -50,6 +50,11 @@ class ControlGroup:
                 self.folder.rmdir()
 
 
+def own_folder(parent: Path) -> Path:
+    """One that no other thread makes, nor a predecessor of the same process id has left."""
+    return parent / f"april-{os.getpid()}-{os.urandom(4).hex()}"
+
+
 @cache
 def place() -> tuple[Path | None, str]:
     """Where groups with a bound on memory can be made, and the file of that bound. What processes that were killed have
@@ -59,7 +64,7 @@ def place() -> tuple[Path | None, str]:
             if not Path("/proc", left.name.split("-")[1]).exists():
                 with contextlib.suppress(OSError):
                     left.rmdir()
-        attempt = parent / f"april-{os.getpid()}-try"
+        attempt = own_folder(parent)
         try:
             attempt.mkdir()
         except OSError:
