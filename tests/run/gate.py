@@ -1,15 +1,15 @@
-"""A loss that holds a run back, so that what a test does to a live run cannot come when the run is over.
+"""A learner's step that holds a run back, so that what a test does to a live run cannot come when the run is over.
 
 The environment of the run's processes names a file, the run's folder and a number: once so many steps are recorded, the
-loss of the next one waits until the file is there. The learner may be a step ahead of the record. Under a trainer of
-others, whose loss is its own, the reward of what comes next waits.
+next one waits until the file is there, also where nothing of its batch has a gradient and no loss would be asked. The
+learner may be a step ahead of the record. Under a trainer of others, whose steps are its own, the reward of what comes
+next waits.
 """
 
 import os
 import time
 from pathlib import Path
 
-from april.learner.losses.policy import ppo
 from april.report.run_folder import read_records
 from april.workers.rewards.text import final_answer
 
@@ -23,7 +23,7 @@ class Gate:
     def hold(self, steps: int) -> list[str]:
         """Words for a run that is begun now."""
         self.set(steps)
-        return ["--algorithm.loss", f"{__name__}:loss", "--learner.hung_s", "600"]
+        return ["--algorithm.step_scale", f"{__name__}:step_scale", "--learner.hung_s", "600"]
 
     def hold_rewards(self, steps: int) -> list[str]:
         """The same for a trainer of others."""
@@ -37,9 +37,10 @@ class Gate:
         self.file.touch()
 
 
-def loss(*columns):
+def step_scale(figures):
+    """Every step has one, whatever it trains."""
     wait_at_the_gate()
-    return ppo(*columns)
+    return 1.0
 
 
 def reward(response, label, finish_reason):
