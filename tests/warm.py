@@ -37,6 +37,8 @@ MARK = "APRIL_TEST_RUN"
 ROOM = 16384
 """bytes of a command line"""
 PR_SET_CHILD_SUBREAPER = 36
+ENDS = {signal.SIGINT, signal.SIGTERM}
+"""signals that are not for what is forked from; one that comes to a fork before it runs its program is kept for that"""
 
 cold_start = subprocess.Popen._execute_child
 preparer: socket.socket | None = None
@@ -102,7 +104,7 @@ def main() -> None:
         importlib.import_module(name)
     assert len(os.listdir("/proc/self/task")) == 1, "a thread would be missing from the forks"
     gc.freeze()
-    here = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    signal.pthread_sigmask(signal.SIG_BLOCK, ENDS)
     while True:
         program, files = serve(connection)
         connection.close()
@@ -112,8 +114,7 @@ def main() -> None:
         preparer, connection = socket.socketpair()
         if os.fork():
             connection.close()
-            for number, handler in here.items():
-                signal.signal(number, handler)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDS)
             return run(*program, files)
         preparer.close()
         for file in files:
