@@ -260,9 +260,9 @@ def test_a_restarted_worker_takes_its_predecessor_s_place(publisher, worker):
 
 def test_a_worker_without_an_engine_has_no_lane_for_which_the_learner_would_wait(publisher):
     up = [True]
+    publisher.publish(Version(0, 0), weights(0))
     receiver = WeightReceiver(WeightsSection(), "uid", "w0", "cpu", up=lambda: up[0])
     receiver.connect(publisher.address)
-    publisher.publish(Version(0, 0), weights(0))
     assert take(receiver).version == Version(0, 0)
     up[0] = False
     wait_until(lambda: not publisher._lanes)
@@ -274,9 +274,9 @@ def test_a_worker_without_an_engine_has_no_lane_for_which_the_learner_would_wait
 
 def test_a_worker_that_leaves_in_order_says_so(publisher, caplog):
     caplog.set_level("INFO")
+    publisher.publish(Version(0, 0), weights(0))
     receiver = WeightReceiver(WeightsSection(), "uid", "w0", "cpu")
     receiver.connect(publisher.address)
-    publisher.publish(Version(0, 0), weights(0))
     assert take(receiver).version == Version(0, 0)
     receiver.close()
     wait_until(lambda: not publisher._lanes)
