@@ -187,7 +187,7 @@ def test_two_ranks_live_through_a_run_and_a_replay(policy_folder, tmp_path):
 
 @pytest.mark.full
 def test_the_ranks_wait_for_a_slow_broker_and_a_slow_disk_longer_than_for_each_other(policy_folder, tmp_path):
-    config = make_config(policy_folder, tmp_path / "run", checkpoint_every=2, collective_timeout_s=5)
-    (result,) = run_ranks(2, [job(config, [], live={"last_step": 4}, late_s=6)], tmp_path / "ranks")
+    config = make_config(policy_folder, tmp_path / "run", checkpoint_every=2, collective_timeout_s=10)
+    (result,) = run_ranks(2, [job(config, [], live={"last_step": 4}, late_s=11)], tmp_path / "ranks")
     assert [event for event in result["events"] if event[0] == "durable"] == [("durable", 2, 0), ("durable", 4, 2)]
     assert (config.exported_policy / "config.json").is_file()
