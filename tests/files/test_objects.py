@@ -74,6 +74,7 @@ def test_a_store_has_what_it_was_given_and_nothing_that_was_removed(objects, tmp
 
 
 @pytest.mark.store
+@pytest.mark.timeout(1200)
 def test_so_has_one_that_speaks_s3():
     folder = ROOT / ".venv-store/bin/python"
     tests = [__file__, str(ROOT / "tests/learner/test_stored.py")]

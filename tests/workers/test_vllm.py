@@ -228,6 +228,7 @@ def test_an_unknown_option_is_refused_with_the_server_s_own_words(settings):
         VLLMEngine(settings.model, VOCABULARY, 640, server=SGLangServer(replace(settings, options={"no_such": 1})))
 
 
+@pytest.mark.timeout(3 * PATIENCE_S)
 def test_a_whole_run_comes_to_its_end_though_its_server_is_killed(start_run, run_dir, gate):
     words = ["--worker.engine", "vllm", "--engine.python", str(VLLM_PYTHON), "--worker.count", "1"]
     budget = ["--sampling.max_response_tokens", "120", "--schedule.max_steps", "5"]
@@ -235,7 +236,7 @@ def test_a_whole_run_comes_to_its_end_though_its_server_is_killed(start_run, run
     wait_until(lambda: steps_recorded(run_dir) >= 2, job, PATIENCE_S)
     job.kill("vllm/program")
     gate.open()
-    assert job.wait(PATIENCE_S) == 0, job.output
+    assert job.wait(2 * PATIENCE_S) == 0, job.output
     found = assert_closed(run_dir)
     assert found["steps"] == 5 and found["state"] == "finished" and "restart" not in job.output
     assert "the vLLM server serves again" in (run_dir / "logs/worker-0.log").read_text()
