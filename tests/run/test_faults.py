@@ -117,6 +117,7 @@ def test_a_broker_or_learner_that_keeps_dying_ends_the_run_with_its_last_lines(r
     ],
     ids=" and ".join,
 )
+@pytest.mark.timeout(900)
 def test_hung_processes_are_killed_and_restarted(run, run_dir, tmp_path, monkeypatch, victims):
     """Whether they are stopped or run in circles."""
 

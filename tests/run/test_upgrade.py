@@ -11,7 +11,7 @@ import april
 from april.formats.versions import FILE, JOURNAL
 from tests.run.processes import APRIL, assert_closed, steps_recorded, wait_until
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
 NEXT = "0.3.0"
 ENDLESS = ("--learner.ranks", "1", "--schedule.max_steps", "100000")
 
