@@ -48,8 +48,8 @@ GPU_SEQUENCES, REPORT_S, CORE_SHARE = 256, 2.0, 0.7
 class Turns:
     """How often and for how long; every turn gets a folder of its own."""
 
-    def __init__(self, folder: Path | None, quick: bool):
-        self.folder, self.quick = folder, quick
+    def __init__(self, folder: Path | None, quick: bool, soak_rate: float = soak.RATE):
+        self.folder, self.quick, self.soak_rate = folder, quick, soak_rate
 
     def count(self, wanted: int) -> range:
         return range(1 if self.quick else wanted)
@@ -229,7 +229,7 @@ def at_the_end_of_a_file(turns: Turns) -> list[Row]:
 
 
 def in_the_long_run(turns: Turns) -> list[Row]:
-    crowd = soak.QUICK if turns.quick else soak.FULL
+    crowd = soak.QUICK if turns.quick else soak.whole(turns.soak_rate)
     with turns.folder_of_its_own() as folder:
         endured = soak.endure(crowd, folder)
     return [
@@ -282,8 +282,11 @@ def main() -> None:
     arguments.add_argument("--folder", type=Path, help="where journals are written [default: for temporary files]")
     arguments.add_argument("--part", choices=("stream",), help="the reports of many sequences alone")
     arguments.add_argument("--soak", action="store_true", help="only the long form: 1,000 sessions for 10 minutes")
+    arguments.add_argument(
+        "--soak-rate", type=float, default=soak.RATE, metavar="N", help=f"its chunks/s [default {soak.RATE:,}]"
+    )
     options = arguments.parse_args()
-    turns, rows = Turns(options.folder, options.quick), []
+    turns, rows = Turns(options.folder, options.quick, options.soak_rate), []
     figures = SOAK if options.soak else FIGURES
     if options.part:
         figures = {names: figure for names, figure in FIGURES.items() if figure is in_a_stream}

@@ -9,7 +9,7 @@ import statistics
 import sys
 import time
 from ctypes import c_long
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.sharedctypes import RawValue
 from pathlib import Path
 
@@ -24,11 +24,16 @@ BATCH_GROUPS = 256
 RSS_EVERY_S = 1.0
 FILL_S = 400.0
 """longest wait for all samples to be in flight"""
-FULL = Stream(1000, 100, chunks_per_s=30_000, processes=4, joining_s=224, warmup_s=60, window_s=600)
-"""Sessions come over as long as the longest response takes, so that responses end as evenly as they do later; where all
-begin at once, groups end at once. The warm-up begins when all samples are in flight. Two cores carry both sides up to
-33,000 chunks a second"""
 QUICK = Stream(100, 20, mean_chunks=4, chunks_per_s=2_000, processes=4, joining_s=7, warmup_s=20, window_s=20)
+RATE = 30_000
+"""chunks a second that two cores carry on both sides, and little more"""
+
+
+def whole(chunks_per_s: float = RATE) -> Stream:
+    """Sessions come over as long as the longest response takes, so that responses end as evenly as they do later; where
+    all begin at once, groups end at once. The warm-up begins when all samples are in flight."""
+    crowd = Stream(1000, 100, chunks_per_s=chunks_per_s, processes=4, warmup_s=60, window_s=600)
+    return replace(crowd, joining_s=crowd.tick_s * crowd.longest / crowd.tokens)
 
 
 @dataclass(frozen=True)
