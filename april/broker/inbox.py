@@ -16,8 +16,11 @@ from april.broker.sessions import HOLDERS, Session
 from april.connections import sockets
 
 HELD_BYTES = 64 << 20
-HELD_MESSAGES = 4096
+HELD_MESSAGES = 2048
 """with so many, or so many bytes, no more is taken in: what comes then waits in its connection and holds its peer up"""
+
+IN_A_ROW = 8
+"""so many go before a report, then one report does: nobody who asks without end keeps reports waiting for ever"""
 
 Arrived = list[zmq.Frame]
 """a message, its route first"""
@@ -35,6 +38,7 @@ class Inbox:
         self._behind: dict[bytes, int] = {}
         """by route, how many messages of it are in the rest"""
         self._bytes = 0
+        self._in_a_row = 0
 
     @property
     def has_message(self) -> bool:
@@ -44,11 +48,13 @@ class Inbox:
         """The message to handle now; None if nothing is left."""
         while self._has_room and sockets.has_message(self.socket):
             self._take_in(sockets.receive(self.socket))
-        if self._first:
+        if self._first and (self._in_a_row < IN_A_ROW or not self._rest):
             message = self._first.popleft()
+            self._in_a_row += 1
         elif self._rest:
             message = self._rest.popleft()
             self._count(message, -1)
+            self._in_a_row = 0
         else:
             return None
         self._bytes -= size(message)

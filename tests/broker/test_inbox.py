@@ -100,6 +100,16 @@ def test_the_messages_of_a_connection_stay_in_order_and_none_is_lost(sent):
     assert all(sequences == sorted(sequences) for sequences in of_each.values())
 
 
+def test_a_monitor_that_asks_without_end_does_not_keep_reports_waiting(crowd):
+    for sequence in range(3):
+        crowd.send("worker", "data", sequence)
+    handled, found = crowd.handled(), []
+    for sequence in range(60):
+        crowd.send("monitor", "data", sequence)
+        found.append(next(handled)[0])
+    assert found.count("worker") == 3
+
+
 def test_it_takes_in_only_so_much(crowd, monkeypatch):
     monkeypatch.setattr(inbox, "HELD_MESSAGES", 4)
     for sequence in range(10):
