@@ -7,7 +7,7 @@ which they came. The messages of one connection stay in order.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Mapping
 
 import zmq
 
@@ -27,12 +27,10 @@ Arrived = list[zmq.Frame]
 
 
 class Inbox:
-    """inbox.next()   # or None"""
+    """inbox.next(sessions.by_id)   # or None"""
 
-    def __init__(self, socket: zmq.Socket, session_of: Callable[[int], Session | None]):
+    def __init__(self, socket: zmq.Socket):
         self.socket = socket
-        self.session_of = session_of
-        """by number"""
         self._first: deque[Arrived] = deque()
         self._rest: deque[Arrived] = deque()
         self._behind: dict[bytes, int] = {}
@@ -44,10 +42,10 @@ class Inbox:
     def has_message(self) -> bool:
         return bool(self._first or self._rest) or sockets.has_message(self.socket)
 
-    def next(self) -> Arrived | None:
-        """The message to handle now; None if nothing is left."""
+    def next(self, sessions: Mapping[int, Session]) -> Arrived | None:
+        """The message to handle now; None if nothing is left. `sessions`: by number."""
         while self._has_room and sockets.has_message(self.socket):
-            self._take_in(sockets.receive(self.socket))
+            self._take_in(sockets.receive(self.socket), sessions)
         if self._first and (self._in_a_row < IN_A_ROW or not self._rest):
             message = self._first.popleft()
             self._in_a_row += 1
@@ -64,16 +62,16 @@ class Inbox:
     def _has_room(self) -> bool:
         return self._bytes < HELD_BYTES and len(self._first) + len(self._rest) < HELD_MESSAGES
 
-    def _take_in(self, message: Arrived) -> None:
+    def _take_in(self, message: Arrived, sessions: Mapping[int, Session]) -> None:
         self._bytes += size(message)
-        if self._goes_first(message):
+        if self._goes_first(message, sessions.get(wire.session_in(message[1:]))):
             self._first.append(message)
         else:
             self._rest.append(message)
             self._count(message, 1)
 
-    def _goes_first(self, message: Arrived) -> bool:
-        session, route = self.session_of(wire.session_in(message[1:])), message[0].bytes
+    def _goes_first(self, message: Arrived, session: Session | None) -> bool:
+        route = message[0].bytes
         if session is None or route in self._behind:
             return False
         return route == session.control_route or (route == session.data_route and session.role not in HOLDERS)

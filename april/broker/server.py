@@ -109,14 +109,20 @@ class Server:
             self.door = Door(self.context, keys, allow_list)
             self.door.guard(self.socket)
             self.service.books.failed_handshakes = self.door.failures
-        self.inbox = Inbox(self.socket, lambda number: self.service.sessions.by_id.get(number))
+        self.inbox = Inbox(self.socket)
         self._poller = zmq.Poller()
         self._poller.register(self.socket, zmq.POLLIN)
         self._poller.register(self._synced, zmq.POLLIN)
         self.address_file: Path = config.run_dir / ADDRESS_FILE
-        self._bind(config.broker.bind)
+        try:
+            self._bind(config.broker.bind)
+            self.exporter = start_exporter(config)
+        except BindError:
+            self.context.destroy(linger=0)
+            self.journal.close()
+            os.close(self._synced)
+            raise
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self.exporter = start_exporter(config)
         self._photographer, self._sync_times = Photographer(), SyncTimes()
         self._leave_s = max(LEAVE_S, config.learner.load_s)
         self._signal = ""
@@ -291,7 +297,7 @@ class Server:
     def _drain(self) -> bool:
         """Handle what has arrived, heartbeats answered at once; True if nothing is left."""
         until = clock.now() + DRAIN_S
-        while (now := clock.now()) < until and (arrived := self.inbox.next()):
+        while (now := clock.now()) < until and (arrived := self.inbox.next(self.service.sessions.by_id)):
             route, *frames = arrived
             peer = self.door.peer_of(route) if self.door else None
             self.service.handle(route.bytes, frames, now, peer)

@@ -30,7 +30,7 @@ class Crowd:
                 peer.connect("inproc://broker")
             routes = {f"{way}_route": f"{role} {way}".encode() for way in ("data", "control")}
             self.sessions[number] = SimpleNamespace(role=role, **routes)
-        self.inbox = Inbox(self.socket, self.sessions.get)
+        self.inbox = Inbox(self.socket)
 
     def send(self, role, way, sequence, session=None):
         number = ROLES.index(role) + 1 if session is None else session
@@ -38,7 +38,7 @@ class Crowd:
 
     def handled(self):
         """(role, connection, sequence) of all that has come, as it is handled."""
-        while message := self.inbox.next():
+        while message := self.inbox.next(self.sessions):
             route, *frames = message
             yield *route.bytes.decode().split(), wire.decode(frames).sequence
 
@@ -122,5 +122,5 @@ def test_it_takes_in_only_so_much(crowd, monkeypatch):
 
 def test_a_message_without_a_frame_is_passed_on(crowd):
     crowd.peers["worker", "data"].send(b"")
-    route, *frames = crowd.inbox.next()
+    route, *frames = crowd.inbox.next(crowd.sessions)
     assert route.bytes == b"worker data" and [bytes(frame) for frame in frames] == [b""]

@@ -2,15 +2,17 @@
 
 import os
 import signal
+import socket
 import threading
 import time
 import uuid
+from contextlib import closing
 
 import pytest
 
 from april import wire
 from april.broker import server as module
-from april.broker.server import HTTP_FILE, OUTBOX_MESSAGES, Server
+from april.broker.server import HTTP_FILE, OUTBOX_MESSAGES, BindError, Server
 from april.broker.views.metrics import Photographer
 from april.config import load
 from april.connections import sockets
@@ -184,3 +186,15 @@ def test_whoever_finds_a_broker_in_its_run_folder_may_tell_it_to_leave(config_fi
         for number, handler in zip(signals, before, strict=True):
             signal.signal(number, handler)
     assert found == [ADDRESS_FILE, HTTP_FILE], "who waits for the second finds both"
+
+
+@pytest.mark.parametrize("key", ["broker.bind", "operations.http"])
+def test_a_broker_whose_port_is_taken_lets_go_of_all_that_it_has(config_file, key):
+    """Also of its journal, though whoever hears of it still has the error in hand."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        words = [f"--{key}", f"tcp://{address}" if key == "broker.bind" else address]
+        with pytest.raises(BindError, match=f"'{key}' = '.*{address}' cannot be used") as heard:
+            Server(load(config_file, words))
+    with closing(Server(load(config_file))) as server:
+        assert server.address and heard.value
