@@ -1,9 +1,9 @@
 """What has come to the broker and waits to be handled: what is short and waited for goes first.
 
 A ROUTER gives one message of each connection in turn, so that a learner's three messages for a batch would wait behind
-three reports of every worker. Here all that has come is taken in before anything is handled. What a learner, a monitor
-or an operator says, and what a worker says on its control connection, is handled next; reports follow in the order in
-which they came. The messages of one connection stay in order.
+three reports of every worker. Here all that has come is taken in before anything is handled, 64 MiB at the most. What a
+learner, a monitor or an operator says is handled next, and what a worker says on its control connection. Reports follow
+in the order in which they came. The messages of one connection stay in order.
 """
 
 from collections import deque
@@ -18,9 +18,8 @@ from april.connections import sockets
 HELD_BYTES = 64 << 20
 HELD_MESSAGES = 2048
 """with so many, or so many bytes, no more is taken in: what comes then waits in its connection and holds its peer up"""
-
 IN_A_ROW = 8
-"""so many go before a report, then one report does: nobody who asks without end keeps reports waiting for ever"""
+"""so many go before a report, then one report does: nobody who asks without end keeps the reports waiting"""
 
 Arrived = list[zmq.Frame]
 """a message, its route first"""

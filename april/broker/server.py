@@ -118,9 +118,7 @@ class Server:
             self._bind(config.broker.bind)
             self.exporter = start_exporter(config)
         except BindError:
-            self.context.destroy(linger=0)
-            self.journal.close()
-            os.close(self._synced)
+            self._let_go()
             raise
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._photographer, self._sync_times = Photographer(), SyncTimes()
@@ -359,11 +357,15 @@ class Server:
             self.journal.sync()
             self.service.synced(self.service.recorder.mark())
         self.service.close(clock.now())
-        if self.door:
-            self.door.close()
         if self.exporter:
             self.exporter.close()
             (self.config.run_dir / HTTP_FILE).unlink(missing_ok=True)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Of its sockets, its threads and its journal."""
+        if self.door:
+            self.door.close()
         self.socket.close()
         self.context.term()
         self.journal.close()

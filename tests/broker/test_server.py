@@ -20,6 +20,7 @@ from april.connections.address import ADDRESS_FILE
 from april.connections.broker import BrokerConnection
 from april.processes import clock
 from april.processes.lifetime import STEP_ASIDE
+from april.security import keygen
 from april.wire.version import Version
 from tests.broker.conversation import one_row
 
@@ -188,13 +189,20 @@ def test_whoever_finds_a_broker_in_its_run_folder_may_tell_it_to_leave(config_fi
     assert found == [ADDRESS_FILE, HTTP_FILE], "who waits for the second finds both"
 
 
+@pytest.mark.parametrize("with_keys", [False, True], ids=["without keys", "with keys"])
 @pytest.mark.parametrize("key", ["broker.bind", "operations.http"])
-def test_a_broker_whose_port_is_taken_lets_go_of_all_that_it_has(config_file, key):
-    """Also of its journal, though whoever hears of it still has the error in hand."""
+def test_a_broker_whose_port_is_taken_lets_go_of_all_that_it_has(config_file, tmp_path, key, with_keys):
+    """Also of its journal, though whoever hears of it still has the error in hand, and of what lets peers in."""
+    keygen.make_folder(tmp_path / "keys")
+    others = ["--security.keys", str(tmp_path / "keys")] if with_keys else []
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         words = [f"--{key}", f"tcp://{address}" if key == "broker.bind" else address]
         with pytest.raises(BindError, match=f"'{key}' = '.*{address}' cannot be used") as heard:
-            Server(load(config_file, words))
-    with closing(Server(load(config_file))) as server:
+            Server(load(config_file, words + others))
+    with closing(Server(load(config_file, others))) as server:
         assert server.address and heard.value
+    for thread in threading.enumerate():
+        if thread.name == "zap":
+            thread.join(60.0)
+            assert not thread.is_alive()
