@@ -23,6 +23,9 @@ from april.learner.copies import InStore, OnNextDisk
 from april.learner.trainer import Trainer
 from tests.stores import KINDS
 
+GRACE_S = 3
+"""for what must not happen while a file is on its way"""
+
 
 @pytest.fixture
 def config(one_rank, policy_folder, tmp_path, store_url):
@@ -78,6 +81,7 @@ def test_nothing_is_a_checkpoint_or_said_to_be_one_before_its_last_file_is_there
     trainer.start_save()
     while not came:
         assert trainer.saved() is None
+    may.wait(GRACE_S)
     assert trainer.saved() is None and stored.steps() == set() and checkpoint.latest(trainer.directory) is None
     may.set()
     assert trainer.saved(wait=True) == 1 and stored.steps() == {1}
