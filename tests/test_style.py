@@ -15,6 +15,8 @@ import yaml
 
 ROOT = Path(__file__).parent.parent
 TOOLS = Path(sys.executable).parent
+CORE = ("broker/ledger", "broker/schedules", "broker/journal", "wire")
+"""what everything rests on"""
 CHECKS = {
     "rules": "ruff check --no-cache",
     "format": "ruff format --check --no-cache",
@@ -63,9 +65,15 @@ def test_the_contract_finds_arrows_back_circles_and_rooms_that_nobody_has_placed
 def test_the_core_is_typed_strictly():
     strict = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]["overrides"][0]
     assert strict["disallow_untyped_defs"] and strict["disallow_any_generics"]
-    for room in ("broker/ledger", "broker/schedules", "broker/journal", "config", "wire"):
+    for room in (*CORE, "config"):
         assert (ROOT / "april" / room).is_dir()
         assert f"april.{room.replace('/', '.')}.*" in strict["module"]
+
+
+@pytest.mark.parametrize(("room", "most"), [("", 500), *((room, 400) for room in CORE)])
+def test_no_file_is_too_long_to_be_read_in_one_sitting(room, most):
+    lengths = {path: len(path.read_text().splitlines()) for path in (ROOT / "april" / room).rglob("*.py")}
+    assert lengths and {str(path): length for path, length in lengths.items() if length > most} == {}
 
 
 def test_the_hooks_call_the_same_tools_from_april_s_own_environment():

@@ -16,6 +16,7 @@ import msgpack
 import pytest
 
 from april.broker.journal import journal as journal_module
+from april.broker.journal import recent
 from april.broker.journal.files import JournalError, file_path, file_starts, unneeded
 from april.broker.journal.journal import Journal
 from april.broker.ledger.events import RoundStarted, SampleScored
@@ -336,7 +337,7 @@ def test_a_large_sync_goes_past_the_page_cache_and_a_small_one_through_it(tmp_pa
 
 
 def test_no_more_of_the_last_large_records_stays_in_memory_than_is_meant_to(tmp_path, monkeypatch):
-    monkeypatch.setattr(journal_module, "KEPT_BYTES", 1 << 20)
+    monkeypatch.setattr(recent, "KEPT_BYTES", 1 << 20)
     with closing(Journal(tmp_path)) as journal:
         references = [journal.append(fact(number), large(number)) for number in range(40)]
         journal.sync()
@@ -346,7 +347,8 @@ def test_no_more_of_the_last_large_records_stays_in_memory_than_is_meant_to(tmp_
         ]
         monkeypatch.undo()
         assert journal.read(references[0]) == (fact(0), large(0))
-        assert journal._kept_bytes <= 1 << 20 and len(journal._kept) == 6
+        kept = journal._recent.records.values()
+        assert len(kept) == 6 and sum(length for *_, length in kept) <= 1 << 20
 
 
 WRITER = """

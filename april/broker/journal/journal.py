@@ -12,7 +12,6 @@ import contextlib
 import fcntl
 import logging
 import os
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -23,6 +22,7 @@ from zlib_ng.zlib_ng import crc32
 
 from april.broker.journal import records
 from april.broker.journal.files import SUFFIX, Damaged, JournalError, Reference, file_path, read_records
+from april.broker.journal.recent import KEPT_FROM, Appended, RecentRecords
 from april.broker.ledger.events import AnyEvent, Event, Part
 from april.broker.ledger.places import Place
 from april.files.disk import BLOCK_BYTES, Uncached, open_uncached, write_and_sync
@@ -38,15 +38,9 @@ restart as the bytes do"""
 CACHED_BYTES, LET_GO_BYTES = 1 << 30, 1 << 20
 """of what was written last, the system keeps so much in its page cache for reading; older pages are let go, so much at
 a time, and used again: taking fresh memory for every record costs more than copying it"""
-KEPT_BYTES, KEPT_FROM = 64 << 20, 16 << 10
-"""the last records whose rows have so many bytes each, or more, stay in memory, so many bytes of them: large rows are
-read once and soon, and the page cache would have them copied and checked again"""
 UNCACHED_FROM = 128 << 10
 """where most of what is synced at once, and at least so many bytes of it, is large rows, it is written past the page
 cache. Small rows are read when their response is whole, much later, and often from there"""
-
-Appended = tuple[Event, list[Part], int]
-"""and the bytes of the record"""
 
 
 class Journal:
@@ -78,11 +72,7 @@ class Journal:
         self._unwritten: dict[int, Appended] = {}
         self._in_sync: dict[int, Appended] = {}
         """by position, what was appended since the last sync began, and what that one writes"""
-        self._kept: dict[int, Appended] = {}
-        self._kept_lengths: deque[Reference] = deque()
-        self._kept_bytes = 0
-        self._kept_unwritten = 0
-        """bytes of those that no sync has begun to write"""
+        self._recent = RecentRecords()
         self._records = 0
         self.noted = 0
         """position below which others know that everything was once on disk: what is bad there is damage"""
@@ -137,23 +127,12 @@ class Journal:
         pieces, length = records.encode(self._synced, self._encoder.encode(event), arrays)
         reference = (self.end, length)
         self._pending += pieces
-        self._unwritten[self.end] = event, list(arrays), length
+        self._unwritten[self.end] = appended = event, list(arrays), length
         if length >= KEPT_FROM * event.weight:
-            self._keep(reference)
+            self._recent.keep(self.end, appended)
         self._records += event.weight
         self.end += length
         return reference
-
-    def _keep(self, reference: Reference) -> None:
-        position, length = reference
-        self._kept[position] = self._unwritten[position]
-        self._kept_lengths.append(reference)
-        self._kept_bytes += length
-        self._kept_unwritten += length
-        while self._kept_bytes > KEPT_BYTES:
-            oldest, length = self._kept_lengths.popleft()
-            del self._kept[oldest]
-            self._kept_bytes -= length
 
     @property
     def synced(self) -> int:
@@ -178,10 +157,10 @@ class Journal:
         if self._synced < self.end:
             start = self._starts[-1]
             old = self._old_pages()
-            large = self._kept_unwritten >= max(UNCACHED_FROM, self.unsynced_bytes / 2)
+            large = self._recent.begin_sync() >= max(UNCACHED_FROM, self.unsynced_bytes / 2)
             uncached = self._uncached if large else None
             sync = partial(write_and_sync, self._files[start], self._pending, self._synced - start, old, uncached)
-            self._pending, self._kept_unwritten, self._unwritten, self._in_sync = [], 0, {}, self._unwritten
+            self._pending, self._unwritten, self._in_sync = [], {}, self._unwritten
             self._aside, self._syncing = None, (self.end, sync)
             if aside:
                 self._aside = self._syncer.submit(sync)
@@ -283,7 +262,7 @@ class Journal:
 
     def read_payloads(self, places: Iterable[Place]) -> Iterator[tuple[Place, memoryview]]:
         """The own bytes of rows, whatever else their records hold, each held against its own checksum."""
-        kept, starts, pread = self._kept, self._starts, os.pread
+        kept, starts, pread = self._recent.records, self._starts, os.pread
         file = begins = ends = 0
         for place in places:
             record, offset, size, checksum, _, _, _, _ = place
@@ -313,7 +292,7 @@ class Journal:
         return self._decoder.decode(written), records.HEAD.size + head.size + records.PART.size
 
     def _in_memory(self, position: int) -> Appended | None:
-        return self._kept.get(position) or self._unwritten.get(position) or self._in_sync.get(position)
+        return self._recent.records.get(position) or self._unwritten.get(position) or self._in_sync.get(position)
 
     def _read(self, position: int, length: int) -> bytes:
         start = self._starts[bisect.bisect_right(self._starts, position) - 1]

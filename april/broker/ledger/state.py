@@ -4,17 +4,12 @@
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
 from typing import Any
 
 from april.broker.ledger import events
-from april.broker.ledger.batches import Batches
-from april.broker.ledger.branches import fork, known
+from april.broker.ledger.conversations import Conversations
 from april.broker.ledger.dead_letters import DeadLetters
-from april.broker.ledger.leases import LeaseBook
-from april.broker.ledger.open_samples import OpenSamples
 from april.broker.ledger.places import add_place
-from april.broker.ledger.queues import HandOutQueue
 from april.broker.ledger.rules import Rules
 from april.broker.ledger.samples import (
     TO_GENERATE,
@@ -25,9 +20,8 @@ from april.broker.ledger.samples import (
     Sample,
     SampleState,
     lacks_agent,
-    of_agent,
 )
-from april.wire.agents import BRANCHES, session_of
+from april.wire.agents import session_of
 from april.wire.rows import CHUNK, ENDINGS, ROW, padded
 
 START_BITS = 32
@@ -43,19 +37,9 @@ HANDLERS = {kind: f"_on_{kind.__name__}" for kind in events.Event.__subclasses__
 """the method that applies each kind of event"""
 
 
-OnDiscard = Callable[[Sequence[Sample], str, int], None]
-"""samples of one training group, why they are discarded, and how many tokens of their beginning are not"""
-
-
-class LedgerState(LeaseBook, Batches):
+class LedgerState(Conversations):
     def __init__(self, rules: Rules):
-        LeaseBook.__init__(self)
-        Batches.__init__(self, rules)
-        self.rules = rules
-        self.on_discard: OnDiscard = lambda samples, reason, kept: None
-        """is shown them as they were"""
-        self.open_samples = OpenSamples()
-        self.queue = HandOutQueue()
+        super().__init__(rules)
         self.resumed: Counter[str] = Counter()
         """tokens of partials that were leased again: `cached`, to the worker that handed them back under the same
         weights, or `moved`"""
@@ -69,11 +53,6 @@ class LedgerState(LeaseBook, Batches):
         """groups that lost a sample for good since the last one that became ready"""
         self.last_error = ""
         self.dead_letters = DeadLetters()
-        self.draining = False
-        """nothing is handed out; workers hand back what they generate"""
-        self.round = -1
-        self.round_open = False
-        self.watermark = 0
         self.cursor: tuple[int, int] = (0, 0)
         """(epoch, row position) of the next prompt"""
         self.prompts_submitted = 0
@@ -86,8 +65,6 @@ class LedgerState(LeaseBook, Batches):
         self._next_ordinal = 0
         self.now = 0.0
         """Unix seconds, as the newest TimePassed says"""
-        self.last_lease_id = 0
-        """of all that were granted"""
 
     def apply(self, event: events.Event, reference: Any = None) -> None:
         """Change the state by one recorded fact."""
@@ -154,11 +131,6 @@ class LedgerState(LeaseBook, Batches):
         if not group.started:
             self._start(group, event.step)
 
-    def _on_AgentLeased(self, event: events.AgentLeased, reference: Any) -> None:
-        sample = of_agent(self.groups[event.group].samples[event.index])
-        sample.agent_lease, self.last_lease_id = event.lease_id, event.lease_id + BRANCHES - 1
-        self.hold(Lease(event.lease_id, sample, event.holder, 0, False, float("inf"), agent=True))
-
     def _start(self, group: Group, step: int) -> None:
         group.started = True
         if not group.evaluation:
@@ -198,17 +170,6 @@ class LedgerState(LeaseBook, Batches):
         self.tokens["generated"] += trained
         self.tokens["open"] += trained
 
-    def _spoken_in(self, session: Lease, lease_id: int, start: int, parent: int) -> Sample:
-        """The branch that a row of an agent goes on with, or begins, whose id is `lease_id`."""
-        number = lease_id - session.id
-        if line := session.sample.line(number):
-            return line
-        left = session.sample.line(parent)
-        assert left
-        new = fork(left, number, start)
-        self.open_samples.begin(new)
-        return new
-
     def _end_response(self, lease: Lease, finish_reason: str, over: bool) -> None:
         """Its last tokens have come; `over`: they end the lease, too, and it waits for somebody who scores it."""
         sample = lease.sample
@@ -221,14 +182,6 @@ class LedgerState(LeaseBook, Batches):
         if over:
             self.release(lease.id)
             self.queue.push(sample)
-
-    def _end_turn(self, lease: Lease) -> None:
-        """Its last tokens have come, and it is its agent's again; the worker has its prefix in cache."""
-        sample = self.release(lease.id).sample
-        sample.home = lease.worker
-        self.open_samples.turn(sample, SampleState.ACTING)
-        if agent := self.leases.get(sample.session.agent_lease):
-            agent.advanced = True
 
     def _expect_longer(self, ended: Sample) -> None:
         """Its siblings that wait are handed out earlier than others of their age: they may become as long."""
@@ -251,44 +204,6 @@ class LedgerState(LeaseBook, Batches):
         if isinstance(sample, AgentSample):
             sample.left = b""
         self.open_samples.turn(sample, SampleState.DONE)
-
-    def _on_AgentClosed(self, event: events.AgentClosed, reference: Any) -> None:
-        sample = of_agent(self.release(event.lease_id).sample)
-        self._end_session(sample, event.superseded)
-        sample.left = event.state
-        self.open_samples.turn(sample, SampleState.GENERATED)
-        self.queue.push(sample)
-
-    def _end_session(self, sample: Sample, superseded: list[tuple[int, int]]) -> None:
-        """The agent has spoken for the last time. A turn that it has not heard the end of is nobody's, and neither is
-        what only an earlier execution of it has heard."""
-        self.void(sample)
-        for line, heard, length in known(sample, superseded):
-            self._cut(line, heard, "unread")
-            self._cut(line, length, "superseded")
-        self._end_branches(sample, SampleState.DONE)
-        sample.finish_reason = "stop"
-
-    def _end_branches(self, sample: Sample, state: SampleState) -> None:
-        """Those in which nothing is left that the policy has said are forgotten."""
-        if not isinstance(sample, AgentSample):
-            return
-        for line in sample.branches:
-            self.open_samples.turn(line, state)
-            if not line.own:
-                self.open_samples.forget(line)
-        sample.branches = tuple(line for line in sample.branches if line.own)
-
-    def _cut(self, sample: Sample, length: int, reason: str) -> None:
-        """Discard what lies behind the end of a turn of a sample whose group is open."""
-        group = sample.group
-        if sample.sampled_until > length and not group.evaluation:
-            self.on_discard([sample], reason, length)
-        dropped = sample.cut(length)
-        group.tokens -= dropped
-        if dropped and not group.evaluation:
-            self.tokens[group.state] -= dropped
-            self.discarded[reason] += dropped
 
     def _on_GroupScored(self, event: events.GroupScored, reference: Any) -> None:
         lease = self.release(event.lease_id)
@@ -412,18 +327,6 @@ class LedgerState(LeaseBook, Batches):
         for group in self.evaluations.pop(event.step):
             group.forget()
         self.evaluated[event.step] = event.result
-
-    def _on_DrainStarted(self, event: events.DrainStarted, reference: Any) -> None:
-        self.draining, self.watermark = True, event.watermark
-
-    def _on_DrainEnded(self, event: events.DrainEnded, reference: Any) -> None:
-        self.draining = False
-
-    def _on_RoundStarted(self, event: events.RoundStarted, reference: Any) -> None:
-        self.round, self.round_open = event.round, True
-
-    def _on_RoundEnded(self, event: events.RoundEnded, reference: Any) -> None:
-        self.round_open, self.watermark = False, event.watermark
 
     def _on_CheckpointDurable(self, event: events.CheckpointDurable, reference: Any) -> None:
         for step in [step for step in self.deliveries if step < event.oldest]:
