@@ -15,7 +15,9 @@ venv_python=$root/.venv/bin/python
 torch=${APRIL_TORCH:-torch==2.13.0}
 torch_index=${APRIL_TORCH_INDEX:-}
 devices=${APRIL_DEVICES_DIR:-/dev}   # another folder only in tests
-export PIP_COMPILE=${PIP_COMPILE:-0}
+# Modules are compiled when they are first imported, or all of them now where Python may not keep what it compiles.
+export PIP_COMPILE=${PIP_COMPILE:-${PYTHONDONTWRITEBYTECODE:+1}}
+: "${PIP_COMPILE:=0}"
 
 say() { echo "april: $*"; }
 fail() { echo "april: $*" >&2; exit 1; }

@@ -8,7 +8,9 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 torch_index=${APRIL_TORCH_INDEX:-}
 devices=${APRIL_DEVICES_DIR:-/dev}   # another folder only in tests
-export PIP_COMPILE=${PIP_COMPILE:-0}   # modules are compiled when they are first imported
+# Modules are compiled when they are first imported, or all of them now where Python may not keep what it compiles.
+export PIP_COMPILE=${PIP_COMPILE:-${PYTHONDONTWRITEBYTECODE:+1}}
+: "${PIP_COMPILE:=0}"
 
 say() { echo "april: $*"; }
 fail() { echo "april: $*" >&2; exit 1; }

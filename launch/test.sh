@@ -11,6 +11,7 @@ if [ "${1:-}" = --all ]; then
     all=true
     shift
 fi
+unset PYTHONDONTWRITEBYTECODE    # where it is set, each of a test's processes compiles all that it imports
 "$root/launch/install.sh" dev
 if $all; then
     begun=()

@@ -5,7 +5,9 @@
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-export PIP_COMPILE=${PIP_COMPILE:-0}   # modules are compiled when they are first imported
+# Modules are compiled when they are first imported, or all of them now where Python may not keep what it compiles.
+export PIP_COMPILE=${PIP_COMPILE:-${PYTHONDONTWRITEBYTECODE:+1}}
+: "${PIP_COMPILE:=0}"
 
 # make_upon NAME WHAT PACKAGES...: .venv-NAME, installed once.
 make_upon() {
