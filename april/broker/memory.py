@@ -1,17 +1,15 @@
 """How the broker keeps its memory: hundreds of thousands of small objects live long, a few large ones briefly."""
 
-import contextlib
-import ctypes
 import gc
+
+from april.processes import clock, heap
 
 GC_THRESHOLDS = (50_000, 20, 100)
 """looking for garbage among the ledger's objects is worth it less often than usual"""
 LARGE_BLOCK_BYTES = 1 << 20
 KEPT_FREE_BYTES = 64 << 20
-TRIM_S = 5.0
-"""how often to `trim`"""
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-"""from glibc's malloc.h"""
+TRIM_S, TRIM_SHARE = 5.0, 0.001
+"""how often free memory is given back, and most of the time that it may take"""
 
 
 def settle() -> None:
@@ -24,14 +22,19 @@ def settle() -> None:
     """
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
-    with contextlib.suppress(AttributeError):
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
-        mallopt(M_TRIM_THRESHOLD, KEPT_FREE_BYTES)
+    heap.tune(LARGE_BLOCK_BYTES, KEPT_FREE_BYTES)
 
 
-def trim() -> None:
-    """Give the system the pages that are free between objects that live, which glibc keeps: after each batch there are
-    tens of megabytes of them. It takes a millisecond or two."""
-    with contextlib.suppress(AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
+class Trimmer:
+    """Gives back what is free between objects that live: after each batch there are tens of megabytes of it. That
+    takes a millisecond or two; where the heap is so large that it takes longer, it is done as much less often."""
+
+    def __init__(self) -> None:
+        self._at = 0.0
+
+    def passed(self) -> None:
+        """Call in each pass of the loop."""
+        if (began := clock.now()) >= self._at:
+            heap.give_back()
+            now = clock.now()
+            self._at = now + max(TRIM_S, (now - began) / TRIM_SHARE)

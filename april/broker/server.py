@@ -117,14 +117,15 @@ class Server:
         try:
             self._bind(config.broker.bind)
             self.exporter = start_exporter(config)
-        except BindError:
+        except BaseException:
             self._let_go()
             raise
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._photographer, self._sync_times = Photographer(), SyncTimes()
         self._leave_s = max(LEAVE_S, config.learner.load_s)
         self._signal = ""
-        self._retry_at = self._trim_at = 0.0
+        self._trimmer = memory.Trimmer()
+        self._retry_at = 0.0
         self._ended: tuple[str, str] | None = None
         """reason and state of a run that was over when its disk failed"""
         self._unsent: list[Outgoing] = []
@@ -215,9 +216,7 @@ class Server:
             self._recover()
         if self.exporter:
             self.exporter.passed(clock.now(), self._picture)
-        if clock.now() >= self._trim_at:
-            self._trim_at = clock.now() + memory.TRIM_S
-            memory.trim()
+        self._trimmer.passed()
 
     def _wait(self, timeout_ms: int) -> None:
         """For a message, or the end of a sync."""

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from april.config import ConfigError, check_address
-from april.dashboard import memory
 from april.dashboard.index import SampleIndex
 from april.dashboard.live import Live
 from april.dashboard.steps import Steps
 from april.formats.versions import RUN_FOLDER
 from april.launch.operate import Target
+from april.processes import heap
 from april.report.run_folder import dig, read_summary
 
 log = logging.getLogger(__name__)
@@ -181,7 +181,7 @@ class Runs:
                 wanted = [run for run in self._watched.values() if time.monotonic() - run.asked_at < AWAY_S]
             whole = [run.read_on(TURN_S) for run in wanted]
             if wanted:
-                memory.give_back()
+                heap.give_back()
             if all(whole) and self._closed.wait(PAUSE_S):
                 return
 

@@ -1,14 +1,12 @@
 """How the dashboard keeps its memory small: large arrays come and go in many threads, beside an index that stays."""
 
-import contextlib
-import ctypes
 import os
 import sys
 from importlib.abc import MetaPathFinder
 
+from april.processes import heap
+
 LARGE_BLOCK_BYTES = 256 << 10
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
-"""from glibc's malloc.h"""
 
 
 def settle() -> None:
@@ -19,17 +17,7 @@ def settle() -> None:
     """
     os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
     sys.meta_path.insert(0, WithoutPandas())
-    with contextlib.suppress(AttributeError):
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(M_ARENA_MAX, 1)
-        mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
-        mallopt(M_TRIM_THRESHOLD, LARGE_BLOCK_BYTES)
-
-
-def give_back() -> None:
-    """What was freed between blocks that stay goes back to the system, page by page."""
-    with contextlib.suppress(AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
+    heap.tune(LARGE_BLOCK_BYTES, LARGE_BLOCK_BYTES, arenas=1)
 
 
 class WithoutPandas(MetaPathFinder):

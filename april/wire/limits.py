@@ -30,7 +30,7 @@ FROM_BROKER = Limits(frame_bytes=1 << 30, frames=2 + 0xFFFF, arrays=0xFFFF, mess
 GRANT_ARRAYS = 4096
 """responses of a message of grants; further grants go into another one"""
 UPLOAD_QUEUE_MESSAGES = 32
-"""messages of one connection that wait in the receiver's memory; more wait in the sender's"""
+"""messages of one connection that wait in the receiver's socket; more wait in the sender's"""
 HANDSHAKE_S = 10.0
 """a connection that has not said who it is by then is closed"""
 

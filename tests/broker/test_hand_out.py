@@ -151,6 +151,32 @@ def test_who_takes_twice_as_long_to_load_them_is_not_waited_for(converse):
     assert len(samples(first.grants())) == min(10, waiting)
 
 
+def test_the_next_round_has_a_share_of_its_own_however_little_was_left_of_the_last_one(converse):
+    talk = converse("--evaluation.prompts", "1", "--schedule.kind", "sync", "--schedule.over_sampling_batch_size", "4",
+                    "--schedule.overlap", "true")  # fmt: skip
+    first, last, learner = FakeWorker(talk, "first"), FakeWorker(talk, "last"), FakeLearner(talk)
+    for one in (first, last, learner):
+        one.join()
+    held = []
+    while not talk.ledger.next_step:
+        held = [(worker, grant) for worker in (first, last) for grant in worker.grants()]
+        for worker, grant in held:
+            worker.complete(grant)
+    held = [(worker, grant) for worker in (first, last) for grant in worker.grants()]
+    for worker, grant in held[:-1]:
+        worker.complete(grant)
+    assert learner.fetch(0)
+    learner.consume(0)
+    talk.tick()
+    take_weights(first, loaded_in_s=8.0)
+    worker, grant = held[-1]
+    worker.complete(grant)
+    talk.tick(0.1)
+    waiting = sum(map(talk.ledger.open_samples.count, TO_GENERATE))
+    got = len(samples(first.grants()))
+    assert talk.ledger.round == 2 and got == -(-(waiting + got) // 2) > 1
+
+
 @pytest.fixture
 def two(converse):
     """(conversation, two workers): each had three samples, of which `left` has generated 5 tokens; all are back."""

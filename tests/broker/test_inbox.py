@@ -2,6 +2,7 @@
 
 import itertools
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import zmq
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from april import wire
 from april.broker import inbox
 from april.broker.inbox import Inbox
+from april.wire.limits import FROM_PEER
 
 ROLES = ["worker", "scorer", "agents", "learner", "monitor"]
 
@@ -83,14 +85,15 @@ def test_who_names_another_s_session_has_no_place_before_others(crowd):
 
 @given(st.lists(st.tuples(st.sampled_from(ROLES), st.sampled_from(["data", "control"]), st.booleans(), st.booleans())))
 def test_the_messages_of_a_connection_stay_in_order_and_none_is_lost(sent):
-    """Also where a session is known only from some message on, or the loop handles one in between."""
+    """Also where a session is known only from some message on, or up to one, or the loop handles one in between."""
     crowd, found, counts = Crowd(), [], itertools.count()
     try:
         for role, way, known, takes in sent:
             crowd.send(role, way, next(counts), session=None if known else 0)
             if takes:
                 found.append(next(crowd.handled()))
-        found += crowd.handled()
+        with patch.object(inbox, "IN_A_ROW", 1):
+            found += crowd.handled()
     finally:
         crowd.close()
     assert sorted(sequence for _, _, sequence in found) == list(range(len(sent)))
@@ -118,6 +121,14 @@ def test_it_takes_in_only_so_much(crowd, monkeypatch):
     next(handled)
     assert crowd.inbox.has_message and crowd.socket.poll(0)
     assert [sequence for _, _, sequence in handled] == list(range(1, 10)) and not crowd.inbox.has_message
+
+
+def test_of_more_frames_than_a_peer_may_send_no_more_are_held_than_it_takes_to_refuse_them(crowd):
+    crowd.peers["worker", "data"].send_multipart([b""] * 5000)
+    _, *frames = crowd.inbox.next(crowd.sessions)
+    assert len(frames) == FROM_PEER.frames + 1
+    with pytest.raises(wire.WireError, match="large"):
+        wire.decode(frames, FROM_PEER)
 
 
 def test_a_message_without_a_frame_is_passed_on(crowd):

@@ -48,6 +48,16 @@ def test_an_observation_is_kept_and_counted_as_nobody_s_token(talk, worker):
     assert talk.service.recorder.environment == {"observations": 1, "tokens": 2, "failed": 0}
 
 
+@pytest.mark.parametrize("version", ["branch", "step"])
+def test_it_is_of_no_version(talk, worker, version):
+    grant = finish_evaluation(worker)[0]
+    worker.chunk(grant, 0, 3)
+    row, payload = observation(grant.lease_id, 3, chunk_arrays(3, 2)[0])
+    worker.report([(row._replace(**{version: 1}), payload)])
+    assert worker.told("refused") == [(grant.lease_id, "bad row: an observation is of no version")]
+    assert sample_of(talk, grant).observations == []
+
+
 def test_again_it_is_a_duplicate_ahead_it_is_a_gap(talk, worker):
     grant = finish_evaluation(worker)[0]
     worker.chunk(grant, 0, 3)

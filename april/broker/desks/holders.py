@@ -1,6 +1,7 @@
 """What the broker says to those who hold leases, workers and scorers alike: coming, going, scores, work handed back."""
 
 import logging
+import math
 
 from april import wire
 from april.broker.books import Books
@@ -23,7 +24,7 @@ class HolderDesk:
         self.ledger = books.ledger
         self.sessions = books.sessions
         self.recorder = books.recorder
-        self._terms = 0.0, 0.0, 0.0
+        self._terms = math.nan, 0.0, 0.0
         """of the leases that were granted last: when that was, when they expire, how long they can be renewed"""
 
     def mark(self, session: Session, instant: str, now: float) -> None:

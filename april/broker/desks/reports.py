@@ -76,6 +76,7 @@ class RowChecks:
             words = np.append(words, np.uint32(0))
         largest = np.maximum.reduceat(words, parts)[::2]
         self._note(found, largest > self.largest_id, self.ids_wrong)  # a negative one is larger than any
+        self._note(found, observed & ((table["branch"] | table["step"]) > 0), "an observation is of no version")
         plain = ~observed & (sizes == 8 * tokens)
         size_of_logprobs = np.maximum.reduceat(words & np.uint32(0x7FFFFFFF), parts)[1::2]
         self._note(found, plain & (size_of_logprobs >= NOT_FINITE), "a logprob is not finite")

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 
 from april.broker.ledger.ledger import Ledger
-from april.broker.ledger.samples import UNFINISHED
+from april.broker.ledger.samples import TO_GENERATE
 from april.broker.sessions import Session
 
 LONGEST_S = 10.0
@@ -18,12 +18,10 @@ LONGEST_S = 10.0
 class Shares:
     def __init__(self) -> None:
         self._until = 0.0
-        self._samples = 0
-        """of the round, those that are leased already among them; 0: not counted yet"""
 
     def first_has(self, loaded_in_s: float, now: float) -> None:
         """A worker is the first to hold weights, which took it so long."""
-        self._until, self._samples = now + min(loaded_in_s, LONGEST_S), 0
+        self._until = now + min(loaded_in_s, LONGEST_S)
 
     def fullest(self, workers: Sequence[Session], newest_step: int, ledger: Ledger, now: float) -> float:
         """Share of its capacity up to which each of `workers` is filled; infinite: as far as it has room."""
@@ -33,7 +31,6 @@ class Shares:
         if all(one.step >= newest_step for one in holding):
             self._until = 0.0
             return math.inf
-        self._samples = self._samples or sum(
-            sample.state in UNFINISHED for group in ledger.open_groups() for sample in group.samples
-        )
-        return self._samples / sum(one.capacity for one in holding)
+        if not (waiting := sum(map(ledger.open_samples.count, TO_GENERATE))):
+            return math.inf
+        return (waiting + ledger.generating) / sum(one.capacity for one in holding)

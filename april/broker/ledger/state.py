@@ -159,6 +159,7 @@ class LedgerState(Conversations):
                     trained += count
             else:
                 sample.unsampled += count
+                branch = step = 0
             sample.chunks = add_place(sample.chunks, record, offset, size, checksum, count, kind, branch, step)
             offset += padded(size)
             if lease.agent:

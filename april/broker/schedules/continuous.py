@@ -138,9 +138,9 @@ class ContinuousSchedule(Schedule):
             self._mean += group.tokens / len(group.samples)
             self._longest += max(sample.sampled for sample in group.samples)
 
-    def flight_lacks_groups(self, ledger: Ledger) -> bool:
-        """Whether fewer are undelivered than it takes to have `in_flight` samples in generation, and a batch; asked
-        where no straggler is ever late, of which a larger backlog would make more.
+    def _flight_lacks_groups(self, ledger: Ledger) -> bool:
+        """Whether fewer are undelivered than it takes to have `in_flight` samples in generation, and a batch. Never
+        where stragglers may be late, of which a larger backlog would make more.
 
         A group lasts as long as its longest sample, so that it takes in_flight / n groups times the longest over the
         mean length. To open none beside a batch that waits stops many batches in flight: what is open goes on to
@@ -162,7 +162,7 @@ class ContinuousSchedule(Schedule):
         if len(ledger.ready) >= batches_left * ledger.rules.batch_groups:
             return False
         is_behind = len(ledger.ready) >= self.backlog(ledger) * ledger.rules.batch_groups
-        if is_behind and not self.flight_lacks_groups(ledger):
+        if is_behind and not self._flight_lacks_groups(ledger):
             return False
         if not ledger.bound.survives(ledger.next_step, step) or (prompt := ledger.next_prompt(self.prompts)) is None:
             return False
