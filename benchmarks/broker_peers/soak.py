@@ -23,7 +23,7 @@ from .stream import GROUP_SIZE, PROMPT_TOKENS, Stream, attend, schedule
 BATCH_GROUPS = 256
 RSS_EVERY_S = 1.0
 FILL_S = 400.0
-"""longest wait for all samples to be in flight"""
+"""longest wait for all samples to be in flight, once all sessions have come"""
 QUICK = Stream(100, 20, mean_chunks=4, chunks_per_s=2_000, processes=4, joining_s=7, warmup_s=20, window_s=20)
 RATE = 30_000
 """chunks a second that two cores carry on both sides, and little more"""
@@ -68,7 +68,7 @@ def endure(crowd: Stream, folder: Path) -> Endured:
         crew.all_ready(within_s=600.0)
         before = rss_bytes(broker.pid)
         granting.value = 1
-        wait_until_all(in_flight, crowd.in_flight, crew)
+        wait_until_all(in_flight, crowd, crew)
         crew.watch(crowd.warmup_s)
         started_s, rss, in_hands, held = cpu_s(broker.pid), [], [], []
         crew.window.open(crowd.window_s)
@@ -94,12 +94,13 @@ def endure(crowd: Stream, folder: Path) -> Endured:
     )
 
 
-def wait_until_all(in_flight, wanted: int, crew: Crew) -> None:
+def wait_until_all(in_flight, crowd: Stream, crew: Crew) -> None:
     """All but what is being replaced."""
-    deadline = time.monotonic() + FILL_S
-    while (held := sum(count.value for count in in_flight)) < 0.95 * wanted:
+    longest_s = crowd.joining_s + FILL_S
+    deadline = time.monotonic() + longest_s
+    while (held := sum(count.value for count in in_flight)) < 0.95 * crowd.in_flight:
         if time.monotonic() > deadline:
-            raise BenchmarkError(f"only {held} of {wanted} samples are in flight after {FILL_S:g} s")
+            raise BenchmarkError(f"only {held} of {crowd.in_flight} samples are in flight after {longest_s:g} s")
         crew.watch(0.1)
 
 
