@@ -1,4 +1,4 @@
-"""Rounds and drains: both end with a watermark, and grants up to it are to be handed back."""
+"""Rounds and drains: grants from before a round ends or a drain begins, up to the watermark, are to be handed back."""
 
 from typing import Any
 
